@@ -2,7 +2,8 @@
 
 A record can claim anything: a claim of 1e12 samples would make every peer meet at once. So a claim counts up to twice
 the peer's last contribution, which a signed manifest shows. The claim of a peer that has contributed nothing yet counts
-up to its fair share of the target. A peer that claimed and did not come counts as 0 until it contributes again.
+up to its fair share of the target, until a round without it. A peer that claimed and did not come counts as 0 until it
+contributes again.
 """
 
 from __future__ import annotations
@@ -64,9 +65,11 @@ class Claims:
             If the round fell short of its target, the peers that had claimed and gave less, one line; else empty.
         """
         self._given.update(contributors)
-        if len(promised.counted) < self._group_size:  # Else a peer may have contributed in another group.
-            absent = (peer for peer, claim in promised.counted.items() if claim and peer not in contributors)
-            self._given.update(dict.fromkeys(absent, 0.0))
+        absent = [peer for peer, claim in promised.counted.items() if claim and peer not in contributors]
+        if len(promised.counted) >= self._group_size:
+            # Those that have contributed before may be in another group.
+            absent = [peer for peer in absent if peer not in self._given]
+        self._given.update(dict.fromkeys(absent, 0.0))
         total = sum(contributors.values())
         if promised.target == float("inf") or total >= FULL * promised.target:
             return ""

@@ -7,28 +7,29 @@ that a block would serve badly: tensors of fewer than `MIN_CODED_VALUES` values,
 fp32 with any codec. With the codec fp32, there is one region.
 
 The layout follows from the schema and the codec alone, so the hash of the run's spec covers it.
+
+The encoded vector is what a script and its daemon share: the planes of the first region, each for all of its values,
+then the values of the second. The payload of a part is a slice of each plane of its region, one after another.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
-from itertools import filterfalse
+from itertools import accumulate, filterfalse
 from typing import NamedTuple
 
-import torch
-
 from equipoise.averaging.partition import GRANULE, Part, partition
-from equipoise.averaging.schema import Schema, SchemaError, TensorSpec
-from equipoise.compression import Codec, first_non_finite, parse_codec
+from equipoise.averaging.schema import Schema, TensorSpec
+from equipoise.compression import Codec, parse_codec
 
 MIN_CODED_VALUES = 256
 """Fewest values of a tensor that the codec carries. A scalar, a gate or a short bias is a few bytes in fp32. In a
 block, its error would be relative to the largest value beside it."""
 
-CHECKED_VALUES = 512 * 1024
-"""Number of values checked together for being finite: few enough to be in the cache, many enough for small tensors."""
+PLANE_ALIGNMENT = 64
+"""Bytes to whose multiples the planes of the encoded vector are aligned: a cache line, more than any codec needs."""
 
 EXACT_GRANULE = 4096
 """Granule of the cuts in the second region, in values: 16 KiB, about the cost of a frame."""
@@ -60,6 +61,7 @@ class Layout:
         places: The place of each tensor, in the order of the flat vector.
         coded: Number of values of the first region, padding included.
         size: D, number of values of the flat vector, padding included.
+        stored_size: Bytes of the encoded vector, with the room between its planes.
     """
 
     def __init__(self, schema: Schema, codec: Codec) -> None:
@@ -70,6 +72,9 @@ class Layout:
         coded = schema.tensors if codec == EXACT else tuple(filterfalse(_is_exact, schema.tensors))
         self.coded = self._place(coded, 0, codec.granule)
         self.size = self._place(exact, self.coded, 1)
+        planes = (*codec.plane_sizes(self.coded), *EXACT.plane_sizes(self.size - self.coded))
+        room = (-(-size // PLANE_ALIGNMENT) * PLANE_ALIGNMENT for size in planes)
+        *self._begins, self.stored_size = accumulate(room, initial=0)
 
     def _place(self, tensors: Sequence[TensorSpec], start: int, granule: int) -> int:
         """Place tensors one after another; returns the end of the last, behind which there is no padding."""
@@ -82,7 +87,7 @@ class Layout:
 
     @cached_property
     def encoded_size(self) -> int:
-        """Bytes of the whole encoded vector; the same for all cuts."""
+        """Bytes of the encoded vector as it travels, in parts; the same for all cuts."""
         return self.codec.encoded_size(self.coded) + EXACT.encoded_size(self.size - self.coded)
 
     @property
@@ -105,69 +110,16 @@ class Layout:
         behind = (Part(self.coded + part.start, self.coded + part.stop, part.owner) for part in exact)
         return (*coded, *behind)
 
-    def views(self, flat: torch.Tensor, names: Collection[str]) -> dict[str, torch.Tensor]:
-        """The tensors of these names in the flat vector, f32 [D], sharing its memory."""
-        return {
-            spec.name: flat[start:stop].view(spec.shape)
-            for spec, start, stop in self.places
-            if spec.name in names
-        }
-
-    def flatten(self, tensors: Mapping[str, torch.Tensor], out: torch.Tensor) -> None:
-        """Copy checked tensors, converted to fp32, into the flat vector `out`, f32 [D], and zero all padding.
-
-        Args:
-            tensors: By name: all of the schema, or some of them. The places of the others stay as they are.
-            out: The flat vector.
-
-        Raises:
-            SchemaError: A tensor holds NaN or Inf (also one that overflows fp32); `out` is then undefined.
-        """
-        checked = end = 0
-        for spec, place, stop in self.places:
-            if end < place:
-                out[end:place].zero_()
-            end = stop
-            if spec.name not in tensors:
-                if checked < place:
-                    self._require_finite(out, checked, place)
-                checked = stop
-                continue
-            flat = tensors[spec.name].detach().reshape(-1)
-            # Checks values while they are in the cache, a piece or several tensors at a time.
-            for at in range(place, stop, CHECKED_VALUES):
-                behind = min(at + CHECKED_VALUES, stop)
-                out[at:behind].copy_(flat[at - place : behind - place])
-                if behind - checked >= CHECKED_VALUES:
-                    self._require_finite(out, checked, behind)
-                    checked = behind
-        self._require_finite(out, checked, self.size)
-
-    def unflatten(self, flat: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Copy the flat vector, f32 [D], into checked tensors in place: all of the schema, or some of them."""
-        with torch.no_grad():
-            for name, values in self.views(flat, tensors).items():
-                tensors[name].copy_(values)
-
-    def shift(self, before: torch.Tensor, after: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Move checked tensors, in place, by the difference of two flat vectors, f32 [D]: tensors += after - before."""
-        with torch.no_grad():
-            old = self.views(before, tensors)
-            for name, new in self.views(after, tensors).items():
-                tensors[name].add_((new - old[name]).to(tensors[name].device))
+    def slices(self, start: int, stop: int) -> list[slice]:
+        """The places of the values `start` to `stop`, of one region, in the encoded vector: a slice of each plane."""
+        first = 0 if start < self.coded else self.coded
+        codec, begins = (self.codec, self._begins[:-1]) if start < self.coded else (EXACT, self._begins[-1:])
+        ends = zip(begins, codec.plane_sizes(start - first), codec.plane_sizes(stop - first), strict=True)
+        return [slice(begin + low, begin + high) for begin, low, high in ends]
 
     def locate(self, index: int) -> tuple[str, int]:
         """The tensor that holds value `index` of the flat vector, and the value's place in that tensor."""
         return next((spec.name, index - start) for spec, start, stop in self.places if index < stop)
-
-    def _require_finite(self, flat: torch.Tensor, start: int, stop: int) -> None:
-        bad = first_non_finite(flat[start:stop])
-        if bad is not None:
-            name, at = self.locate(start + bad)
-            raise SchemaError(
-                f"tensor {name!r} holds {float(flat[start + bad])} at flat index {at}: "
-                f"expected finite values within fp32's range"
-            )
 
 
 def _is_exact(tensor: TensorSpec) -> bool:

@@ -13,10 +13,12 @@ from typing import Annotated, Protocol
 
 import msgspec
 
+from equipoise.averaging.metrics import Report, Values, check_order
 from equipoise.averaging.outcome import check_weight
 from equipoise.averaging.ports import MAX_CREDENTIAL_BYTES
 from equipoise.averaging.spec import MAX_GROUP_SIZE, PROTOCOL_VERSION
 from equipoise.averaging.state import StateId, group_state
+from equipoise.averaging.weights import ATTENDANCE_LIMIT, MAX_WEIGHT, Weight, contributing
 
 MAX_PEER_CHARS = 64
 """Longest PeerID in base58: today's PeerIDs have 46 to 52 characters."""
@@ -24,9 +26,6 @@ MAX_PEER_CHARS = 64
 MAX_ROUND = 2**53
 """Highest number of a round, which every msgpack reader can represent. No run gets there: from the highest number that
 others can cause (`matchmaking.membership.MAX_JUMP`), a thousand skipped rounds a second take 285 years."""
-
-MAX_WEIGHT = 1e12
-"""Largest weight of one contribution; 64 times this, times any sane value, is far from overflow in fp32."""
 
 MAX_BANDWIDTH = 1e13
 """Highest bandwidth, in bytes per second: a hundred times today's fastest link. It bounds the harm of false claims."""
@@ -47,7 +46,6 @@ DOMAIN = b"equipoise join 1\0"
 PeerName = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_PEER_CHARS, pattern=r"\A[!-~]+\Z")]
 SpecHash = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{64}\Z")]
 RoundNumber = Annotated[int, msgspec.Meta(ge=0, le=MAX_ROUND)]
-Weight = Annotated[float, msgspec.Meta(ge=0.0, le=MAX_WEIGHT)]
 Bandwidth = Annotated[float, msgspec.Meta(ge=0.0, le=MAX_BANDWIDTH)]
 Nonce = Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
 Signature = Annotated[bytes, msgspec.Meta(min_length=1, max_length=MAX_SIGNATURE_BYTES)]
@@ -88,7 +86,9 @@ class Join(msgspec.Struct, frozen=True, array_like=True):
         nonce: 16 random bytes, new each time it becomes ready.
         credential: Data to open direct channels with it; the transport checks it. Empty if the member has none.
         state: The state of the run that it holds; None if it claims none, such as a newcomer or a peer of `average`.
-        signature: Signature over all of the above.
+        signature: Signature over all other fields.
+        fit: The metrics of its training; they count with the weight of its contribution.
+        evaluation: The scores of the state that it holds on its data; None if it has not evaluated it.
     """
 
     peer: PeerName
@@ -101,6 +101,12 @@ class Join(msgspec.Struct, frozen=True, array_like=True):
     credential: Credential
     state: StateId | None
     signature: Signature
+    fit: Values = ()
+    evaluation: Report | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse numbers that are not in their canonical form."""
+        check_order(self.fit)
 
     def signed(self, sign: Sign) -> Join:
         """Return the join with its signature; the configuration and the transport bound the other values.
@@ -117,7 +123,12 @@ class Join(msgspec.Struct, frozen=True, array_like=True):
     @property
     def content(self) -> bytes:
         """The signed bytes."""
-        return DOMAIN + msgspec.msgpack.encode(msgspec.structs.astuple(self)[:-1])
+        return DOMAIN + msgspec.msgpack.encode(msgspec.structs.replace(self, signature=b""))
+
+    @property
+    def bound(self) -> StateId | None:
+        """The state that the contribution was made for; None if it adds nothing, or fits any state."""
+        return self.state if self.weight > ATTENDANCE_LIMIT else None
 
     @property
     def ticket(self) -> bytes:
@@ -172,7 +183,16 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
         """PeerIDs in member order."""
         return tuple(join.peer for join in self.members)
 
-    def check(self, verify: Verify, *, spec: str, group_size: int, own: Join | None, quorum: int = 2) -> None:
+    def check(
+        self,
+        verify: Verify,
+        *,
+        spec: str,
+        group_size: int,
+        own: Join | None,
+        quorum: int = 2,
+        least: float = 0.0,
+    ) -> None:
         """Refuse a manifest that this peer must not act on.
 
         Args:
@@ -181,11 +201,12 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
             group_size: Most members.
             own: The join that must be among the members, unaltered; None for a manifest of others.
             quorum: Fewest contributors.
+            least: Least weight of a contributor.
 
         Raises:
             ManifestError: Naming the first thing that is wrong.
         """
-        if problem := self._misfit(spec, group_size) or shortfall(self.members, quorum):
+        if problem := self._misfit(spec, group_size) or shortfall(self.members, quorum, least):
             raise ManifestError(problem)
         if own is not None and own not in self.members:
             raise ManifestError(
@@ -211,12 +232,12 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
         return ""
 
 
-def shortfall(joins: Sequence[Join], quorum: int = 2) -> str:
+def shortfall(joins: Sequence[Join], quorum: int = 2, least: float = 0.0) -> str:
     """Return what these joins lack for a group whose round can succeed; empty if nothing."""
-    contributors = sum(join.weight > 0 for join in joins)
+    contributors = contributing([join.weight for join in joins], least).bit_count()
     if contributors < quorum:
-        are = "is" if contributors == 1 else "are"
-        return f"expected at least {quorum} members with a weight above 0, there {are} {contributors}"
+        are, above = "is" if contributors == 1 else "are", f"of at least {least:g}" if least else "above 0"
+        return f"expected at least {quorum} members with a weight {above}, there {are} {contributors}"
     if not any(join.dialable for join in joins):
         return "expected at least 1 member that the others can dial, got 0"
     return ""

@@ -10,11 +10,16 @@ from equipoise.averaging.weights import CAPPED
 
 MAX_TERM_CHARS = 64
 
+MAX_SPEC_CHARS = 256
+"""Longest spec of a strategy or a rule, which may have lists among its options."""
+
 Terms = tuple[tuple[str, str], ...]
 """Pairs of the name and the value of an agreed term, sorted."""
 
 Number = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 Word = Annotated[str, msgspec.Meta(max_length=MAX_TERM_CHARS, pattern=r"\A[ -~]*\Z")]
+
+Spec = Annotated[str, msgspec.Meta(max_length=MAX_SPEC_CHARS, pattern=r"\A[ -~]*\Z")]
 
 
 class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,8 +34,8 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
         weights: The limit of a contributor's weight: `capped:10`, at most 10 times the group's median, or `any`.
     """
 
-    strategy: Word = "allreduce"
-    rule: Word = "mean"
+    strategy: Spec = "allreduce"
+    rule: Spec = "mean"
     codec: Word = "int8"
     group_size: Number = 16
     part_values: Number = 512 * 1024

@@ -35,15 +35,23 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
         digest: SHA-256 in hex over the round's manifest, contributors and encoded mean; equal on all ok members.
         bytes_sent: Bytes of frames sent for the round.
         bytes_received: Bytes of frames received for the round.
-        seconds: Duration by phase: `matchmaking`, `scatter`, `decide`, `gather`, `commit`, `total`.
+        seconds: Duration by phase: `matchmaking`, `scatter`, `decide`, `gather`, `commit`, `total`. The script
+            that asked for the round sees two more, beyond `total`: that of encoding its values (`encode`), and that of
+            decoding the mean (`decode`).
         compression_ratio: fp32 bytes over encoded bytes of the vector.
         states: PeerID -> claimed state, of the members that claimed one, whether or not ok.
         events: What went wrong on the way (a peer lost, an owner replaced), one line each, oldest first.
         started: When this member asked for the round, in unix seconds of its own clock.
         apart: For an exchange of two that is ok, their distance before it: the norm of their difference over the norm
-            of the mean; else None.
-        in_doubt: Whether this member has voted for a mean that it did not get, so that the others may have it. False
-            if ok.
+            of the mean. None for all other rounds, and beside a newcomer, whose weight is next to nothing.
+        metrics: The metrics of the contributors' training, averaged by counted weight; equal on all ok members.
+        evaluation: The scores of the state before the round on the data of the members that hold it and reported them,
+            averaged by the weights of their reports; equal on all ok members. Both are medians where the run's rule is
+            not the mean.
+        late: Seconds by which this peer's contribution came too late for the round that it was made for. The group has
+            closed without it, so it counts nowhere. 0 if it was not late.
+        in_doubt: Whether this member has voted for a mean that it did not get, so that the others may have it; also
+            if its script cannot know, because the daemon was lost. False if ok.
     """
 
     ok: bool
@@ -62,6 +70,9 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     events: tuple[str, ...] = ()
     started: float = 0.0
     apart: float | None = None
+    metrics: dict[str, float] = {}
+    evaluation: dict[str, float] = {}
+    late: float = 0.0
     in_doubt: bool = False
 
     def __bool__(self) -> bool:
@@ -145,11 +156,17 @@ class NoPeers(msgspec.Struct, frozen=True, tag=True):
 
 
 class Gathering(msgspec.Struct, frozen=True, tag=True):
-    """Waiting for a group: `ready` of `target` peers are ready."""
+    """Waiting for a group: `ready` of `target` peers are ready.
+
+    In a federated run, `drawn` are the PeerIDs of the peers that are to train, in the order of the draw, and
+    `contributed` those whose contributions are in.
+    """
 
     ready: int
     target: int
     reason: str = ""
+    drawn: tuple[str, ...] = ()
+    contributed: tuple[str, ...] = ()
 
 
 class Exchanging(msgspec.Struct, frozen=True, tag=True):

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 import msgspec
 
-MAX_HEADER_BYTES = 128 * 1024
-"""Longest header, of one control message; the largest is a manifest of 64 signed joins, about 80 KB."""
+MAX_HEADER_BYTES = 192 * 1024
+"""Longest header, of one control message; the largest is a manifest of 64 signed joins, up to 160 KB."""
 
 MAX_BODY_BYTES = 4 * 1024 * 1024
 """Longest body, of one part: 512 Ki values in fp32 are 2 MiB; twice that leaves room for larger parts."""
@@ -182,6 +182,14 @@ class Candidate(Protocol):
     def credential(self) -> bytes:
         """The bytes by which others open direct channels with it, for the transport to check; empty if it has none."""
 
+    @property
+    def tags(self) -> tuple[str, ...]:
+        """Properties of its machine, by its own word; at most 8."""
+
+    @property
+    def observes(self) -> bool:
+        """True if it trains nothing in the run: no draw takes it."""
+
 
 class Directory(Protocol):
     """The peers that take part in a run, as far as this peer knows."""
@@ -197,11 +205,12 @@ class Directory(Protocol):
         reason: str,
         bandwidth: float = 0.0,
         left: bool = False,
+        observes: bool = False,
     ) -> None:
         """Publish this peer's state in the run named `run`; renewed until withdrawn.
 
         `bandwidth` is this peer's upload rate, in bytes per second; 0 if unknown. `left` says that it has left the run,
-        and only serves the snapshots and means that it kept.
+        and only serves the snapshots and means that it kept. `observes` says that no draw takes this peer.
 
         `spec` is the hash of the RunSpec in hex: peers of one name with different hashes see each other, so that
         each can tell its user why they do not meet.

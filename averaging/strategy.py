@@ -1,21 +1,35 @@
 """Strategies, by their specs: the ways in which peers form groups.
 
-A strategy makes the machine that forms this peer's groups. The round of a group is the same for all strategies. The
-machines are imported when a daemon makes them: a training script only names a strategy.
+A strategy makes the machine that forms this peer's groups, and the machine of a round. The strategies here share one
+round, whose agreement is a two-sided commit where two are in it. The machines are imported when a daemon makes them: a
+training script only names a strategy.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING
 
 from equipoise.averaging.gossip.topology import TOPOLOGIES
-from equipoise.compression.grammar import Registry, canonical, choice, whole
+from equipoise.averaging.options import MAX_SPEC_CHARS
+from equipoise.averaging.weights import LEAST_CONTRIBUTION
+from equipoise.compression.grammar import Registry, canonical, choice, decimal, whole, words
 
 if TYPE_CHECKING:
+    from equipoise.averaging.allreduce.events import Group
+    from equipoise.averaging.allreduce.machine import AllReduce as RoundMachine
+    from equipoise.averaging.matchmaking.closing import ClosePolicy, View
     from equipoise.averaging.matchmaking.context import Context
     from equipoise.averaging.matchmaking.matchmaker import Matchmaker
+
+
+EXCHANGE_SECONDS = 120.0
+"""Time for the exchange of a federated round, beyond the time for its forming: a gigabyte at 100 Mbit/s takes 80 s."""
+
+MAX_SECONDS = 86_400
+"""Longest grace, and longest deadline, of a federated round, in seconds: a day, the longest patience of a join."""
 
 
 class Strategy(ABC):
@@ -25,19 +39,35 @@ class Strategy(ABC):
         name: Its name in specs.
         spec: The canonical spec: all options, in the documented order.
         quorum: Fewest contributors of a mean.
+        least: Least weight of a contributor; with less, a member only attends. 0 for any weight above 0.
         codec: The codec of a run that names none.
         pairs: Whether groups are pairs, whose outcomes tell the distance of the two (`Outcome.apart`).
+        batches: Whether a round may be due by what all peers have accumulated, so that each tells it at once.
     """
 
     name: str
     spec: str
     quorum: int = 2
+    least: float = 0.0
     codec: str = "int8"
     pairs: bool = False
+    batches: bool = True
 
     @abstractmethod
     def matchmaker(self, context: Context, chance: Random) -> Matchmaker:
         """Make the machine that forms the groups of one peer in `context`; the machine draws from `chance` alone."""
+
+    def exchange(self, group: Group, me: int, now: float, timeout: float) -> RoundMachine:
+        """Make the machine of one round, by which member `me` exchanges with its group within `timeout` seconds."""
+        from equipoise.averaging.allreduce.machine import AllReduce as RoundMachine
+
+        return RoundMachine(group, me, now, timeout)
+
+    def policy(self, view: View) -> ClosePolicy:
+        """Make the policy by which a coordinator with this view closes its groups."""
+        from equipoise.averaging.matchmaking.closing import LearntWait
+
+        return LearntWait(view)
 
 
 class AllReduce(Strategy):
@@ -76,11 +106,87 @@ class Gossip(Strategy):
         return Pairing(context, self._topology, chance)
 
 
-STRATEGIES: Registry[Strategy] = Registry("strategy", "strategies", "gossip:topology=random", 128)
+@dataclass(eq=False)
+class Federated(Strategy):
+    """Rounds of peers that train for minutes: a draw names the peers that train, a quorum and a grace close a round.
+
+    Attributes:
+        fraction: Share of the live peers that is drawn.
+        minimum: Fewest peers drawn; the quorum, if that is more.
+        available: Fewest live peers with which the first round begins.
+        quorum: Fewest contributors of a round.
+        grace: Seconds for which a round waits for the other drawn peers, once its quorum is reached.
+        deadline: Seconds within which a round reaches its quorum, or fails.
+        late: `drop`, or `next` to count a late contribution at a discount in the next round.
+        tags: Tags that a peer must carry to be drawn, sorted.
+        reserve: Seconds of a round's timeout that are for the exchange, beyond the deadline.
+
+    Raises:
+        ValueError: An option is out of its range; names it.
+    """
+
+    fraction: float = 1.0
+    minimum: int = 2
+    available: int = 2
+    quorum: int = 2
+    grace: float = 10.0
+    deadline: float = 600.0
+    late: str = "drop"
+    tags: tuple[str, ...] = ()
+
+    name = "federated"
+    least = LEAST_CONTRIBUTION
+    batches = False
+    reserve = EXCHANGE_SECONDS
+
+    def __post_init__(self) -> None:
+        """Check the options, and write the spec."""
+        fraction, grace, deadline = self.fraction, self.grace, self.deadline
+        bounds = (
+            (0 < fraction <= 1, f"a fraction above 0, at most 1, got {fraction:g}"),
+            (self.minimum >= 1, f"a minimum of at least 1 drawn peer, got {self.minimum}"),
+            (self.available >= 2, f"at least 2 available peers, got {self.available}"),
+            (self.quorum >= 2, f"a quorum of at least 2 contributors, got {self.quorum}"),
+            (grace <= MAX_SECONDS, f"a grace of at most {MAX_SECONDS} s, got {grace:g}"),
+            (0 < deadline <= MAX_SECONDS, f"a deadline above 0 s, at most {MAX_SECONDS} s, got {deadline:g}"),
+        )
+        for holds, expected in bounds:
+            if not holds:
+                raise ValueError(f"federated: expected {expected}")
+        self.spec = canonical(self.name, vars(self))
+        if len(self.spec) > MAX_SPEC_CHARS:
+            raise ValueError(f"federated: expected tags that fit into a spec of {MAX_SPEC_CHARS} characters")
+
+    def matchmaker(self, context: Context, chance: Random) -> Matchmaker:
+        """See `Strategy.matchmaker`."""
+        from equipoise.averaging.matchmaking.machine import Matchmaking
+
+        return Matchmaking(context, self.policy(context))
+
+    def policy(self, view: View) -> ClosePolicy:
+        """See `Strategy.policy`."""
+        from equipoise.averaging.matchmaking.closing import QuorumAndGrace
+
+        return QuorumAndGrace(view, self)
+
+
+STRATEGIES: Registry[Strategy] = Registry("strategy", "strategies", "gossip:topology=random", MAX_SPEC_CHARS)
 """All strategies; `STRATEGIES.register` adds another."""
 
 STRATEGIES.register("allreduce", AllReduce, quorum=whole(2))
 STRATEGIES.register("gossip", Gossip, topology=choice(*TOPOLOGIES))
+STRATEGIES.register(
+    "federated",
+    Federated,
+    fraction=decimal(1.0),
+    minimum=whole(2),
+    available=whole(2),
+    quorum=whole(2),
+    grace=decimal(10.0),
+    deadline=decimal(600.0),
+    late=choice("drop", "next"),
+    tags=words(),
+)
 
 parse_strategy = STRATEGIES.parse
 """Returns the strategy of a spec; raises ValueError with what came, what is known, and the nearest known name."""

@@ -37,6 +37,10 @@ KEEPALIVE = SILENCE_SECONDS / 10
 """Seconds between a coordinator's messages to parked peers, 100 bytes each. With `OVERDUE_SECONDS` it bounds the time
 for which a stopped coordinator can hold them; of the two, this time is cheaper to keep small."""
 
+PATIENT_KEEPALIVE = SILENCE_SECONDS / 2
+"""Seconds between a coordinator's messages to peers that are parked for minutes, while others train: 100 bytes each. A
+coordinator that is killed shows by its channel, one that is stopped by its silence."""
+
 OVERDUE_SECONDS = SILENCE_SECONDS - KEEPALIVE
 """Longest silence of a coordinator beyond its promised message: busy cores have held up a live one for a second. When a
 coordinator stops, its messages, this silence and a round fit into the 2.5 s in which a group is done without it."""
@@ -58,6 +62,35 @@ shorter than `INVITE_SECONDS`; otherwise members that missed the manifest would 
 GRACE = HEARTBEAT_SECONDS
 """Seconds that a group stays open for peers close behind: after the latest join if its members are short of time, and
 after a pause of the coordinator itself, so that it reads the messages that came meanwhile."""
+
+INITIAL_WAIT = 3.0
+"""Least wait of a group for late peers, before it knows a few rounds: a training script's first step (warm-up,
+compilation) is most uneven."""
+
+MIN_WAIT = 1.0
+"""Least wait of a group for late peers: with less, a hiccup of busy cores costs a member its round. Only a live
+peer that is late makes a group wait so long: dead peers are found out sooner."""
+
+MAX_WAIT = 10.0
+"""Longest wait of a group for late peers, and so the most that a lie about lateness can cause. A peer that
+is always later than this belongs in the next round."""
+
+HOLD_SECONDS = MAX_WAIT + REPLY_SECONDS
+"""Most seconds that one coordinator may cost a search before the joiner asks others first. An honest coordinator needs
+at most `MAX_WAIT` once a group is possible, and the joiner waits for one missing answer. Refusals count: no peer holds
+a search by refusing and luring. A coordinator that invites the joiner later gets the time of one answer."""
+
+REDRAWN_SECONDS = 2 * PATIENT_KEEPALIVE
+"""Time for a parked observer to leave for its training, after it has been drawn in a dead peer's place. If it stays, it
+declines. Its coordinator tells it within `PATIENT_KEEPALIVE`."""
+
+SHORT_SECONDS = SILENCE_SECONDS
+"""Seconds that a join may stay parked without a possible group. Then the joiner looks again: other peers may have
+joined another coordinator, because views of the run differ by a look or two."""
+
+BEHIND_SECONDS = 1.5 * SILENCE_SECONDS
+"""Time for which the others are beyond the round of a contribution, by their own word, before it is late. A coordinator
+that has closed the group says so in less time, or is lost and the next one asked."""
 
 RENEW_SECONDS = 1.5 * SILENCE_SECONDS
 """Longest time between two asks of a download. Asks find new donors, and tell known donors to hold the image."""

@@ -11,15 +11,27 @@ import math
 import re
 import statistics
 from collections.abc import Sequence
+from typing import Annotated
+
+import msgspec
 
 ANY = "any"
 CAPPED = "capped:10"
+
+MAX_WEIGHT = 1e12
+"""Largest weight of one contribution; 64 times this, times any sane value, is far from overflow in fp32."""
+
+Weight = Annotated[float, msgspec.Meta(ge=0.0, le=MAX_WEIGHT)]
 
 ATTENDANCE_LIMIT = 2.0**-30
 """Most weight of a contributor that only attends: it sends zeros, so that a round has two contributors. A round of only
 such contributors introduces them to each other, and changes nothing. The median excludes their weights, or a real
 contributor beside two attending peers would count as almost nothing. It includes all larger weights, or honest peers
 with small weights would leave the median to a peer with a large one."""
+
+LEAST_CONTRIBUTION = 1e-3
+"""Least weight of a contributor of a federated round; with less, a member only attends, and does not count towards the
+quorum."""
 
 _CAP = re.compile(r"\Acapped:([1-9][0-9]{0,5})\Z")
 
@@ -38,6 +50,15 @@ def cap_of(rule: str) -> float:
             f"expected weights as {CAPPED!r}, with any whole number, or {ANY!r}, got {str(rule)[:80]!r}"
         )
     return float(found[1])
+
+
+def contributing(weights: Sequence[float], least: float = 0.0) -> int:
+    """Return the bitmask of the members that contribute: those with a weight above 0, and of at least `least`.
+
+    Where no weight is that large, all with a weight above 0 contribute: they introduce themselves to each other.
+    """
+    counts = sum(1 << member for member, weight in enumerate(weights) if weight > 0 and weight >= least)
+    return counts or sum(1 << member for member, weight in enumerate(weights) if weight > 0)
 
 
 def counted_weights(weights: Sequence[float], contributors: int, cap: float) -> tuple[float, ...]:

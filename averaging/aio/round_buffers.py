@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import NamedTuple
 
-import torch
+import numpy as np
 from blake3 import blake3
+from numpy.typing import NDArray
 
 from equipoise.averaging.aio.buffer_pool import BufferPool
 from equipoise.averaging.allreduce.events import Group
+from equipoise.averaging.encoded_vector import EncodedVector, Vectors
 from equipoise.averaging.layout import Layout
-from equipoise.averaging.rules import Mean, Rule
-from equipoise.compression import Codec, CodecError, EncodeReport, NonFiniteError, Values, unwrapped
+from equipoise.averaging.rules import Mean, Rule, RuleError
+from equipoise.averaging.weights import ATTENDANCE_LIMIT
+from equipoise.compression import Codec, EncodeReport, NonFiniteError
+from equipoise.compression.device_reduce import DeviceReducer
+from equipoise.compression.late_torch import torch
+
+VALUE_BYTES = 4
+"""Bytes of a value in scratch memory, f32."""
 
 
 class Reduction(NamedTuple):
@@ -26,7 +33,7 @@ class Reduction(NamedTuple):
 
 
 class RoundBuffers:
-    """Keeps what arrived, encodes what leaves, reduces, and decodes the result.
+    """Keeps what arrived, checks what leaves, reduces, and joins the result.
 
     Whatever is kept stays in the buffer that it came in, which is of one frame and nobody writes to any more.
 
@@ -34,10 +41,10 @@ class RoundBuffers:
         group: The round.
         me: This member's index.
         layout: Which codec carries which part.
-        contribution: f32 [D], this member's values; read only.
-        result: f32 [D], takes the mean, part by part as it comes: undefined until the round has succeeded.
+        vectors: This member's contribution, and the memory for the mean.
         pool: Lends the memory.
         rule: Makes one vector of the contributions.
+        reducer: Computes means on a device; without one, and for other rules than the mean, a CPU does.
     """
 
     def __init__(
@@ -45,18 +52,19 @@ class RoundBuffers:
         group: Group,
         me: int,
         layout: Layout,
-        contribution: torch.Tensor,
-        result: torch.Tensor,
+        vectors: Vectors,
         pool: BufferPool,
         rule: Rule,
+        reducer: DeviceReducer | None = None,
     ) -> None:
-        self.clamped = 0
+        self.clamped = vectors.clamped
         self._pool = pool
         self._rule = rule
+        self._reducer = reducer
         self._group = group
         self._me = me
-        self._contribution = unwrapped(contribution)
-        self._result = unwrapped(result)
+        self._contribution = EncodedVector(layout, vectors.contribution)
+        self._result: EncodedVector | None = EncodedVector(layout, vectors.mean)
         self._counts = [part.stop - part.start for part in group.parts]
         self._codecs = [layout.codec_of(part) for part in group.parts]
         self._sizes = [
@@ -74,19 +82,14 @@ class RoundBuffers:
         """Memory to receive an encoded contribution to `part`, or its encoded mean, into."""
         return self._pool.take(self._sizes[part])
 
-    def encode(self, part: int) -> memoryview:
-        """This member's encoded contribution to `part`.
+    def contribution(self, part: int) -> memoryview:
+        """This member's encoded contribution to `part`, checked as if it came from a stranger.
 
         Raises:
-            CodecError: The values are not finite.
+            CodecError: It does not decode to finite values.
         """
-        where = self._group.parts[part]
         payload = self._pool.take(self._sizes[part])
-        try:
-            report = self._codecs[part].encode(self._contribution[where.start : where.stop], payload)
-        except NonFiniteError as error:
-            raise self._located(part, error) from None
-        self.clamped += report.clamped
+        self._read_own(part, payload)
         return payload
 
     def keep_contribution(self, part: int, member: int, payload: memoryview) -> None:
@@ -99,20 +102,13 @@ class RoundBuffers:
         self._kept[part][member] = payload
 
     def keep_mean(self, part: int, contributors: int, payload: memoryview) -> bytes:
-        """Keep a mean that came from its owner, decode it; returns its BLAKE3.
+        """Keep a mean that came from its owner; returns its BLAKE3.
 
         Raises:
             CodecError: It does not decode to finite values.
         """
-        where = self._group.parts[part]
-        out = self._result[where.start : where.stop]
-        try:
-            self._codecs[part].decode(payload, out)
-        except CodecError:
-            if part in self._means:  # A later decision may return to it.
-                self._codecs[part].decode(self._means[part][1], out)
-            raise
-        self._means[part] = (contributors, payload)
+        self._codecs[part].check(payload, self._counts[part])
+        self._keep(part, contributors, payload)
         return blake3(payload).digest()
 
     def mean(self, part: int, contributors: int) -> memoryview | None:
@@ -125,59 +121,104 @@ class RoundBuffers:
         return tuple(self._means[part][1] for part in range(len(self._group.parts)))
 
     def reduction(self, part: int, contributors: int) -> Callable[[], Reduction]:
-        """Return the job that applies the rule to the contributions to `part`, encodes the mean, and decodes it.
+        """Return the job that applies the rule to the contributions to `part`, and encodes the mean.
 
-        The job may run in a thread: it holds all buffers that it uses. It raises `CodecError` if this peer's own values
-        are not finite.
+        The job may run in a thread: it holds all buffers that it uses. It raises `CodecError` if this peer's own
+        contribution does not decode to finite values, and `RuleError` if the rule gives no result.
 
         The owner decodes each contribution from its encoded form, its own too, so all owners get the same bytes. For
-        the mean the codec does all in one pass: in fp32, in member order, times the share of the weight.
+        the mean the codec does all in one pass: in fp32, in member order, times the share of the weight. Other
+        rules may ignore weights, so they do not get the zeros of contributors that only attend.
         """
-        where = self._group.parts[part]
         weights, kept = self._weights(contributors), self._kept[part]
+        mean, own = (self._pool.take(self._sizes[part]) for _ in range(2))
         payloads = [
-            kept[member] if weight and member != self._me else None for member, weight in enumerate(weights)
+            (own if member == self._me else kept[member]) if weight else None
+            for member, weight in enumerate(weights)
         ]
-        mean = self._pool.take(self._sizes[part])
-        own, out = self._contribution[where.start : where.stop], self._result[where.start : where.stop]
-        reduce = self._codecs[part].reduce
-        if not isinstance(self._rule, Mean):
-            reduce = partial(self._apply_rule, self._codecs[part])
+        scratch = np.frombuffer(self._pool.take(self._counts[part] * VALUE_BYTES), np.float32)
+        codec, reducer, is_mean = self._codecs[part], self._reducer, isinstance(self._rule, Mean)
 
         def job() -> Reduction:
-            try:
-                report = reduce(payloads, weights, own, mean, out)
-            except NonFiniteError as error:
-                raise self._located(part, error) from None
+            if weights[self._me]:
+                self._read_own(part, own)
+            if not is_mean:
+                report = self._apply_rule(codec, payloads, weights, scratch, mean)
+            elif reducer is None:
+                report = codec.reduce(payloads, weights, scratch, mean, scratch)
+            else:
+                report = reducer.reduce(codec, payloads, weights, scratch, mean)
             return Reduction(mean, blake3(mean).digest(), report.clamped)
 
         return job
 
     def keep_reduction(self, part: int, contributors: int, reduction: Reduction) -> None:
         """Keep the result of a job."""
-        self._means[part] = (contributors, reduction.mean)
+        self._keep(part, contributors, reduction.mean)
         self.clamped += reduction.clamped
+
+    def apart(self) -> tuple[float, float]:
+        """The 2-norms of this member's contribution less the mean, and of the mean; of a round that has succeeded."""
+        squares, scratch = np.zeros(2), np.empty((2, max(self._counts)), np.float32)
+        for part, (_, payload) in self._means.items():
+            own, mean = scratch[:, : self._counts[part]]
+            self._codecs[part].decode(self.contribution(part), own)
+            self._codecs[part].decode(payload, mean)
+            own -= mean
+            squares += own.dot(own), mean.dot(mean)
+        apart, norm = np.sqrt(squares).tolist()
+        return apart, norm
+
+    def _keep(self, part: int, contributors: int, payload: memoryview) -> None:
+        self._means[part] = (contributors, payload)
+        if self._result is not None:
+            self._result.write(self._group.parts[part], payload)
+
+    def _read_own(self, part: int, payload: memoryview) -> None:
+        # It is copied before it is checked: the script may write to its memory at any time.
+        self._contribution.read(self._group.parts[part], payload)
+        self._codecs[part].check(payload, self._counts[part])
 
     def _apply_rule(
         self,
         codec: Codec,
         payloads: Sequence[memoryview | None],
         weights: Sequence[float],
-        own: Values,
+        values: NDArray[np.float32],
         mean: memoryview,
-        out: Values,
     ) -> EncodeReport:
-        clamped = 0
-        present = [(payload, weight) for payload, weight in zip(payloads, weights, strict=True) if weight]
-        rows = torch.empty(len(present), len(own))
-        for row, (payload, _) in zip(rows, present, strict=True):
-            if payload is None:
-                clamped = codec.encode(own, mean).clamped
-            codec.decode(mean if payload is None else payload, row)
-        shares = torch.tensor([weight for _, weight in present], dtype=torch.float64)
-        clamped += codec.encode(self._rule.reduce(rows, shares).values, mean).clamped
-        codec.decode(mean, out)
-        return EncodeReport(clamped)
+        present = [member for member, weight in enumerate(weights) if weight]
+        trained = [member for member in present if self._group.weights[member] > ATTENDANCE_LIMIT] or present
+        rows = torch.empty(len(trained), len(values))
+        for row, member in zip(rows, trained, strict=True):
+            payload = payloads[member]
+            assert payload is not None, "it has a weight"
+            codec.decode(payload, row)
+        shares = torch.tensor([weights[member] for member in trained], dtype=torch.float64)
+        try:
+            return codec.encode(self._combined(rows, shares), mean)
+        except NonFiniteError as error:
+            raise RuleError(f"the rule {self._rule.spec} returned {error.value}") from None
+
+    def _combined(self, rows: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+        """Return the rule's result. A rule may be another package's: its errors end the round and nothing else.
+
+        Raises:
+            RuleError: The rule raised an error, or returned no vector as long as the rows.
+        """
+        try:
+            values = self._rule.reduce(rows, shares).values
+            if values.shape != rows[0].shape or values.dtype != rows.dtype:
+                raise RuleError(
+                    f"the rule {self._rule.spec} returned {values.dtype} {list(values.shape)}, "
+                    f"expected {rows.dtype} {list(rows[0].shape)}"
+                )
+        except RuleError:
+            raise
+        except Exception as error:
+            told = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            raise RuleError(f"the rule {self._rule.spec} failed: {told}") from error
+        return values
 
     def _weights(self, contributors: int) -> list[float]:
         """Each member's share of the weight; mostly asked of the same contributors for part after part."""
@@ -190,11 +231,9 @@ class RoundBuffers:
             self._shares = (contributors, shares)
         return shares
 
-    def _located(self, part: int, error: NonFiniteError) -> NonFiniteError:
-        """The same error, counted from the first value of all."""
-        return NonFiniteError(
-            self._group.parts[part].start + error.index, len(self._contribution), error.value
-        )
+    def detach(self) -> None:
+        """Write to the memory for the mean no more: the next round has it."""
+        self._result = None
 
     def release(self) -> None:
         """Let go of all bytes."""

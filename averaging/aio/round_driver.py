@@ -5,12 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
-
-import torch
 
 from equipoise.averaging.aio.round_buffers import Reduction, RoundBuffers
 from equipoise.averaging.aio.sessions import Sessions
@@ -19,15 +16,19 @@ from equipoise.averaging.allreduce import messages as wire
 from equipoise.averaging.allreduce.endpoint import Endpoint
 from equipoise.averaging.allreduce.paxos import members_of
 from equipoise.averaging.allreduce.vote_signatures import VoteSignatures
+from equipoise.averaging.encoded_vector import Vectors
 from equipoise.averaging.manifest import Identity, Manifest
+from equipoise.averaging.metrics import averaged
 from equipoise.averaging.outcome import SHOWN_CHARS, Outcome
 from equipoise.averaging.partition import balance, settle
 from equipoise.averaging.ports import FrameRefused
+from equipoise.averaging.rules import Mean, RuleError
 from equipoise.averaging.session.outbox import Frame
 from equipoise.averaging.spec import RunSpec
 from equipoise.averaging.statesync.update import EncodedMean
-from equipoise.averaging.weights import cap_of
-from equipoise.compression import CodecError, NonFiniteError
+from equipoise.averaging.weights import ATTENDANCE_LIMIT, cap_of, contributing, counted_weights
+from equipoise.compression import CodecError
+from equipoise.compression.device_reduce import DeviceReducer
 from equipoise.tasks import Driver
 
 WITH_BODY = (wire.Contribution, wire.Mean)
@@ -63,16 +64,14 @@ class Task:
     Attributes:
         spec: The run.
         manifest: The group, already checked.
-        contribution: f32 [D]; read only.
-        result: f32 [D]; holds the mean if the outcome is ok, else undefined.
+        vectors: The contribution, and the memory for the mean, which holds it if the outcome is ok.
         timeout: Seconds.
         identity: Signs votes, and checks others'.
     """
 
     spec: RunSpec
     manifest: Manifest
-    contribution: torch.Tensor
-    result: torch.Tensor
+    vectors: Vectors
     timeout: float
     identity: Identity
 
@@ -93,6 +92,7 @@ def group_of(spec: RunSpec, manifest: Manifest) -> events.Group:
         first_leader=(convening or leaders)[0],
         cap=cap_of(spec.options.weights),
         quorum=spec.strategy.quorum,
+        least=spec.strategy.least,
     )
 
 
@@ -108,6 +108,58 @@ def weights_of(
     )
 
 
+def metrics_of(
+    spec: RunSpec, manifest: Manifest, counted: Mapping[str, float]
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the averages of what the contributors' training measured, and of how the members score their state.
+
+    Both follow from the manifest and the contributors alone. A member of which the contribution was lost does not
+    count. Members that observe or only attend count in the second alone, and members that hold another state than the
+    group's do not count in it: they have evaluated that.
+
+    Args:
+        spec: The run: it says whether the averages are means or medians, and how much one weight may count.
+        manifest: The group.
+        counted: PeerID -> counted weight of each contributor.
+    """
+    robust = not isinstance(spec.rule, Mean)
+    joins = [join for join in manifest.members if join.peer in counted]
+    trained = [(counted[join.peer], join.fit) for join in joins if counted[join.peer] > ATTENDANCE_LIMIT]
+    expected = contributing([join.weight for join in manifest.members], spec.strategy.least)
+    present = [
+        join
+        for member, join in enumerate(manifest.members)
+        if join.peer in counted or not expected >> member & 1
+    ]
+    before = manifest.before
+    reports = [one.evaluation for one in present if one.evaluation is not None and one.state == before]
+    weights = [report.weight for report in reports]
+    capped = counted_weights(weights, (1 << len(weights)) - 1, cap_of(spec.options.weights))
+    scored = zip(capped, (report.values for report in reports), strict=True)
+    return averaged(trained, robust), averaged(scored, robust)
+
+
+def mean_outcome(spec: RunSpec, group: events.Group, mean: EncodedMean, reason: str) -> Outcome:
+    """Return the outcome of the round that made this mean, as far as it is alike at all members."""
+    manifest = mean.manifest
+    counted, capped = weights_of(group, manifest.peers, mean.contributors)
+    metrics, evaluation = metrics_of(spec, manifest, counted)
+    return Outcome(
+        ok=True,
+        reason=reason,
+        run=spec.name,
+        round=manifest.round,
+        group=manifest.peers,
+        contributors=counted,
+        capped=capped,
+        digest=mean.digest().hex(),
+        compression_ratio=spec.layout.compression_ratio,
+        states=manifest.states,
+        metrics=metrics,
+        evaluation=evaluation,
+    )
+
+
 class RoundDriver:
     """One round at one member, from the manifest to the last straggler.
 
@@ -116,8 +168,8 @@ class RoundDriver:
         sessions: Sends frames.
         closed: Called with its id when the round can be forgotten.
         keep: Called with the encoded mean, if the round succeeds.
-        executor: Reduces parts, one after another. Without one the loop does: a CPU takes less time for a part than a
-            thread needs to get the interpreter's lock.
+        reducer: Reduces parts on a device, one after another, in its thread. Without one the loop does: a CPU takes
+            less time for a part than a thread needs to get the interpreter's lock.
     """
 
     def __init__(
@@ -126,7 +178,7 @@ class RoundDriver:
         sessions: Sessions,
         closed: Callable[[bytes], None],
         keep: Callable[[EncodedMean], None],
-        executor: Executor | None = None,
+        reducer: DeviceReducer | None = None,
     ) -> None:
         self.id = task.manifest.id
         self.group = group_of(task.spec, task.manifest)
@@ -136,18 +188,17 @@ class RoundDriver:
         self._sessions = sessions
         self._closed = closed
         self._keep = keep
-        self._executor = executor
-        self._jobs: set[asyncio.Future[Reduction]] = set()
+        self._reducer = reducer
         self._loop = asyncio.get_running_loop()
         self._peers: Sequence[str] = task.manifest.peers
         self._me = task.manifest.peers.index(sessions.peer)
         self._header = ROUND_FRAME + self.id
-        tensors = task.contribution, task.result
         self._store = RoundBuffers(
-            self.group, self._me, self._layout, *tensors, sessions.pool, task.spec.rule
+            self.group, self._me, self._layout, task.vectors, sessions.pool, task.spec.rule, reducer
         )
         self._began = self._loop.time()
-        self._endpoint = Endpoint(self.group, self._me, self._began, task.timeout)
+        exchange = task.spec.strategy.exchange
+        self._endpoint = Endpoint(self.group, self._me, self._began, task.timeout, exchange)
         self._machine = self._endpoint.machine
         self._vote_signatures = VoteSignatures(self.id, self._me, self._peers, task.identity)
         self._members = {self._peers[index]: index for index in self._endpoint.others}
@@ -235,7 +286,8 @@ class RoundDriver:
         for peer, before in self._heard_bytes.items():
             self._heard_bytes[peer] = received = self._sessions.received(peer)
             self._endpoint.received(self._members[peer], max(received - before, 0))
-            self._endpoint.allow(self._members[peer], self._sessions.rtt(peer))
+            if not self.outcome.done():
+                self._endpoint.allow(self._members[peer], self._sessions.rtt(peer))
         return events.Woke()
 
     # ---- from the machine to the world ----
@@ -262,23 +314,20 @@ class RoundDriver:
 
     def _reduce(self, part: int, contributors: int) -> None:
         job = self._store.reduction(part, contributors)
-        if self._executor is None:
+        if self._reducer is None:
             self._reduced(part, contributors, job)
             return
 
-        def ended(job: asyncio.Future[Reduction]) -> None:
-            self._jobs.discard(job)
-            self._reduced(part, contributors, job.result)
-
-        running = self._loop.run_in_executor(self._executor, job)
-        self._jobs.add(running)
-        running.add_done_callback(ended)
+        running = self._loop.run_in_executor(self._reducer.executor, job)
+        running.add_done_callback(lambda job: self._reduced(part, contributors, job.result))
 
     def _reduced(self, part: int, contributors: int, result: Callable[[], Reduction]) -> None:
         try:
             reduction = result()
         except CodecError as error:
-            self.withdraw(self._own_fault(error))
+            self.withdraw(f"our own values: {error}")
+        except RuleError as error:
+            self.withdraw(str(error))
         else:
             self._store.keep_reduction(part, contributors, reduction)
             self._driver.tell(events.PartReduced(part, contributors, reduction.digest))
@@ -295,16 +344,10 @@ class RoundDriver:
         if self._machine.ended is not None:
             return None
         try:
-            return self._framed(wire.Contribution(part), self._store.encode(part))
+            return self._framed(wire.Contribution(part), self._store.contribution(part))
         except CodecError as error:
-            self.withdraw(self._own_fault(error))
+            self.withdraw(f"our own values: {error}")
             return None
-
-    def _own_fault(self, error: CodecError) -> str:
-        if isinstance(error, NonFiniteError):
-            name, index = self._layout.locate(error.index)
-            return f"our own tensor {name!r} is not finite at flat index {index}: {error.value}"
-        return f"our own values: {error}"
 
     def _make_mean(self, part: int, contributors: int) -> Frame | None:
         payload = self._store.mean(part, contributors)
@@ -318,31 +361,43 @@ class RoundDriver:
     def _conclude(self, end: events.Finish | events.Fail) -> None:
         self._mark_phase()
         if isinstance(end, events.Finish):
-            self._settle(self._finished(end))
+            outcome = self._finished(end)
         else:
-            self._settle(self._outcome(False, end.reason, in_doubt=end.in_doubt))
-
-    def _settle(self, outcome: Outcome) -> None:
-        if self._jobs:  # They write into the result.
-            next(iter(self._jobs)).add_done_callback(lambda _: self._settle(outcome))
-        else:
-            self.outcome.set_result(outcome)
+            outcome = self._outcome(False, end.reason, in_doubt=end.in_doubt)
+        self._store.detach()
+        self.outcome.set_result(outcome)
 
     def _finished(self, end: events.Finish) -> Outcome:
         counted, capped = weights_of(self.group, self._peers, end.decision.contributors)
         self._keep(EncodedMean(self.task.manifest, end.decision.contributors, self._store.means()))
         reason = f"mean over {len(counted)} of {self.group.size} members"
-        digest, apart = end.digest.hex(), self._apart(counted)
-        return self._outcome(True, reason, contributors=counted, capped=capped, digest=digest, apart=apart)
+        metrics, evaluation = metrics_of(self.task.spec, self.task.manifest, counted)
+        return self._outcome(
+            True,
+            reason,
+            contributors=counted,
+            capped=capped,
+            digest=end.digest.hex(),
+            apart=self._apart(counted),
+            metrics=metrics,
+            evaluation=evaluation,
+        )
 
     def _apart(self, counted: Mapping[str, float]) -> float | None:
-        """Return how far two partners were apart, from this peer's distance to the mean and the partner's weight."""
+        """Return how far two partners were apart, from this peer's distance to the mean and the partner's share of it.
+
+        None if a newcomer's share is as small as rounding: then this peer's values tell nothing of the newcomer's.
+        """
         if not self.task.spec.strategy.pairs:
             return None
-        own, mean = self.task.contribution, self.task.result
         share = 1 - counted[self._peers[self._me]] / sum(counted.values())
-        norm = float(torch.linalg.vector_norm(mean))
-        return float(torch.linalg.vector_norm(own - mean)) / share / norm if norm and share else 0.0
+        if share <= ATTENDANCE_LIMIT:
+            return None
+        try:
+            apart, norm = self._store.apart()
+        except CodecError:  # The script has written to its contribution meanwhile.
+            return None
+        return apart / share / norm if norm else 0.0
 
     def _outcome(self, ok: bool, reason: str, **more: Any) -> Outcome:
         notes = list(self._machine.notes)
@@ -384,14 +439,14 @@ class Rounds:
 
     Args:
         sessions: Sends their frames.
-        executor: Reduces parts; see `RoundDriver`.
+        reducer: Reduces parts; see `RoundDriver`.
 
     Attributes:
         open: The rounds that take frames, by id. Some of them are over, and answer other members.
     """
 
-    def __init__(self, sessions: Sessions, executor: Executor | None = None) -> None:
-        self._executor = executor
+    def __init__(self, sessions: Sessions, reducer: DeviceReducer | None = None) -> None:
+        self._reducer = reducer
         self.open: dict[bytes, RoundDriver] = {}
         self._sessions = sessions
         self._closed: OrderedDict[bytes, None] = OrderedDict()
@@ -408,7 +463,7 @@ class Rounds:
         over = [one for one in self.open.values() if one.task.spec.name == name and one.outcome.done()]
         for one in over[:-MAX_LINGERING]:
             one.close()
-        round = RoundDriver(task, self._sessions, self._forget, keep, self._executor)
+        round = RoundDriver(task, self._sessions, self._forget, keep, self._reducer)
         self.open[round.id] = round
         round.start()
         for peer in task.manifest.peers:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
-from concurrent.futures import Executor
 
 from equipoise.averaging.aio.round_driver import HEADER_PREFIX_BYTES, ROUND_FRAME, Rounds
 from equipoise.averaging.aio.run_driver import MATCHMAKING_FRAME, RunDriver
@@ -22,6 +21,7 @@ from equipoise.averaging.matchmaking.messages import JoinRefused, JoinRequest
 from equipoise.averaging.ports import Directory, DirectTransport, FrameRefused, Transport
 from equipoise.averaging.spec import RunSpec
 from equipoise.averaging.statesync import messages as transfer_messages
+from equipoise.compression.device_reduce import DeviceReducer
 from equipoise.tasks import TaskSet
 
 LEFTOVER_SECONDS = 300.0
@@ -47,7 +47,7 @@ class Router:
         identity: Signs this peer's joins.
         bandwidth: Bytes per second that this peer can send; 0 to measure it.
         direct: Carries frames between members of a group faster than `transport`, where it can.
-        executor: Reduces parts, a thread or an accelerator; without one the loop does.
+        reducer: Reduces parts on a device; without one the loop does, on the CPU.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Router:
         identity: Identity,
         bandwidth: float = 0.0,
         direct: DirectTransport | None = None,
-        executor: Executor | None = None,
+        reducer: DeviceReducer | None = None,
     ) -> None:
         self._runs: dict[str, RunDriver] = {}
         self._leftovers: OrderedDict[str, tuple[Transfer, asyncio.TimerHandle]] = OrderedDict()
@@ -65,11 +65,11 @@ class Router:
         self._identity = identity
         self._bandwidth = bandwidth
         self._sessions = Sessions(transport, self, direct)
-        self._rounds = Rounds(self._sessions, executor)
+        self._rounds = Rounds(self._sessions, reducer)
         self._tasks = TaskSet()
 
-    async def join(self, spec: RunSpec) -> RunDriver:
-        """Take part in a run.
+    async def join(self, spec: RunSpec, observes: bool = False) -> RunDriver:
+        """Take part in a run; a peer that `observes` is never drawn.
 
         Raises:
             ValueError: This daemon takes part in a run of that name already.
@@ -79,6 +79,7 @@ class Router:
         self._drop(spec.name)
         ours = self._sessions, self._directory, self._identity, self._bandwidth, self._rounds, self._runs
         run = self._runs[spec.name] = RunDriver(spec, *ours)
+        run.observes = observes
         run.start()
         return run
 

@@ -12,19 +12,21 @@ from collections import deque
 from collections.abc import Sized
 
 import msgspec
-import torch
 
 from equipoise.averaging.aio.round_driver import ROUND_FRAME, RoundDriver, Rounds, Task
 from equipoise.averaging.aio.sessions import Sessions
 from equipoise.averaging.aio.transfer import Transfer
 from equipoise.averaging.allreduce import messages as wire
 from equipoise.averaging.claims import Claims
+from equipoise.averaging.draw import Drawn
+from equipoise.averaging.encoded_vector import Vectors
 from equipoise.averaging.manifest import NONCE_BYTES, Identity, Manifest
 from equipoise.averaging.matchmaking import events
 from equipoise.averaging.matchmaking import messages as matchmaking_messages
 from equipoise.averaging.matchmaking.context import Context
 from equipoise.averaging.matchmaking.spec_diff import SpecDiff
-from equipoise.averaging.outcome import Exchanging, NoPeers, Outcome, RunState
+from equipoise.averaging.metrics import Report, Values, check_order
+from equipoise.averaging.outcome import Exchanging, Gathering, NoPeers, Outcome, RunState
 from equipoise.averaging.ports import Directory
 from equipoise.averaging.spec import RunSpec
 from equipoise.averaging.state import StateId
@@ -60,10 +62,12 @@ class RunDriver:
 
     Attributes:
         spec: The run.
+        observes: Whether this peer trains nothing in the run, so that no draw takes it; set before `start`.
         transfer: Gives and takes the state of the run.
         history: The last outcomes, oldest first.
         rounds_ok: Rounds that ended in a mean.
         rounds_failed: Rounds that did not.
+        rounds_in_doubt: Those of them whose mean the others may hold.
     """
 
     def __init__(
@@ -77,8 +81,9 @@ class RunDriver:
         runs: Sized,
     ) -> None:
         self.spec = spec
+        self.observes = False
         self.history: deque[Outcome] = deque(maxlen=MAX_HISTORY)
-        self.rounds_ok = self.rounds_failed = 0
+        self.rounds_ok = self.rounds_failed = self.rounds_in_doubt = 0
         self._sessions = sessions
         self._directory = directory
         self._told_bandwidth = bandwidth
@@ -93,6 +98,7 @@ class RunDriver:
             sign=identity.sign,
             verify=identity.verify,
             quorum=spec.strategy.quorum,
+            least=spec.strategy.least,
         )
         self._membership = context.membership
         self._machine = spec.strategy.matchmaker(context, random.Random())
@@ -114,34 +120,41 @@ class RunDriver:
 
     async def average(
         self,
-        contribution: torch.Tensor,
-        result: torch.Tensor,
+        vectors: Vectors,
         weight: float,
         timeout: float,
         state: StateId | None = None,
+        metrics: Values = (),
+        evaluation: Report | None = None,
     ) -> Outcome:
         """Take part in one round.
 
         Args:
-            contribution: f32 [D], finite, on the CPU; not to be changed until this returns. Values that are not
-                finite fail the round here, when they are met: to look for them before would read the vector twice.
-            result: f32 [D]; holds the weighted mean if the outcome is ok, else undefined.
+            vectors: The encoded contribution, which should not be changed until this returns, and the memory for the
+                mean, which holds it if the outcome is ok. What no encoder writes fails the round here, when it is met:
+                to look for it before would read the vector twice.
             weight: A finite number >= 0; 0 observes.
             timeout: Seconds for everything; the outcome fails with a reason when they are over.
             state: Which state of the run this peer holds; the group is told, signed. None says nothing.
+            metrics: What this peer's training measured; the group averages it by the counted weights.
+            evaluation: What the state that this peer holds scores on its data; None says nothing.
 
         Raises:
-            ValueError: The weight, or a tensor's shape or dtype, is not valid, or a round is going on already.
+            ValueError: The weight, the metrics, or a vector's size, is not valid, or a round is going on already.
         """
-        self._check(contribution, result)
+        size = self.spec.layout.stored_size
+        if len(vectors.contribution) != size or len(vectors.mean) != size:
+            raise ValueError(f"expected two vectors of {size} bytes, got {list(map(len, vectors[:2]))}")
+        check_order(metrics)
         began, started, promised = self._loop.time(), time.time(), self._claims.promised
-        manifest = await self._match(weight, timeout, state)
+        ready = events.BecameReady(weight, b"", state=state, fit=metrics, evaluation=evaluation)
+        manifest = await self._match(ready, timeout)
         matched = self._loop.time() - began
         if isinstance(manifest, Outcome):
             outcome = manifest
         else:
             left = max(timeout - matched, 0.0)
-            task = Task(self.spec, manifest, contribution, result, left, self._identity)
+            task = Task(self.spec, manifest, vectors, left, self._identity)
             outcome = await self._exchange(task)
         seconds = {"matchmaking": matched, **outcome.seconds, "total": self._loop.time() - began}
         short = self._claims.settle(promised, outcome.contributors) if outcome.ok else ""
@@ -152,6 +165,7 @@ class RunDriver:
         self.history.append(outcome)
         self.rounds_ok += outcome.ok
         self.rounds_failed += not outcome.ok
+        self.rounds_in_doubt += outcome.in_doubt
         return outcome
 
     @property
@@ -161,6 +175,11 @@ class RunDriver:
             return Exchanging(self._round.group.size, self._round.task.manifest.round)
         state = self._machine.state
         return NoPeers(self.reason) if isinstance(state, NoPeers) and self._spec_diff.reason else state
+
+    @property
+    def gathering(self) -> Gathering | None:
+        """The next round while it gathers, as far as this peer knows, whether or not it looks for a group itself."""
+        return self._machine.gathering if self._round is None else None
 
     @property
     def others(self) -> int:
@@ -194,6 +213,10 @@ class RunDriver:
         """Number of this peer's next round."""
         return self._machine.round
 
+    def draw(self, state: StateId) -> Drawn:
+        """The peers that are to train from an agreed state, as far as this peer knows now, and the live peers."""
+        return self._machine.draw(state, self._loop.time())
+
     def stop_search(self, why: str) -> None:
         """End the search for a group, if one goes on: its outcome is not ok, and says `why`.
 
@@ -203,11 +226,18 @@ class RunDriver:
             self._formed.set_result(self._failed(why))
             self._driver.tell(events.Withdrew())
 
+    def withdraw(self, reason: str) -> None:
+        """End the search or the round that goes on; its outcome says why, and whether it is in doubt."""
+        self.stop_search(reason)
+        if self._round is not None:
+            self._round.withdraw(reason)
+
     def report_accumulated(self, weight: float) -> None:
         """Publish the weight accumulated towards the next contribution."""
         if weight != self._accumulated:
             self._accumulated = weight
-            self._publish()
+            if self.spec.strategy.batches:
+                self._publish()
 
     async def others_accumulated(self, target: float | None = None) -> float:
         """Weight that the others have accumulated towards the next round, as far as their word counts.
@@ -232,9 +262,7 @@ class RunDriver:
     async def leave(self, reason: str, serves: bool) -> None:
         """Stop taking part; an open round fails with `reason`. The directory learns whether the daemon `serves` on."""
         self._left = reason
-        self.stop_search(reason)
-        if self._round is not None:
-            self._round.withdraw(reason)
+        self.withdraw(reason)
         self._driver.stop()
         self._differ.stop()
         await self._tasks.stop()
@@ -245,7 +273,7 @@ class RunDriver:
 
     # ---- one round ----
 
-    async def _match(self, weight: float, timeout: float, state: StateId | None) -> Manifest | Outcome:
+    async def _match(self, ready: events.BecameReady, timeout: float) -> Manifest | Outcome:
         if self._formed is not None or self._round is not None:
             raise ValueError(f"a round of run {self.spec.name!r} is going on already: wait for its outcome")
         if self._left:
@@ -253,11 +281,13 @@ class RunDriver:
         self._formed = self._loop.create_future()
         try:
             async with asyncio.timeout(timeout):
-                formed = await self._seek(self._formed, weight, timeout, state)
+                formed = await self._seek(self._formed, ready, timeout)
             # Having left in the very moment in which its group formed, it begins no round.
             return self._failed(self._left) if self._left else formed
         except TimeoutError:
-            reason = f"no group within {timeout:g} s: {self.reason}"
+            alone = isinstance(self._machine.state, NoPeers)
+            lacks = (alone and self._spec_diff.reason) or self._machine.shortage
+            reason = f"no group within {timeout:g} s: {lacks}"
             self._driver.tell(events.Withdrew())
             return self._failed(reason)
         except asyncio.CancelledError:
@@ -267,11 +297,7 @@ class RunDriver:
             self._formed = None
 
     async def _seek(
-        self,
-        formed: asyncio.Future[Manifest | Outcome],
-        weight: float,
-        timeout: float,
-        state: StateId | None,
+        self, formed: asyncio.Future[Manifest | Outcome], ready: events.BecameReady, timeout: float
     ) -> Manifest | Outcome:
         """Wait for a group; begin anew when others can dial this peer now, or no longer: its join says so, signed."""
         until = self._loop.time() + timeout
@@ -279,14 +305,13 @@ class RunDriver:
         while True:
             again, dialable = dialable is not None, self._sessions.dialable
             self._driver.tell(
-                events.BecameReady(
-                    weight=weight,
+                msgspec.structs.replace(
+                    ready,
                     nonce=os.urandom(NONCE_BYTES),
                     bandwidth=self._bandwidth,
                     credential=self._sessions.credential,
                     dialable=dialable,
                     patience=max(0.0, until - self._loop.time()),
-                    state=state,
                 )
             )
             if again:
@@ -307,8 +332,10 @@ class RunDriver:
         self.transfer.begin(task.manifest)
         self._round = self._rounds.begin(task, self.transfer.keep)
         self._round.outcome.add_done_callback(self.transfer.over)
+        ok = False
         try:
             outcome = await asyncio.shield(self._round.outcome)
+            ok = outcome.ok
             if outcome.counted(self._sessions.peer):
                 # Before the next round's number is announced: no weight may count towards two rounds.
                 self._accumulated = 0.0
@@ -318,18 +345,10 @@ class RunDriver:
             raise
         finally:
             self._round = None
-            self._driver.tell(events.RoundEnded(task.manifest.round))
+            self._driver.tell(events.RoundEnded(task.manifest.round, ok))
 
     def _failed(self, reason: str) -> Outcome:
         return Outcome(ok=False, reason=reason, run=self.spec.name, round=self._machine.round)
-
-    def _check(self, contribution: torch.Tensor, result: torch.Tensor) -> None:
-        size = self.spec.layout.size
-        for name, tensor in (("contribution", contribution), ("result", result)):
-            if tensor.shape != (size,) or tensor.dtype != torch.float32:
-                raise ValueError(
-                    f"expected {name} as float32 [{size}], got {tensor.dtype} {list(tensor.shape)}"
-                )
 
     # ---- between the machine and the world ----
 
@@ -365,6 +384,10 @@ class RunDriver:
                 log.info("run %s: %s", self.spec.name, reason)
                 if self._formed is not None and not self._formed.done():
                     self._formed.set_result(manifest)
+            case events.Late(seconds, reason):
+                if self._formed is not None and not self._formed.done():
+                    failed = self._failed(f"too late by {seconds:.3g} s: {reason}")
+                    self._formed.set_result(msgspec.structs.replace(failed, late=seconds))
             case events.Decline(peer, round_id):
                 gone = wire.GiveUp("it was not ready for this group")
                 self._sessions.post(peer, ROUND_FRAME + round_id + wire.encode(gone))
@@ -388,6 +411,7 @@ class RunDriver:
             reason=self._left or self._announced.reason,
             bandwidth=0.0 if left else self._bandwidth,
             left=left,
+            observes=self.observes,
         )
 
     async def _look_regularly(self) -> None:

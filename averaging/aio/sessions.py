@@ -17,7 +17,6 @@ every core busy to 98 %, so neither more of them nor a thread of their own had a
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import logging
 import os
@@ -31,7 +30,7 @@ from equipoise.averaging.session import messages as wire
 from equipoise.averaging.session.machine import SESSION_BYTES, Session
 from equipoise.averaging.session.outbox import Bulk, Frame, Outbox
 from equipoise.averaging.timing import DIRECT_SECONDS
-from equipoise.tasks import TaskSet
+from equipoise.tasks import TaskSet, sleep_until
 
 MAX_QUEUED_CONTROL = 4096
 """Most control frames that wait for one peer. A healthy peer has a handful; a peer that does not read is given up."""
@@ -174,10 +173,8 @@ class PeerChannels:
 
     def best(self) -> Channel | None:
         """Return the channel to write to: the newest direct one, else the newest one of the transport."""
-        for channel in [*reversed(self.direct), *reversed(self.streams)]:
-            if channel in self.greeted:
-                return channel
-        return None
+        newest_first = [*reversed(self.direct), *reversed(self.streams)]
+        return next((channel for channel in newest_first if channel in self.greeted), None)
 
     def idle(self, now: float, seconds: float) -> list[Channel]:
         """Return the channels on which no byte has moved for so long, as far as these calls could see."""
@@ -425,9 +422,12 @@ class Sessions:
             channels.writer = self._tasks.spawn(self._write(peer, channels))
 
     async def _write(self, peer: str, channels: PeerChannels) -> None:
+        channel = None
         try:
             while self._peers.get(peer) is channels and (channels.redials or channels.outbox):
-                if channel := await self._reach(peer, channels):
+                if channel is None or channels.news.is_set():
+                    channel = await self._reach(peer, channels)
+                else:
                     await self._write_one(peer, channels, channel)
         except ConnectionError as error:
             self._unreachable(peer, channels, str(error))
@@ -449,15 +449,14 @@ class Sessions:
             self._broke(channels, channel, str(error))
 
     async def _reach(self, peer: str, channels: PeerChannels) -> Channel | None:
-        """Return the channel to write to, or None to look again; raises ConnectionError if none can be opened."""
+        """Return the channel to write to until there is news, or None; raises ConnectionError if none can be opened."""
         channels.news.clear()
         channel = channels.best()
         left = channels.patience - self._loop.time() if channels.awaits_direct else 0.0
         if channel in channels.direct or (channel is not None and left <= 0):
             return channel
         if left > 0:  # The peer may be faster, where only it can dial.
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(channels.news.wait(), left)
+            await sleep_until(channels.news, left)
         elif channels.channels:
             await channels.news.wait()  # Until both have said hello.
         else:

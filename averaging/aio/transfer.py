@@ -11,11 +11,11 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sized
 
 import msgspec
-import torch
 from blake3 import blake3
 
-from equipoise.averaging.aio.round_driver import Rounds, group_of, weights_of
+from equipoise.averaging.aio.round_driver import Rounds, group_of, mean_outcome
 from equipoise.averaging.aio.sessions import Sessions
+from equipoise.averaging.encoded_vector import EncodedVector
 from equipoise.averaging.manifest import TICKET_BYTES, Manifest, Verify
 from equipoise.averaging.matchmaking.messages import MAX_DETAIL_CHARS
 from equipoise.averaging.outcome import FetchOutcome, MeanOutcome, Outcome
@@ -238,9 +238,9 @@ class Transfer:
         return self._donor.wanted
 
     @property
-    def values(self) -> int:
-        """Number of values of a mean of this run, padding included."""
-        return self._spec.layout.size
+    def size(self) -> int:
+        """Bytes of an encoded vector of this run."""
+        return self._spec.layout.stored_size
 
     @property
     def standing(self) -> str:
@@ -302,7 +302,7 @@ class Transfer:
 
     def keep(self, mean: EncodedMean) -> None:
         """Keep a round's mean for peers that missed it, if it leads on from a state."""
-        before = mean.manifest.before
+        before = mean.before
         if before is not None and not self._left:
             self._drop(before)
             self._means[before] = mean
@@ -321,7 +321,7 @@ class Transfer:
         self,
         after: StateId,
         timeout: float,
-        result: Callable[[], torch.Tensor],
+        result: Callable[[], memoryview],
         circle: frozenset[str] = frozenset(),
         proved: bool = False,
         patient: bool = False,
@@ -331,8 +331,8 @@ class Transfer:
         Args:
             after: A state.
             timeout: Seconds for everything.
-            result: Makes room for the mean, f32 [D], once it is here; called in a thread. It raises ValueError if there
-                is no room.
+            result: Makes room for the encoded mean, u8 [`size`], once it is here; called in a thread. It raises
+                ValueError if there is no room.
             circle: PeerIDs of the peers that vouch for that state.
             proved: True if the caller will know by its digest whether it is the group's. If not, this peer stands at
                 that state, and more than half of the circle that can be reached must offer the same mean.
@@ -358,7 +358,7 @@ class Transfer:
         if got.ok:
             try:
                 args = memory, spec, after, self._verify, result
-                found = await self._loop.run_in_executor(None, decode, *args)
+                found = await self._loop.run_in_executor(None, unpack, *args)
             except (ValueError, FrameRefused) as error:
                 found = msgspec.structs.replace(found, reason=str(error))
                 got = msgspec.structs.replace(got, unheard=len(got.sources))  # They have it still.
@@ -540,45 +540,34 @@ def most_bytes(spec: RunSpec) -> int:
     return spec.layout.encoded_size + MAX_MANIFEST_BYTES
 
 
-def decode(
-    image: memoryview, spec: RunSpec, after: StateId, verify: Verify, room: Callable[[], torch.Tensor]
+def unpack(
+    image: memoryview, spec: RunSpec, after: StateId, verify: Verify, room: Callable[[], memoryview]
 ) -> Outcome:
-    """Decode the image of a mean, for a thread; its digest was checked. Returns the outcome of the mean's round.
+    """Take the image of a mean apart, for a thread; its digest was checked. Returns the outcome of the mean's round.
 
     Args:
         image: Its bytes.
         spec: The run.
         after: The state that the mean must lead on from.
         verify: Checks the signatures of the members' joins.
-        room: Makes room for the mean, f32 [D]; its content is undefined if this raises.
+        room: Makes room for the encoded mean, u8 [`stored_size`]; its content is undefined if this raises.
 
     Raises:
         ValueError: The image is no mean of this run after this state, or there is no room.
         FrameRefused: Its manifest does not decode.
     """
     manifest, contributors, payload = read_head(image)
-    size, quorum = spec.options.group_size, spec.strategy.quorum
-    manifest.check(verify, spec=spec.hash, group_size=size, own=None, quorum=quorum)
+    size, quorum, least = spec.options.group_size, spec.strategy.quorum, spec.strategy.least
+    manifest.check(verify, spec=spec.hash, group_size=size, own=None, quorum=quorum, least=least)
     if manifest.before != after:
         raise ValueError(f"expected the mean after epoch {after.epoch}, got one after {manifest.before}")
     group = group_of(spec, manifest)
     codecs = [spec.layout.codec_of(part) for part in group.parts]
     sizes = [codec.encoded_size(part.size) for codec, part in zip(codecs, group.parts, strict=True)]
     mean = EncodedMean(manifest, contributors, cut(payload, sizes))
-    result = room()
+    result = EncodedVector(spec.layout, room())
     for codec, part, encoded in zip(codecs, group.parts, mean.parts, strict=True):
-        codec.decode(encoded, result[part.start : part.stop])
-    counted, capped = weights_of(group, manifest.peers, contributors)
-    return Outcome(
-        ok=True,
-        reason=f"missed, and had from others: mean over {len(counted)} of {group.size} members",
-        run=spec.name,
-        round=manifest.round,
-        group=manifest.peers,
-        contributors=counted,
-        capped=capped,
-        digest=mean.digest().hex(),
-        bytes_received=mean.size,
-        compression_ratio=spec.layout.compression_ratio,
-        states=manifest.states,
-    )
+        codec.check(encoded, part.size)
+        result.write(part, encoded)
+    reason = f"missed, and had from others: mean over {contributors.bit_count()} of {group.size} members"
+    return msgspec.structs.replace(mean_outcome(spec, group, mean, reason), bytes_received=mean.size)

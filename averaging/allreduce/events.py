@@ -15,7 +15,7 @@ import msgspec
 
 from equipoise.averaging.allreduce.messages import Decision, RoundMessage
 from equipoise.averaging.partition import Part
-from equipoise.averaging.weights import counted_weights
+from equipoise.averaging.weights import contributing, counted_weights
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,7 @@ class Group:
         first_leader: The dialable member that leads the first ballot.
         cap: Most weight of one contributor that counts, in medians of the contributors' weights.
         quorum: Fewest contributors of a mean.
+        least: Least weight of a contributor; see `weights.contributing`.
     """
 
     round_id: bytes
@@ -41,6 +42,7 @@ class Group:
     first_leader: int
     cap: float = math.inf
     quorum: int = 2
+    least: float = 0.0
 
     @cached_property
     def size(self) -> int:
@@ -54,8 +56,8 @@ class Group:
 
     @cached_property
     def contributors(self) -> int:
-        """Bitmask of the members with weight > 0; the others observe."""
-        return sum(1 << index for index, weight in enumerate(self.weights) if weight > 0)
+        """Bitmask of the members that contribute; the others observe."""
+        return contributing(self.weights, self.least)
 
     def counted(self, contributors: int) -> tuple[float, ...]:
         """The part of each member's weight that counts in the mean over `contributors`; 0 for the others."""

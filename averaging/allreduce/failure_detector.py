@@ -65,8 +65,8 @@ class FailureDetector:
     def heard(self, member: int, now: float) -> bool:
         """A sign of life; returns whether the member had been taken for dead."""
         gap = now - self._heard[member]
-        if now - self._checked <= timing.SILENCE_SECONDS / 2:  # Else this process has paused.
-            self._allowed[member] = max(self._allowed[member], min(GAPS * gap, MAX_SILENCE_SECONDS))
+        if GAPS * gap > self._allowed[member] and now - self._checked <= timing.SILENCE_SECONDS / 2:
+            self._allowed[member] = min(GAPS * gap, MAX_SILENCE_SECONDS)  # Else this process has paused.
         self._heard[member] = now
         if member not in self._silent:
             return False

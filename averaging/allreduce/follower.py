@@ -43,6 +43,7 @@ class Fetching:
         self._asked: tuple[int, int, frozenset[int]] | None = None
         self._over = 0
         self._expected: dict[int, frozenset[int]] = {}
+        self._passed_over: dict[tuple[int, int], int] = {}
         self._served: Counter[int] = Counter()
 
     def due(self, paxos: Paxos, part_table: PartTable, attendance: Attendance, reachable: int) -> Send | None:
@@ -51,10 +52,17 @@ class Fetching:
         if decision is None or part_table.is_whole(decision):
             return None
         stalled = attendance.level >= 1
-        # While the leader was out of reach, owners may have sent means over contributors unknown to this member.
+        # A leader that was out of reach may have given this member up, and let go of the mean.
         unheard = attendance.returned >> paxos.leader & 1
         everything = paxos.must_fetch or stalled or self._anew or unheard
         wanted = part_table.missing_of(paxos.group.everyone if everything else attendance.lost, decision)
+        early = {
+            part
+            for (owner, part), over in self._passed_over.items()
+            if over == decision.contributors and part_table.owner_of[part] == owner
+        }
+        if early:
+            wanted |= early & part_table.missing_of(paxos.group.everyone, decision)
         if not wanted:
             return None
         sources = paxos.sources(decision, reachable, desperate=stalled)
@@ -76,6 +84,14 @@ class Fetching:
             self._over, self._expected = decision.contributors, {}
         self._expected[source] = self._expected.get(source, frozenset()) | parts
         return Send(source, wire.Fetch(decision.contributors, wire.to_bits(parts)))
+
+    def pass_over(self, owner: int, part: int, contributors: int) -> None:
+        """Note that a mean was refused: over other contributors than decided here, or not from the part's owner here.
+
+        The mean of a part's next owner may overtake the leader's proposal, where the leader's channel broke or is
+        slower. The owner sends it once, so this member fetches it when it hears of the decision.
+        """
+        self._passed_over[owner, part] = contributors
 
     def ask_another(self) -> None:
         """Turn to the next source, as the source that was asked does not deliver."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import reduce
 from operator import and_
-from typing import NamedTuple
+
+import msgspec
 
 from equipoise.averaging.allreduce import messages as wire
 from equipoise.averaging.allreduce.failure_detector import Attendance
@@ -15,20 +16,20 @@ from equipoise.averaging.allreduce.part_table import PartTable
 from equipoise.averaging.allreduce.paxos import Paxos
 
 
-class Tell(NamedTuple):
+class Tell(msgspec.Struct, frozen=True):
     """Tell everyone, ourselves included."""
 
     message: wire.Plan | wire.Propose
     why: str = ""
 
 
-class Reopen(NamedTuple):
+class Reopen(msgspec.Struct, frozen=True):
     """Open a higher ballot: this one cannot succeed."""
 
     why: str
 
 
-class Despair(NamedTuple):
+class Despair(msgspec.Struct, frozen=True):
     """Nothing that may still come can make the round succeed."""
 
     why: str
@@ -66,7 +67,7 @@ def _watch(paxos: Paxos, part_table: PartTable, attendance: Attendance, decision
     if paxos.holders(decision) & ~attendance.lost or part_table.is_whole(decision):
         return None
     if paxos.ballot.holders or part_table.missing_of(attendance.lost, decision):
-        return Reopen("whoever had a part of the mean died after the decision: deciding again")
+        return Reopen("all holders of a part of the mean died after the decision: deciding again")
     return None
 
 

@@ -81,6 +81,7 @@ class AllReduce:
         self._fetching = Fetching(me, len(group.parts))
         self._distrusted = 0
         self._released = False
+        self._yielded = 0
         self._actions: list[Action] = []
         self._again = False
 
@@ -118,10 +119,12 @@ class AllReduce:
         if self.ended is not None or not self._part_table.wants_mean(part, contributors):
             return False
         decision = self._paxos.valued
-        if decision is not None and decision.contributors != contributors:
-            return False
+        fits = decision is None or decision.contributors == contributors
         owns = sender == self.me or (self._part_table.owner_of[part] == sender and not self._distrusted)
-        return owns or self._fetching.expects(sender, part, contributors)
+        if fits and (owns or self._fetching.expects(sender, part, contributors)):
+            return True
+        self._fetching.pass_over(sender, part, contributors)
+        return False
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """Take in one event; return what is to be done, in order."""
@@ -165,7 +168,9 @@ class AllReduce:
             case wire.Promise():
                 news = paxos.on_promise(sender, message)
             case wire.Refuse(ballot):
-                paxos.on_refuse(ballot)
+                opening = paxos.opening
+                if self.ended is None and paxos.on_refuse(sender, ballot):
+                    self._follow(ballot, opening)
             case wire.Plan(_, _, owners):
                 if news := paxos.on_plan(sender, message):
                     self._part_table.assign(owners)
@@ -223,12 +228,30 @@ class AllReduce:
         if self._paxos.leader_of(ballot) != sender or self.ended is not None:
             return
         # A member that alone has lost a leader must not unseat it while the leader serves all others.
-        leader = self._paxos.leader
+        leader, opening = self._paxos.leader, self._paxos.opening
         trusted = leader != sender and not self._attendance.lost >> leader & 1 and self._attendance.level == 0
-        answer = self._paxos.on_prepare(ballot, trusted)
-        if isinstance(answer, wire.Promise):
-            self._progress(now)
-        self._send(sender, answer)
+        # A member that has left our ballot cannot come back to it. For each we yield once: no liar unseats us for ever.
+        yields = opening or (leader == self.me and self._needs(sender) and not self._yielded >> sender & 1)
+        answer = self._paxos.on_prepare(ballot, trusted and not yields)
+        if isinstance(answer, wire.Refuse):
+            self._send(sender, answer)
+            return
+        self._yielded |= yields << sender
+        self._progress(now)
+        self._follow(ballot, yields)
+
+    def _needs(self, member: int) -> bool:
+        """True if a member may still have to contribute or report, or give means, in this member's own ballot."""
+        decision = self._paxos.ballot.decision
+        if decision is None:
+            return bool((self._part_table.owners | self.group.contributors) >> member & 1)
+        return bool(self._part_table.missing_of(1 << member, decision))
+
+    def _follow(self, ballot: int, led: bool) -> None:
+        """Promise a higher ballot; if this member `led` one, or tried to, have the members of that follow."""
+        self._send(self._paxos.leader_of(ballot), self._paxos.promise())
+        if led:
+            self._broadcast(wire.Refuse(ballot))
 
     def _on_held(self, sender: int, vote: Vote) -> bool:
         if isinstance(self.ended, Finish) and vote.digest != self.ended.digest:

@@ -15,8 +15,12 @@ NO_MEAN = (0, b"")
 
 
 def mean_digest(round_id: bytes, contributors: int, parts: Iterable[bytes]) -> bytes:
-    """SHA-256 over the round, the contributors (a bitmask) and the digests of all parts of their mean."""
-    return hashlib.sha256(round_id + contributors.to_bytes(8, "little") + b"".join(parts)).digest()
+    """SHA-256 over the round, the contributors (a bitmask) and the digests of all parts of their mean.
+
+    The mask takes 8 bytes; it takes more only in a simulation, whose groups may have more members than real ones.
+    """
+    mask = contributors.to_bytes(max(8, -(-contributors.bit_length() // 8)), "little")
+    return hashlib.sha256(round_id + mask + b"".join(parts)).digest()
 
 
 def early_parts(group: Group) -> int:

@@ -172,6 +172,11 @@ class Paxos:
         return self.leader_of(self.ballot.number)
 
     @property
+    def opening(self) -> bool:
+        """True while this member has opened the ballot, and no majority has promised it yet."""
+        return self.ballot.promises is not None
+
+    @property
     def must_fetch(self) -> bool:
         """True if the mean is not on its way: others hold it already, or another mean was proposed here."""
         proposed, decision = self.ballot.decision, self.decision
@@ -237,7 +242,7 @@ class Paxos:
             stalls: Number of stalls since the last progress.
             place: This member's place in line.
         """
-        if self.ballot.promises is None:
+        if not self.opening:
             return stalls >= PATIENT_STALLS + place
         self._patience -= 1
         return self._patience <= 0
@@ -256,10 +261,12 @@ class Paxos:
         is_open = self._refused > self.ballot.number and not lost >> self.leader_of(self._refused) & 1
         return self._refused if is_open else None
 
-    def on_refuse(self, ballot: int) -> None:
-        """Catch up with a higher ballot, but only while this member tries to open one; void no other for it."""
-        if self.ballot.promises is not None:
+    def on_refuse(self, sender: int, ballot: int) -> bool:
+        """Catch up with a higher ballot while this member opens one, or after its leader; returns whether it did."""
+        before = self.ballot.number
+        if self.opening or sender == self.leader:
             self.adopt(ballot)
+        return self.ballot.number > before
 
     def on_promise(self, sender: int, promise: Promise) -> bool:
         """Count a promise; returns whether this member waits for it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -25,10 +26,16 @@ MAX_FORGERS = 64
 
 
 class Objection(NamedTuple):
-    """Reason why a join does not count, one line; the same join may count after `wait` seconds, or never if it is 0."""
+    """Reason why a join does not count, one line; the same join may count after `wait` seconds, or never if it is 0.
+
+    `late` is the time, in seconds, since the group closed that its contribution was made for; 0 if that is not why.
+    `group` are the PeerIDs of that group.
+    """
 
     reason: str
     wait: float = 0.0
+    late: float = 0.0
+    group: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -43,6 +50,7 @@ class Context:
         sign: Signs with this peer's identity key.
         verify: Checks another peer's signature.
         quorum: Fewest contributors of a mean.
+        least: Least weight of a contributor.
         membership: This peer's knowledge of the others.
         straggler_wait: The time for which to wait for late peers.
         round: Number of this peer's next round.
@@ -57,6 +65,7 @@ class Context:
     sign: Sign
     verify: Verify
     quorum: int = 2
+    least: float = 0.0
     membership: Membership = field(init=False)
     straggler_wait: StragglerWait = field(default_factory=StragglerWait)
     round: int = 0
@@ -79,7 +88,8 @@ class Context:
     ) -> None:
         """Refuse a join that `peer` sent; the arguments are those of `JoinRefused`."""
         detail = why.reason[: wire.MAX_DETAIL_CHARS]
-        self.send(peer, wire.JoinRefused(self.run, join.ticket, detail, round, redirect, why.wait))
+        late = why.late, why.group
+        self.send(peer, wire.JoinRefused(self.run, join.ticket, detail, round, redirect, why.wait, *late))
 
     def whereabouts(self, asks: bool = False) -> wire.Whereabouts:
         """This peer's round as a message; with `asks`, the receiver answers with its own."""
@@ -89,7 +99,8 @@ class Context:
         """This peer's signed join of its next round, or of the round with this number."""
         stated = ready.weight, ready.bandwidth, ready.dialable, ready.nonce, ready.credential, ready.state
         number = self.round if round is None else round
-        return Join(self.peer, self.spec, number, *stated, signature=b"").signed(self.sign)
+        join = Join(self.peer, self.spec, number, *stated, b"", ready.fit, ready.evaluation)
+        return join.signed(self.sign)
 
     def mismatch(self, request: wire.JoinRequest) -> Objection | None:
         """Return the objection if a request has another spec or version than this peer; None if both match."""
@@ -126,7 +137,14 @@ class Context:
         Raises:
             ManifestError: Naming the first thing that is wrong.
         """
-        manifest.check(self.verify, spec=self.spec, group_size=self.group_size, own=own, quorum=self.quorum)
+        manifest.check(
+            self.verify,
+            spec=self.spec,
+            group_size=self.group_size,
+            own=own,
+            quorum=self.quorum,
+            least=self.least,
+        )
 
     def meet(self, now: float) -> None:
         """Ask the peers that are known only by their records whether they are there."""
@@ -140,7 +158,31 @@ class Context:
         if believed is None:
             return None
         # A peer that has had no round yet loses nothing by a jump.
-        return min(believed, max(self.round + LEAP, MAX_JUMP if self.floor == 0 else 0))
+        return min(believed, self.ceiling if self.floor else max(self.round + LEAP, MAX_JUMP))
+
+    @property
+    def ceiling(self) -> int:
+        """The highest round to which the word of others leads this peer now.
+
+        While a mate is in reach, all others together lead this peer at most `LEAP` beyond its last round, or to that
+        mate: so honest mates stay in each other's reach, however many peers lie. If its mates are far away, this peer
+        follows them by leaps.
+        """
+        near = self.membership.mates_near(self.round)
+        return max(self.floor + LEAP, min(near)) if near else self.round + LEAP
+
+    def live(self, tags: Iterable[str]) -> tuple[str, ...]:
+        """See `closing.View`; so the next two."""
+        return self.membership.live(tags)
+
+    def expected(self, round: int, now: float) -> set[str]:
+        """See `Membership.expected`."""
+        return self.membership.expected(round, now)
+
+    def is_past(self, round: int, now: float) -> bool:
+        """See `closing.View.is_past`."""
+        believed = self.membership.believed_round(now)
+        return believed is not None and believed > round
 
     def within_reach(self, round: int, now: float) -> bool:
         """True if one peer's word is enough for a round of this number."""

@@ -6,14 +6,24 @@ dies, the peers that asked it notice the silence and ask the next coordinator.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Set
+from collections import Counter
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from equipoise.averaging.manifest import Join, Manifest
 from equipoise.averaging.matchmaking import messages as wire
+from equipoise.averaging.matchmaking.closing import ClosePolicy
 from equipoise.averaging.matchmaking.context import Context, Objection
-from equipoise.averaging.matchmaking.group_builder import MAX_WAIT, Closing, GroupBuilder, Outlook, Parked
+from equipoise.averaging.matchmaking.group_builder import (
+    Closing,
+    GroupBuilder,
+    Needs,
+    Outlook,
+    Parked,
+)
 from equipoise.averaging.matchmaking.topology import rank
+from equipoise.averaging.state import StateId
+from equipoise.averaging.timing import MAX_WAIT
 
 MAX_GATHERINGS = 4
 """Most rounds gathered at once: this round, and later rounds of groups that are ahead."""
@@ -22,12 +32,20 @@ CLOSED_KEPT = 4
 """Most groups remembered that this peer closed or belongs to. Members that lack the manifest get it from this peer, and
 late joiners get an answer."""
 
+ENDED_KEPT = 64
+"""Most rounds whose state and closing time are remembered, longer than the group itself: they show that a contribution
+is late."""
+
+UNSETTLED_SECONDS = 60.0
+"""Longest time for which contributions to the state of a closed group wait for word of that group's round: as long as
+the record of a dead peer lasts. Beyond, the group is taken for dead."""
+
+LEAST_LATE = 1e-3
+"""Least lateness told, in seconds: 0 says that a contribution was not late."""
+
 STRANGERS_SECONDS = 30.0
 """Time for which groups wait for no look at the directory, after a look has shown none of the unknown joiners. Anybody
 can sign a join: without this limit, a peer that is in no directory would hold up every round."""
-
-MAX_NAMED = 3
-"""Most peers that a reason names, so that it fits on a line."""
 
 MAX_OWED = 64
 """Most peers remembered that were left over when a group closed."""
@@ -40,14 +58,23 @@ class _Closed(NamedTuple):
     reminded: set[str]
 
 
+class _Ended(NamedTuple):
+    state: StateId | None
+    peers: frozenset[str]
+    at: float
+    ok: bool = False
+
+
 class Coordinator:
     """The gatherings of joins of one run at one daemon."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Context, policy: ClosePolicy) -> None:
         self._context = context
+        self._policy = policy
         self._membership = context.membership
         self._gatherings: dict[int, GroupBuilder] = {}
         self._closed: dict[int, _Closed] = {}
+        self._ended: dict[int, _Ended] = {}
         self._owed: dict[str, None] = {}
         self._elsewhere: str | None = None
         self._redirects = True
@@ -58,8 +85,11 @@ class Coordinator:
 
     def count(self, round: int, now: float) -> tuple[int, int]:
         """Return the number of joins of a round that are parked here, and the number of peers expected in all."""
-        parked, expected = self._sides(round, now)
-        return len(parked), len(expected | parked)
+        gathering = self._gatherings.get(round)
+        if gathering is None:
+            return 0, 0
+        parked = gathering.parked.keys()
+        return len(parked), len(self._outlook(gathering, now).expected | parked)
 
     def is_short(self, round: int, now: float) -> bool:
         """True if the joins of a round that are parked here could not be a group."""
@@ -68,18 +98,62 @@ class Coordinator:
 
     def describe(self, round: int, now: float) -> str:
         """Describe the gathering of a round, and the peers that it waits for, in one line."""
-        parked, expected = self._sides(round, now)
-        if not parked:
+        gathering = self._gatherings.get(round)
+        if gathering is None or not gathering.parked:
             return "this peer coordinates"
-        missing = sorted(expected - parked)
-        more = f" and {len(missing) - MAX_NAMED} more" if len(missing) > MAX_NAMED else ""
-        waits = f", waits for {', '.join(missing[:MAX_NAMED])}{more}" if missing else ""
-        why = self._context.straggler_wait.reason
-        return f"this peer coordinates: {len(parked)} of {len(expected | parked)} are in{waits}; {why}"
+        return self._policy.describe(gathering, self._outlook(gathering, now).expected)
+
+    def standing(self, round: int, now: float) -> tuple[wire.Standing | None, float | None]:
+        """The coordinator's word to parked peers: drawn and contributed peers, and seconds until the group closes."""
+        gathering = self._gatherings.get(round)
+        if gathering is None:
+            return None, None
+        return self._policy.standing(gathering, now), self._closes_in(gathering, now)
 
     def has_closed(self, round: int) -> bool:
         """True if a group of this round has been closed here, or formed with this peer."""
         return round in self._closed
+
+    def lateness(self, bound: StateId | None, round: int, now: float) -> float:
+        """Seconds since a round's group closed, if a contribution bound to this state was made for it; else 0.
+
+        A peer may have its round's number wrong, so the number alone does not make a contribution late.
+        """
+        ended = self._ended.get(round)
+        return _ago(ended.at, now) if ended is not None and bound and bound == ended.state else 0.0
+
+    def left_behind(self, join: Join, now: float) -> float:
+        """Seconds since the group closed that has led others beyond the state of a parked contribution; 0 if none has.
+
+        A round that failed leaves its state as it was. A member of the round knows whether it succeeded; another peer
+        learns it from a member that joins again with a later state. A peer that does not know of the round learns it
+        from a quorum of its mates in one later state: they came after the group had closed.
+        """
+        if join.bound is None:
+            return 0.0
+        gathering = self._gatherings.get(join.round)  # None if it has just closed without the join.
+        parked = gathering.parked if gathering is not None else {}
+        states = ((peer, one.join.state) for peer, one in parked.items())
+        beyond = {
+            peer: state for peer, state in states if state is not None and state.epoch > join.bound.epoch
+        }
+        for round, ended in self._ended.items():
+            if ended.state == join.bound and round < join.round and (ended.ok or ended.peers & beyond.keys()):
+                return _ago(ended.at, now)
+        mates = [peer for peer in beyond if self._membership.is_mate(peer)]
+        counts = Counter(beyond[peer] for peer in mates)
+        if max(counts.values(), default=0) < self._context.quorum:
+            return 0.0
+        return _ago(min(parked[peer].arrived for peer in mates), now)
+
+    def note_success(self, round: int) -> None:
+        """Note that this peer holds the mean of a round."""
+        if round in self._ended:
+            self._ended[round] = self._ended[round]._replace(ok=True)
+
+    def note_closed(self, join: Join, group: Iterable[str], at: float) -> None:
+        """Note that another peer says that the group for which a contribution was made closed at a time."""
+        self._ended.setdefault(join.round, _Ended(join.bound, frozenset(group), at))
 
     def note_own(self, coordinator: str | None, redirects: bool) -> None:
         """Note which coordinator has this peer's own join, and whether members of its group should follow it there."""
@@ -89,7 +163,7 @@ class Coordinator:
     def park_own(self, join: Join, patience: float, now: float) -> None:
         """Park this peer's own join with itself."""
         # The own join needs no answer. With `MAX_HOPS` it is not redirected: the joiner itself moves it.
-        self._gathering(join.round).park(Parked(join, now, patience, wire.MAX_HOPS, answered=True))
+        self._gathering(join.round, now).park(Parked(join, now, patience, wire.MAX_HOPS, answered=True))
 
     def drop(self, peer: str, ticket: bytes | None = None) -> None:
         """Forget a peer's joins: it left, or was lost."""
@@ -101,14 +175,15 @@ class Coordinator:
         join, objection = request.join, self._objection(peer, request, now)
         if objection is not None:
             behind = join.round < self._context.round
-            self._context.refuse(peer, join, objection, self._context.round if behind else 0)
+            why = self._told_late(objection, join, now) if behind else objection
+            self._context.refuse(peer, join, why, self._context.round if behind else 0)
             return
         self._membership.welcome(peer, join.round, ready=True)
         if closed := self._closed.get(join.round):
             self._answer_late(peer, join, closed, now)
             return
         parked = Parked(join, now, request.patience, request.hops)
-        if not self._redirects_join(parked, now) and not self._gathering(join.round).park(parked):
+        if not self._redirects_join(parked, now) and not self._gathering(join.round, now).park(parked):
             self._context.refuse(join.peer, join, Objection("more joins are parked here than may be"))
 
     def settle(self, now: float) -> tuple[Manifest, str] | None:
@@ -123,19 +198,27 @@ class Coordinator:
         membership.lose_silent(now)
         own = None
         for gathering in sorted(self._gatherings.values(), key=lambda each: each.round):
-            outlook = self._outlook(gathering, now)
             gathering.catch_up(now)
-            if closing := gathering.decide(outlook, now):
+            self._refuse_left_behind(gathering, now)
+            if closing := gathering.decide(self._outlook(gathering, now), now):
                 own = self._close(gathering, closing, now) or own
         joins = (peer for gathering in self._gatherings.values() for peer in gathering.parked)
         self._unknown = {peer for peer in joins if not membership.knows(peer)}
         return own
 
-    def remember(self, formed: wire.GroupFormed, began: float, awaited: Iterable[str] = ()) -> None:
+    def remember(
+        self, formed: wire.GroupFormed, now: float, began: float, awaited: Iterable[str] = ()
+    ) -> None:
         """Keep a closed group, so that this peer can tell its members even if their coordinator dies first."""
-        self._closed[formed.manifest.round] = _Closed(formed, began, set(awaited), set())
+        manifest = formed.manifest
+        self._closed[manifest.round] = _Closed(formed, began, set(awaited), set())
         while len(self._closed) > CLOSED_KEPT:
             del self._closed[min(self._closed)]
+        # A round without contributions changes no state, so no contribution is late for it.
+        state = manifest.before if any(join.bound for join in manifest.members) else None
+        self._ended[manifest.round] = _Ended(state, frozenset(manifest.peers), now)
+        while len(self._ended) > ENDED_KEPT:
+            del self._ended[min(self._ended)]
 
     def remind(self, peer: str, round: int) -> None:
         """Send the group of a round, once more, to a member that says it has not begun it."""
@@ -144,10 +227,10 @@ class Coordinator:
             closed.reminded.add(peer)
             self._context.send(peer, closed.formed)
 
-    def end_rounds_gone(self) -> None:
+    def end_rounds_gone(self, now: float) -> None:
         """Refuse the joins of rounds that are over here."""
         for round in [one for one in self._gatherings if one < self._context.round]:
-            self._abandon(round, f"round {round} is over here", self._context.round)
+            self._abandon(round, f"round {round} is over here", now, self._context.round)
 
     def speak(self, now: float) -> bool:
         """Answer parked joins and invite missing peers; returns whether this peer's own join has no group yet."""
@@ -156,13 +239,15 @@ class Coordinator:
             outlook = self._outlook(gathering, now)
             for peer in self._membership.dialable_others(gathering.invite(outlook, now), now):
                 self._membership.ask(peer, now)
-                self._context.send(peer, wire.Invitation(self._context.run, gathering.round))
+                standing, closes = self._policy.standing(gathering, now), self._closes_in(gathering, now)
+                invitation = wire.Invitation(self._context.run, gathering.round, closes, standing)
+                self._context.send(peer, invitation)
             for parked in gathering.speak(outlook, now):
                 if parked.join.peer == self._context.peer:
                     own_waits = gathering.is_short(outlook)
                 else:
                     parked.answered = True
-                    self._accept(gathering, parked.join, outlook, now)
+                    self._accept(gathering, parked, outlook, now)
         return own_waits
 
     def deadline(self, now: float) -> float:
@@ -188,8 +273,13 @@ class Coordinator:
         if peer in closed.awaited and now - closed.began <= MAX_WAIT:
             closed.awaited.discard(peer)
             self._context.straggler_wait.learn(now - closed.began)
-        why = Objection(f"the group of round {join.round} has closed")
+        why = self._told_late(Objection(f"the group of round {join.round} has closed"), join, now)
         self._context.refuse(peer, join, why, join.round + 1)
+
+    def _told_late(self, why: Objection, join: Join, now: float) -> Objection:
+        """The objection, with how late the contribution is, if it is."""
+        late = self.lateness(join.bound, join.round, now)
+        return why._replace(late=late, group=tuple(sorted(self._ended[join.round].peers))) if late else why
 
     def _redirects_join(self, parked: Parked, now: float) -> bool:
         """Redirect a join, unless this peer should have it or it has been redirected `MAX_HOPS` times."""
@@ -221,25 +311,40 @@ class Coordinator:
                 if self._redirects_join(parked, now):
                     gathering.drop(parked.join.peer)
 
-    def _sides(self, round: int, now: float) -> tuple[Set[str], Set[str]]:
-        """The peers whose joins of a round are parked here, and the peers worth waiting for."""
-        gathering = self._gatherings.get(round)
-        return (
-            (gathering.parked.keys(), self._outlook(gathering, now).expected) if gathering else (set(), set())
-        )
-
     def _outlook(self, gathering: GroupBuilder, now: float) -> Outlook:
-        membership, learnt = self._membership, self._context.straggler_wait
-        expected = membership.expected(gathering.round, now)
+        membership, policy = self._membership, self._policy
+        expected, missing = policy.awaited(gathering, now)
         if self._elsewhere is not None:
-            expected.discard(self._context.peer)
+            expected, missing = expected - {self._context.peer}, missing - {self._context.peer}
         group = frozenset(membership.group(self._context.peer, gathering.round))
         # Before the first group only, wait for peers that may still be met: client-mode peers must speak first.
         first = not self._closed
         strangers = self._has_unknown(gathering, now) or (
             first and membership.incomplete(gathering.parked.keys(), now)
         )
-        return Outlook(group, self._owed.keys(), expected, learnt.wait, learnt.reason, strangers)
+        limit = policy.limit(gathering, now)
+        holds = policy.holds(gathering, now) or self._is_unsettled(gathering, now)
+        return Outlook(group, self._owed.keys(), expected, missing, limit, strangers, holds)
+
+    def _is_unsettled(self, gathering: GroupBuilder, now: float) -> bool:
+        """True while the state of parked contributions may be that of a round which goes on.
+
+        Late peers must form no round of their own. The members of a failed round show its failure: they join again.
+        """
+        parked = gathering.parked
+        bound = {one.join.bound for one in parked.values()} - {None}
+        return any(
+            ended.state in bound
+            and round < gathering.round
+            and now - ended.at < UNSETTLED_SECONDS
+            and not ended.peers & parked.keys()
+            and any(self._membership.alive(peer, now) for peer in ended.peers)
+            for round, ended in self._ended.items()
+        )
+
+    def _closes_in(self, gathering: GroupBuilder, now: float) -> float | None:
+        left = self._policy.limit(gathering, now).at - now
+        return min(max(left, 0.0), wire.MAX_PATIENCE) if left < float("inf") else None
 
     def _has_unknown(self, gathering: GroupBuilder, now: float) -> bool:
         """True if peers unknown to the directory have sent joins since the latest look at it."""
@@ -258,13 +363,13 @@ class Coordinator:
         for peer in manifest.peers:
             if peer != context.peer:
                 context.send(peer, formed)
+        self.remember(formed, now, closing.began, closing.absent)
         for join in closing.left_over:
             if join.peer != context.peer:
-                why = Objection(f"the group of round {join.round} is full without it")
-                self._context.refuse(join.peer, join, why, join.round + 1)
+                why = Objection(f"the group of round {join.round} has closed without it")
+                context.refuse(join.peer, join, self._told_late(why, join, now), join.round + 1)
         self._owe(closing)
         del self._gatherings[gathering.round]
-        self.remember(formed, closing.began, closing.absent)
         context.learn(formed)
         return (manifest, reason) if context.peer in manifest.peers else None
 
@@ -275,23 +380,44 @@ class Coordinator:
         while len(self._owed) > MAX_OWED:
             del self._owed[next(iter(self._owed))]
 
-    def _gathering(self, round: int) -> GroupBuilder:
+    def _gathering(self, round: int, now: float) -> GroupBuilder:
         if round not in self._gatherings:
             empty = [one for one, each in self._gatherings.items() if not each.parked]
             if len(self._gatherings) >= MAX_GATHERINGS:
                 furthest = empty[0] if empty else max(self._gatherings)
-                self._abandon(furthest, "more rounds are gathered here than may be")
-            self._gatherings[round] = GroupBuilder(round, self._context.group_size, self._context.quorum)
+                self._abandon(furthest, "more rounds are gathered here than may be", now)
+            needs = Needs(self._context.group_size, self._context.quorum, self._context.least)
+            policy = self._policy
+            self._gatherings[round] = GroupBuilder(round, needs, policy.keepalive, invites=policy.patient)
         return self._gatherings[round]
 
-    def _accept(self, gathering: GroupBuilder, join: Join, outlook: Outlook, now: float) -> None:
+    def _accept(self, gathering: GroupBuilder, parked: Parked, outlook: Outlook, now: float) -> None:
+        join, short = parked.join, gathering.is_short(outlook)
         wait = min(max(gathering.promise(outlook) - now, 0.0), MAX_WAIT)
         count = len(gathering.parked), len(outlook.expected | gathering.parked.keys())
-        short = gathering.is_short(outlook)
-        self._context.send(join.peer, wire.JoinAccepted(self._context.run, join.ticket, wait, *count, short))
+        standing = self._policy.standing(gathering, now)
+        news = None if standing == parked.told else standing
+        closes = None if standing is None else self._closes_in(gathering, now)
+        parked.told = standing
+        answer = wire.JoinAccepted(self._context.run, join.ticket, wait, *count, short, closes, news)
+        self._context.send(join.peer, answer)
 
-    def _abandon(self, round: int, reason: str, next_round: int = 0) -> None:
+    def _abandon(self, round: int, reason: str, now: float, next_round: int = 0) -> None:
         """Drop a round's gathering; refuse all its joins except this peer's own."""
         for peer, parked in self._gatherings.pop(round).parked.items():
             if peer != self._context.peer:
-                self._context.refuse(peer, parked.join, Objection(reason), next_round)
+                why = self._told_late(Objection(reason), parked.join, now)
+                self._context.refuse(peer, parked.join, why, next_round)
+
+    def _refuse_left_behind(self, gathering: GroupBuilder, now: float) -> None:
+        """Refuse contributions to a state that the others have left behind; the joiner looks after this peer's own."""
+        for peer, parked in list(gathering.parked.items()):
+            if peer != self._context.peer and (late := self.left_behind(parked.join, now)):
+                gathering.drop(peer)
+                why = Objection("the others have gone beyond its state", late=late)
+                self._context.refuse(peer, parked.join, why)
+
+
+def _ago(at: float, now: float) -> float:
+    """Seconds since a time, as lateness is told."""
+    return min(max(now - at, LEAST_LATE), wire.MAX_PATIENCE)

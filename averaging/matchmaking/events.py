@@ -8,8 +8,10 @@ import msgspec
 
 from equipoise.averaging.manifest import Manifest
 from equipoise.averaging.matchmaking.messages import MAX_PATIENCE, MatchmakingMessage
+from equipoise.averaging.metrics import Report, Values
 from equipoise.averaging.ports import Candidate
 from equipoise.averaging.state import StateId
+from equipoise.averaging.weights import ATTENDANCE_LIMIT
 
 
 class CandidatesSeen(msgspec.Struct, frozen=True):
@@ -29,6 +31,8 @@ class BecameReady(msgspec.Struct, frozen=True):
         dialable: Whether others can open channels to it.
         patience: Seconds after which the caller gives up; 0 to 86,400.
         state: The state of the run that it holds; None if it does not say.
+        fit: The metrics of its training.
+        evaluation: The scores of that state on its data; None if it has not evaluated it.
     """
 
     weight: float
@@ -38,6 +42,13 @@ class BecameReady(msgspec.Struct, frozen=True):
     dialable: bool = True
     patience: float = MAX_PATIENCE
     state: StateId | None = None
+    fit: Values = ()
+    evaluation: Report | None = None
+
+    @property
+    def bound(self) -> StateId | None:
+        """See `Join.bound`."""
+        return self.state if self.weight > ATTENDANCE_LIMIT else None
 
 
 class Withdrew(msgspec.Struct, frozen=True):
@@ -68,9 +79,10 @@ class Woke(msgspec.Struct, frozen=True):
 
 
 class RoundEnded(msgspec.Struct, frozen=True):
-    """The round that `Form` began is over, with any result."""
+    """The round that `Form` began is over; `ok` says whether this peer has its mean."""
 
     round: int
+    ok: bool = False
 
 
 Event = CandidatesSeen | BecameReady | Withdrew | MessageReceived | RoundHeard | PeerLost | Woke | RoundEnded
@@ -93,6 +105,13 @@ class Form(msgspec.Struct, frozen=True):
     reason: str
 
 
+class Late(msgspec.Struct, frozen=True):
+    """End the search: the group that this peer's contribution was made for closed `seconds` before it came."""
+
+    seconds: float
+    reason: str
+
+
 class Decline(msgspec.Struct, frozen=True):
     """Tell `peer`, which sent a manifest, that this peer takes no part in its round."""
 
@@ -108,4 +127,4 @@ class Announce(msgspec.Struct, frozen=True):
     reason: str
 
 
-Action = Send | Form | Decline | Announce
+Action = Send | Form | Late | Decline | Announce

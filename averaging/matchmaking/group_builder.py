@@ -6,12 +6,25 @@ The builder learns from the lateness of peers how long to wait for the last memb
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Set
+from collections.abc import Sequence, Set
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
 from equipoise.averaging.manifest import Join, shortfall
-from equipoise.averaging.timing import GRACE, INVITE_SECONDS, KEEPALIVE, OVERDUE_SECONDS
+from equipoise.averaging.state import StateId, group_state
+from equipoise.averaging.timing import (
+    GRACE,
+    INITIAL_WAIT,
+    INVITE_SECONDS,
+    KEEPALIVE,
+    MAX_WAIT,
+    MIN_WAIT,
+    OVERDUE_SECONDS,
+)
+
+if TYPE_CHECKING:
+    from equipoise.averaging.matchmaking.messages import Standing
 
 WINDOW = 32
 """Most rounds remembered: enough for a quantile, few enough to follow a swarm that changes."""
@@ -22,17 +35,6 @@ jitter of a network and of two busy cores. The tenth round goes on without its l
 
 FEW = 4
 """Fewest rounds from which the wait may fall below the initial one."""
-
-INITIAL_WAIT = 3.0
-"""Least wait, in seconds, before `FEW` rounds: a training script's first step (warm-up, compilation) is most uneven."""
-
-MIN_WAIT = 1.0
-"""Least wait, in seconds: with less, a hiccup of busy cores costs a member its round. Only a live peer that is late
-makes a group wait so long: dead peers are found out sooner."""
-
-MAX_WAIT = 10.0
-"""Longest wait, in seconds, and so the most that a lie about lateness can cause. A peer that is always later than this
-belongs in the next round."""
 
 MAX_SHIFT = OVERDUE_SECONDS
 """Most seconds of its own pauses that a coordinator adds to one group's wait. Without it, a group on a machine that is
@@ -82,13 +84,14 @@ alone with another coordinator."""
 
 
 class Parked(msgspec.Struct):
-    """A join that waits for its group."""
+    """A join that waits for its group; `told` is the standing of the round that its peer was told last."""
 
     join: Join
     arrived: float
     patience: float
     hops: int
     answered: bool = False
+    told: Standing | None = None
 
 
 class Closing(msgspec.Struct, frozen=True):
@@ -102,35 +105,68 @@ class Closing(msgspec.Struct, frozen=True):
     reason: str
 
 
+class Limit(NamedTuple):
+    """The time at which a group closes without the missing peers, and the reason for that, one line.
+
+    If no group is possible at `restarts`, the next join starts a new wait.
+    """
+
+    at: float
+    reason: str
+    restarts: float = float("inf")
+
+
 class Outlook(msgspec.Struct, frozen=True):
     """The coordinator's knowledge beside the joins.
 
     Attributes:
         group: The planned group, whose members come before guests.
         owed: Peers that were left over before. They come first: otherwise a guest could be left over for ever.
-        expected: Members of the planned group that are worth waiting for.
-        wait: Seconds to wait after the first join.
-        why_wait: Reason for the length of the wait.
-        strangers: Whether to wait for peers that are not in the plan yet, even if all peers in the plan have joined.
+        expected: Peers that the group is for.
+        missing: Those of them that it waits for.
+        limit: When it closes without those.
+        strangers: Whether to wait for peers that are not in the plan yet, even if no peer is missing.
+        holds: Whether it must not close now.
     """
 
     group: Set[str]
     owed: Set[str]
     expected: Set[str]
-    wait: float
-    why_wait: str
+    missing: Set[str]
+    limit: Limit
     strangers: bool
+    holds: bool
+
+
+class Needs(NamedTuple):
+    """The needs of a group of a run: most members, fewest contributors, and least weight of a contributor."""
+
+    group_size: int
+    quorum: int
+    least: float = 0.0
 
 
 class GroupBuilder:
-    """Joins of one round, parked with this peer. Times are the seconds of one monotonic clock."""
+    """Joins of one round, parked with this peer. Times are the seconds of one monotonic clock.
 
-    def __init__(self, round: int, group_size: int, quorum: int) -> None:
+    Args:
+        round: The round's number.
+        needs: The needs of a group of the run.
+        keepalive: Seconds between two messages to parked peers.
+        invites: Whether missing peers are asked again and again whether they are there, also once a group is possible.
+
+    Attributes:
+        parked: The joins, by PeerID.
+        opened: When the wait for the other joins began; None if none is parked.
+    """
+
+    def __init__(self, round: int, needs: Needs, keepalive: float = KEEPALIVE, invites: bool = False) -> None:
         self.round = round
         self.parked: dict[str, Parked] = {}
-        self._group_size = group_size
-        self._quorum = quorum
-        self._opened: float | None = None
+        self.opened: float | None = None
+        self._needs = needs
+        self._keepalive = keepalive
+        self._invites = invites
         self._told_at = float("-inf")
         self._invite_at = float("inf")
         self._shifted = 0.0
@@ -140,15 +176,15 @@ class GroupBuilder:
         """Take a join, in place of an earlier join of the same peer; returns False if there is no room."""
         peer = parked.join.peer
         before = self.parked.get(peer)
-        if before is None and len(self.parked) >= MAX_PARKED_GROUPS * self._group_size:
+        if before is None and len(self.parked) >= MAX_PARKED_GROUPS * self._needs.group_size:
             return False
-        if before is not None:
+        if before is not None and self._counts(before.join) == self._counts(parked.join):
             parked.arrived = before.arrived  # Else a peer could delay the close by joining again and again.
         elif not self.parked:
             self._told_at = parked.arrived
         self.parked[peer] = parked
-        if self._opened is None:
-            self._opened = parked.arrived
+        if self.opened is None:
+            self.opened = parked.arrived
             self._invite_at = parked.arrived + INVITE_SECONDS
             self._shifted = 0.0
         return True
@@ -160,9 +196,9 @@ class GroupBuilder:
             return
         del self.parked[peer]
         if not self.parked:
-            self._opened = None
-        elif self._opened is not None:
-            self._opened = max(self._opened, min(one.arrived for one in self.parked.values()))
+            self.opened = None
+        elif self.opened is not None:
+            self.opened = max(self.opened, min(one.arrived for one in self.parked.values()))
 
     def deadline(self, outlook: Outlook) -> float:
         """When to decide, to invite, or to speak, at the latest; infinity if no join is parked."""
@@ -170,15 +206,14 @@ class GroupBuilder:
 
     def promise(self, outlook: Outlook) -> float:
         """When the parked joins will be answered again, at the latest."""
-        speak = self._told_at + KEEPALIVE
-        if self._opened is None or self.is_short(outlook):
+        speak = self._told_at + self._keepalive
+        if self.opened is None or outlook.holds or self.is_short(outlook):
             return speak
-        close = min(self._opened + outlook.wait, self._out_of_patience())
-        return min(speak, max(close, self._closes_from))
+        return min(speak, max(outlook.limit.at, self._closes_from))
 
     def is_short(self, outlook: Outlook) -> bool:
         """True if the parked joins could not be a group."""
-        return bool(shortfall(self._choose(outlook), self._quorum))
+        return bool(self._shortfall(self._choose(outlook)))
 
     def catch_up(self, now: float) -> None:
         """Add a pause of this peer's own process to the wait: the others were not late in that time.
@@ -186,35 +221,33 @@ class GroupBuilder:
         Messages that came during the pause are still unread. To close at once would leave out peers that were in time,
         and would take in peers that have left.
         """
-        held_up = now - (self._told_at + KEEPALIVE)
-        if not self.parked or self._opened is None or held_up < GRACE:
+        held_up = now - (self._told_at + self._keepalive)
+        if not self.parked or self.opened is None or held_up < GRACE:
             return
         shift = min(held_up, MAX_SHIFT - self._shifted)
         if shift > 0 and held_up >= OVERDUE_SECONDS:
             self._closes_from = now + GRACE
         self._shifted += shift
-        self._opened = min(self._opened + shift, now)
+        self.opened = min(self.opened + shift, now)
 
     def decide(self, outlook: Outlook, now: float) -> Closing | None:
         """Return the group to close now, with a reason; None if not yet."""
         members = self._choose(outlook)
-        missing = outlook.expected - self.parked.keys()
-        if shortfall(members, self._quorum) or now < self._closes_from:
+        missing = outlook.missing
+        if self._shortfall(members) or outlook.holds or now < self._closes_from:
             return None
-        if not missing and len(members) == self._group_size:
+        if not missing and len(members) == self._needs.group_size:
             reason = "it is full"
         elif not missing and not outlook.strangers:
             reason = "all that are expected are in"
-        elif self._opened is not None and now >= self._opened + outlook.wait:
-            reason = f"waited {outlook.why_wait}"
-        elif now >= self._out_of_patience():
-            reason = "half of them have spent half their time"
+        elif now >= outlook.limit.at:
+            reason = outlook.limit.reason
         else:
             return None
         peers = {join.peer for join in members}
         left_over = [one.join for peer, one in self.parked.items() if peer not in peers]
         arrivals = [self.parked[peer].arrived for peer in peers]
-        began = min(arrivals) if self._opened is None else self._opened
+        began = min(arrivals) if self.opened is None else self.opened
         # Missing peers are later than this: learning only from peers that came would shorten the wait every time.
         lateness = max(0.0, (now if missing else max(arrivals)) - began)
         return Closing(members, left_over, sorted(missing), lateness, began, reason)
@@ -223,22 +256,26 @@ class GroupBuilder:
         """The missing peers, if it is time to ask them whether they are there."""
         if not self.parked or now < self._invite_at:
             return frozenset()
-        self._invite_at = now + INVITE_AGAIN_SECONDS if self.is_short(outlook) else float("inf")
-        return outlook.expected - self.parked.keys()
+        again = self._invites or self.is_short(outlook)
+        self._invite_at = now + INVITE_AGAIN_SECONDS if again else float("inf")
+        return outlook.missing - self.parked.keys()
 
     def speak(self, outlook: Outlook, now: float) -> list[Parked]:
-        """The parked joins to answer now: new joins, and every `KEEPALIVE` seconds all of them.
+        """The parked joins to answer now: new joins, and regularly all of them.
 
         If no group is possible after the wait, the next arrival starts a new one: an early bird shows no lateness.
         """
-        if not self.parked or now < self._told_at + KEEPALIVE:
+        if not self.parked or now < self._told_at + self._keepalive:
             return [parked for parked in self.parked.values() if not parked.answered]
         self._told_at = now
-        if self._opened is not None and now >= self._opened + outlook.wait and self.is_short(outlook):
-            self._opened = None
+        if self.opened is not None and now >= outlook.limit.restarts and self.is_short(outlook):
+            self.opened = None
         return list(self.parked.values())
 
-    def _out_of_patience(self) -> float:
+    def out_of_patience(self) -> float:
+        """When half of the joins have spent `PATIENCE_SPENT` of their patience; infinity if none is parked."""
+        if not self.parked:
+            return float("inf")
         spent = sorted(one.arrived + PATIENCE_SPENT * one.patience for one in self.parked.values())
         latest = max(one.arrived for one in self.parked.values())
         # A join shortly after the last one still gets in, however long the others have waited before.
@@ -248,12 +285,39 @@ class GroupBuilder:
         def place(one: Parked) -> tuple[bool, bool, float]:
             return one.join.peer not in outlook.owed, one.join.peer not in outlook.group, one.arrived
 
-        order = sorted(self.parked.values(), key=place)
+        order = sorted((one for one in self.parked.values() if not self._is_stale(one.join)), key=place)
         joins = [one.join for one in order]
-        chosen = joins[: self._group_size]
-        if not shortfall(chosen, self._quorum):
+        chosen = joins[: self._needs.group_size]
+        if not self._shortfall(chosen):
             return chosen
         dialable = sorted((join for join in joins if join.dialable), key=lambda join: join.weight == 0)
-        contributors = [join for join in joins if join.weight > 0]
-        first = dict.fromkeys([*dialable[:1], *contributors[:2], *joins])
-        return list(first)[: self._group_size]
+        weighty = [join for join in joins if join.weight > 0]
+        contributors = [join for join in weighty if self._counts(join)] or weighty
+        first = dict.fromkeys([*dialable[:1], *contributors[: self._needs.quorum], *joins])
+        return list(first)[: self._needs.group_size]
+
+    @property
+    def contributors(self) -> tuple[str, ...]:
+        """The parked peers whose contribution counts towards the quorum, in the order in which they came."""
+        return tuple(peer for peer, one in self.parked.items() if self._counts(one.join))
+
+    @property
+    def introduces(self) -> bool:
+        """True if the parked peers only attend, and are enough for a group."""
+        attending = [one.join for one in self.parked.values() if one.join.weight > 0]
+        return not self.contributors and not self._shortfall(attending)
+
+    @property
+    def state(self) -> StateId | None:
+        """The state that most of the parked peers claim; see `group_state`."""
+        return group_state(one.join.state for one in self.parked.values() if one.join.state is not None)
+
+    def _is_stale(self, join: Join) -> bool:
+        """True if a contribution is to another state than the group's, in a run in which that counts never."""
+        return 0 < self._needs.least <= join.weight and join.state != self.state
+
+    def _counts(self, join: Join) -> bool:
+        return join.weight > 0 and join.weight >= self._needs.least and not self._is_stale(join)
+
+    def _shortfall(self, joins: Sequence[Join]) -> str:
+        return shortfall(joins, self._needs.quorum, self._needs.least)

@@ -6,21 +6,21 @@ from collections import deque
 
 from equipoise.averaging.manifest import Join, Manifest
 from equipoise.averaging.matchmaking import messages as wire
+from equipoise.averaging.matchmaking.closing import ClosePolicy
 from equipoise.averaging.matchmaking.context import Context
 from equipoise.averaging.matchmaking.coordinator import Coordinator
-from equipoise.averaging.matchmaking.events import BecameReady
-from equipoise.averaging.matchmaking.group_builder import MAX_WAIT
-from equipoise.averaging.matchmaking.membership import LEAP
-from equipoise.averaging.timing import KEEPALIVE, MISSED_SECONDS, OVERDUE_SECONDS, REPLY_SECONDS
+from equipoise.averaging.matchmaking.events import BecameReady, Late
+from equipoise.averaging.timing import (
+    BEHIND_SECONDS,
+    MISSED_SECONDS,
+    OVERDUE_SECONDS,
+    REPLY_SECONDS,
+    SHORT_SECONDS,
+)
 
-HOLD_SECONDS = MAX_WAIT + REPLY_SECONDS
-"""Most seconds that one coordinator may cost a search before the joiner asks others first. An honest coordinator needs
-at most `MAX_WAIT` once a group is possible, and the joiner waits for one missing answer. Refusals count: no peer holds
-a search by refusing and luring. A coordinator that invites the joiner later gets the time of one answer."""
-
-SHORT_SECONDS = 2.0
-"""Seconds that a join may stay parked without a possible group. Then the joiner looks again: other peers may have
-joined another coordinator, because views of the run differ by a look or two."""
+VAIN = 0.25
+"""Share of its patience after which a patient search that ends without a group counts as vain: the patience covers the
+exchange too, which may be longer than the search."""
 
 ASK_AGAIN_SECONDS = 1.0
 """Time between two looks for a coordinator to ask, while there is no candidate."""
@@ -45,14 +45,17 @@ class Joiner:
         anywhere: Whether this peer is a guest there, so that members of its own group should not follow.
         count: Number of joins that the coordinator has, and number that it waits for in all.
         reason: The state of the search, one line.
+        standing: The drawn and the contributed peers by the coordinator's last word; None in most runs.
     """
 
-    def __init__(self, context: Context, convening: Coordinator) -> None:
+    def __init__(self, context: Context, convening: Coordinator, policy: ClosePolicy) -> None:
         self._context = context
+        self._policy = policy
         self._membership = context.membership
         self._coordinator = convening
         self._ready: BecameReady | None = None
         self._since = 0.0
+        self._in_vain = False
         self._rest()
 
     def _rest(self) -> None:
@@ -63,6 +66,7 @@ class Joiner:
         self._held_since = float("inf")
         self._cost: dict[str, float] = {}
         self._missed: dict[str, float] = {}
+        self._behind_since = float("inf")
         self._short = True
         self._alone = False
         self.anywhere = False
@@ -72,6 +76,8 @@ class Joiner:
         self._answer_by = float("inf")
         self.count = 0, 0
         self.reason = ""
+        self.standing: wire.Standing | None = None
+        self._closes_at = float("inf")
 
     @property
     def ready(self) -> bool:
@@ -92,11 +98,17 @@ class Joiner:
         if believed is not None and believed <= self._context.round - 2:
             # A lie may have led this peer into a round without other peers: it comes back, but not to a past round.
             self._context.round = max(self._context.floor, believed)
+        if self._policy.patient and self._in_vain:
+            # A peer that has had a later round than the others cannot come back to theirs.
+            highest = self._membership.highest_round(self._context.ceiling, now)
+            self._context.round = max(self._context.round, highest or 0)
+        self._in_vain = False
 
     def end(self, formed_by: str | None = None) -> None:
         """Stop: a group has formed, or the caller gave up. Any other coordinator that holds the join must drop it."""
         if formed_by is None or formed_by != self.asked:
             self._leave()
+        self._in_vain = self._in_vain and formed_by is None
         self._ready = None
         self._rest()
 
@@ -107,46 +119,90 @@ class Joiner:
             return
         if self._parked and message.short:
             self.alone(now)
+        self._learn(message, now)
         self._parked = True
         self.count, self._short = (message.ready, message.target), message.short
         self.reason = f"{peer} coordinates: {message.ready} of {message.target} are in"
-        self._answer_by = now + min(message.wait, KEEPALIVE) + OVERDUE_SECONDS
+        self._answer_by = now + min(message.wait, self._policy.keepalive) + OVERDUE_SECONDS
         self._charge(peer, max(0.0, now - self._held_since), now)
         # If mates say that they are ready, a group is possible too: only the coordinator says that they are not in.
-        could_close = not message.short or self._membership.mate_ready(self._context.round, now, but=peer)
+        could_close = not message.short or (
+            not self._policy.patient and self._membership.mate_ready(self._context.round, now, but=peer)
+        )
         self._held_since = now if could_close else float("inf")
 
+    def _hear_of(self, message: wire.JoinAccepted | wire.Invitation, now: float) -> None:
+        self._closes_at = float("inf") if message.closes is None else now + message.closes
+        self.standing = message.standing or self.standing
+
+    def _learn(self, message: wire.JoinAccepted, now: float) -> None:
+        """Take over what the coordinator says of the round; ask the peers that it does not draw whether they live."""
+        self._hear_of(message, now)
+        standing = message.standing
+        if standing is None:
+            return
+        others = [peer for peer in self._policy.draw(standing.state, now).peers if peer != self._context.peer]
+        for peer in self._membership.dialable_others(set(others).difference(standing.drawn), now):
+            self._membership.ask(peer, now)
+            self._context.send(peer, self._context.whereabouts(asks=True))
+
+    def view(self, now: float) -> tuple[wire.Standing | None, float | None, float]:
+        """The standing of the round, the seconds until it closes, and the seconds until this peer gives up."""
+        patience = 0.0 if self._ready is None else self._ready.patience - self._policy.reserve
+        gives_up = self._since + patience - now
+        own = self._coordinator.standing(self._context.round, now)
+        if self.asked == self._context.peer or (self.asked is None and own[0] is not None):
+            return *own, gives_up
+        left = self._closes_at - now
+        return self.standing, left if left < float("inf") else None, gives_up
+
     def alone(self, now: float) -> None:
-        """Note that the join has no group yet. After `SHORT_SECONDS` search again by the latest view of the run."""
-        if now - self._asked_at >= SHORT_SECONDS:
+        """Note that the join has no group yet. After `SHORT_SECONDS` search again by the latest view of the run.
+
+        Where others train for minutes, a join without a group is no sign that the views differ.
+        """
+        if now - self._asked_at >= SHORT_SECONDS and not self._policy.patient:
             self._asked_at = now
             self._hops = 0
             self._alone = True
 
-    def invited(self, peer: str, round: int, now: float) -> None:
+    def invited(self, peer: str, message: wire.Invitation, now: float) -> None:
         """Handle an invitation: move the join there if no group is possible where it is, at most `MAX_HOPS` times."""
+        round = message.round
+        if self._ready is None and round >= self._context.round and self._membership.knows(peer):
+            self._hear_of(message, now)
         same_round = self._join is not None and round == self._join.round == self._context.round
         known = self._membership.knows(peer)  # Any stranger can claim to coordinate.
         own = self.asked == self._context.peer
         alone = self._coordinator.is_short(round, now) if own else self._short
         may_go = known and same_round and peer != self.asked and alone and self._hops < wire.MAX_HOPS
+        if self._policy.patient:
+            # Any peer may invite again and again: this peer goes only where its own view sends it.
+            may_go = may_go and peer == self._membership.coordinator(self._context.peer, round, now)
         if may_go and self._membership.heeds(peer, now):
             self._leave()
             self._hops += 1
             self._ask(peer, now)
 
     def refused(self, peer: str, message: wire.JoinRefused, now: float) -> None:
-        """Handle a refusal: follow the redirect, go on to the next round, or turn to the next coordinator."""
+        """Handle a refusal: end as late, follow the redirect, go on to the next round, or turn to the next coordinator.
+
+        A coordinator that lies about lateness costs this peer one search: the next round has another coordinator.
+        """
         if not self._is_answer(peer, message.ticket):
             return
         self.asked = None
         self.reason = f"{peer} refused: {message.detail}"
-        if message.redirect is not None and self._asked_hops < wire.MAX_HOPS:
-            self._follow(peer, message.redirect, now)
-        elif message.round > self._context.round and self._context.within_reach(message.round, now):
+        goes_on = message.round > self._context.round and self._context.within_reach(message.round, now)
+        if goes_on:
             self._membership.advance(peer, message.round)
             self._context.round = message.round
-        else:
+        if message.late and self._join is not None and self._join.bound:
+            self._coordinator.note_closed(self._join, message.group, now - message.late)
+            self._end_late(message.late, message.detail)
+        elif message.redirect is not None and self._asked_hops < wire.MAX_HOPS:
+            self._follow(peer, message.redirect, now)
+        elif not goes_on:
             self._membership.lose(peer, now)
             self._charge(peer, REPLY_SECONDS, now)
 
@@ -184,7 +240,10 @@ class Joiner:
         """Ask the coordinator by this peer's view of the run, unless the join was redirected or invited elsewhere."""
         if self._ready is None:
             return
-        self._keep_up(now)
+        self._in_vain = now >= self._since + VAIN * self._ready.patience
+        self._keep_up(self._ready, now)
+        if self._ready is None:
+            return  # The contribution is late.
         if self._join is None or self._join.round != self._context.round:
             self._leave()
             self._join = self._context.join(self._ready)
@@ -210,21 +269,57 @@ class Joiner:
             self._ask(target, now)
 
     def deadline(self) -> float:
-        """When an answer is overdue or a question is due; infinity if neither is pending."""
-        return min(self._answer_by, *self._missed.values(), float("inf"))
+        """The time of the next overdue answer, due question, or lateness of this peer; infinity if none is pending."""
+        return min(self._answer_by, self._behind_since + BEHIND_SECONDS, *self._missed.values(), float("inf"))
 
-    def _keep_up(self, now: float) -> None:
-        context = self._context
-        while self._coordinator.has_closed(context.round):
+    def _keep_up(self, ready: BecameReady, now: float) -> None:
+        context, coordinator, late = self._context, self._coordinator, 0.0
+        while coordinator.has_closed(context.round):
+            late = late or coordinator.lateness(ready.bound, context.round, now)
             context.round += 1
+        if self._join is not None and self.asked == context.peer:
+            late = late or coordinator.left_behind(self._join, now)
+        if late:
+            self._end_late(late, "its group closed here")
+        elif self._join is not None and ((ready.bound and context.floor) or self._policy.patient):
+            self._heed_others(ready, now)
+        else:
+            self._follow_others(now)
+
+    def _heed_others(self, ready: BecameReady, now: float) -> None:
+        """Give up the round once the others have been beyond it for `BEHIND_SECONDS`: a contribution to it is late."""
+        context, believed = self._context, self._context.believed_round(now)
+        ahead = max(believed or 0, context.round + context.membership.left_behind(context.round, now))
+        if ahead <= context.round:
+            self._behind_since = float("inf")
+            if not self._policy.patient:
+                self._follow_others(now)
+        elif self._behind_since == float("inf"):
+            self._behind_since = now
+        elif now >= self._behind_since + BEHIND_SECONDS:
+            why, since = f"the others are beyond round {context.round}", self._behind_since
+            context.round, self._behind_since = ahead, float("inf")
+            if ready.bound and context.floor:  # A peer that has had no round yet only has its number wrong.
+                self._end_late(now - since, why)
+
+    def _end_late(self, seconds: float, why: str) -> None:
+        self._context.out.append(Late(seconds, why))
+        self.end()
+
+    def _follow_others(self, now: float) -> None:
+        context = self._context
         believed = context.believed_round(now)
-        if believed is not None and believed >= context.round + 2:
+        # A peer with a mate in reach asks for its next round first: a refusal tells it the true number.
+        asks = not self._alone and any(
+            one <= context.round for one in context.membership.mates_near(context.round)
+        )
+        if believed is not None and believed >= context.round + 2 and not asks:
             context.round = believed
         elif context.membership.left_behind(context.round, now) and (self._alone or not self._parked):
             # A parked peer waits for its coordinator's word: the others may be ahead because its group has formed.
             context.round += 1
         elif self._alone:
-            highest = context.membership.highest_round(context.round + LEAP, now)
+            highest = context.membership.highest_round(context.ceiling, now)
             context.round = max(context.round, highest or 0)
 
     def _target(self, now: float) -> str | None:
@@ -248,7 +343,7 @@ class Joiner:
     def _charge(self, coordinator: str, seconds: float, now: float) -> None:
         """Add seconds to a coordinator's cost: beyond the limit, it is not asked first for a while."""
         membership = self._membership
-        limit = REPLY_SECONDS if membership.shuns(coordinator, now) else HOLD_SECONDS
+        limit = REPLY_SECONDS if membership.shuns(coordinator, now) else self._policy.hold
         self._cost[coordinator] = self._cost.get(coordinator, 0.0) + seconds
         if self._cost[coordinator] > limit:
             self.reason = f"{coordinator} has formed no group in {limit:.0f} s"
@@ -263,6 +358,7 @@ class Joiner:
         self.asked, self._asked_at, self._parked = coordinator, now, False
         self._held_since = float("inf")
         self.count, self._short = (0, 0), True
+        self.standing, self._closes_at = None, float("inf")
         patience = max(0.0, min(self._since + self._ready.patience - now, wire.MAX_PATIENCE))
         if coordinator == self._context.peer:
             self._coordinator.park_own(self._join, patience, now)

@@ -4,21 +4,25 @@ A ready peer signs a join and sends it straight to the coordinator of its planne
 the run compute the same coordinator. Peers read the directory ahead of time, so no round waits for it. The last
 member's join closes the group at once, after one message each way. A coordinator closes a group when all peers worth
 waiting for are in, or when the wait is over. If views of the run differ, joins are redirected. If a coordinator dies,
-its peers ask the next in the same order. If a round is over, late peers are told and join the next one. A peer begins
-at most one round each time that it becomes ready.
+its peers ask the next in the same order. If a round is over, late peers are told and join the next one; but if their
+contribution was made for the state that the round began with, their search ends as late. A peer begins at most one
+round each time that it becomes ready.
 """
 
 from __future__ import annotations
 
+from equipoise.averaging.draw import Drawn
 from equipoise.averaging.manifest import Manifest, ManifestError
 from equipoise.averaging.matchmaking import events
 from equipoise.averaging.matchmaking import messages as wire
+from equipoise.averaging.matchmaking.closing import ClosePolicy, LearntWait, named
 from equipoise.averaging.matchmaking.context import Context
 from equipoise.averaging.matchmaking.coordinator import Coordinator
 from equipoise.averaging.matchmaking.joiner import Joiner
 from equipoise.averaging.matchmaking.matchmaker import Matchmaker
 from equipoise.averaging.outcome import Gathering
 from equipoise.averaging.rate_limit import Allowance
+from equipoise.averaging.state import StateId
 
 DOUBTS_SECONDS, MAX_DOUBTS = 1.0, 4
 """Time, and most manifests of shunned peers checked within it, one of each: up to 64 signatures each, a twentieth of a
@@ -35,10 +39,11 @@ class Matchmaking(Matchmaker):
     whether or not it is ready itself. Times are seconds of one monotonic clock.
     """
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Context, policy: ClosePolicy | None = None) -> None:
         super().__init__(context)
-        self._coordinator = Coordinator(context)
-        self._joiner = Joiner(context, self._coordinator)
+        self._policy = policy or LearntWait(context)
+        self._coordinator = Coordinator(context, self._policy)
+        self._joiner = Joiner(context, self._coordinator, self._policy)
         self._doubtful = Allowance(DOUBTS_SECONDS, MAX_DOUBTS)
         self._announced: tuple[bool, int] | None = None
         self._announced_at = float("-inf")
@@ -51,10 +56,37 @@ class Matchmaking(Matchmaker):
 
     @property
     def _gathering(self) -> Gathering:
+        standing, closes_in, gives_up = self._joiner.view(self._now)
+        if standing is not None:
+            return federated(standing, self._context.quorum, closes_in, gives_up)
         ready, target = self._joiner.count
         if self._joiner.asked == self._context.peer:
             ready, target = self._coordinator.count(self._context.round, self._now)
         return Gathering(max(ready, 1), max(target, ready, 2), self.reason)
+
+    @property
+    def gathering(self) -> Gathering | None:
+        """See `Matchmaker.gathering`. The coordinator of a federated round tells it to the peers that still train."""
+        standing, closes_in, _ = self._joiner.view(self._now)
+        if self.ready or standing is None:
+            return super().gathering
+        return federated(standing, self._context.quorum, closes_in)
+
+    @property
+    def shortage(self) -> str:
+        """See `Matchmaker.shortage`."""
+        standing, *_ = self._joiner.view(self._now)
+        if standing is None:
+            return self.reason
+        missing = [peer for peer in standing.drawn if peer not in standing.contributed]
+        lacks = f"; drawn, and not in: {named(missing)}" if missing else ""
+        return f"{len(standing.contributed)} of {self._context.quorum} contributions{lacks}"
+
+    def draw(self, state: StateId, now: float) -> Drawn:
+        """See `Matchmaker.draw`. The coordinator's word counts, where this peer's join is parked."""
+        drawn, (standing, *_) = self._policy.draw(state, now), self._joiner.view(now)
+        told = self.ready and standing is not None and standing.state == state
+        return Drawn(standing.drawn, drawn.live) if standing is not None and told else drawn
 
     def _take(self, event: events.Event, now: float) -> None:
         self._now = now
@@ -74,7 +106,9 @@ class Matchmaking(Matchmaker):
             case events.PeerLost(peer):
                 self._coordinator.drop(peer)
                 self._joiner.lost(peer)
-            case events.RoundEnded(round):
+            case events.RoundEnded(round, ok):
+                if ok:
+                    self._coordinator.note_success(round)
                 if self._exchanging is not None and self._exchanging.round == round:
                     self._exchanging = None
                     self.reason = f"round {round} is over"
@@ -93,7 +127,7 @@ class Matchmaking(Matchmaker):
                 self._take_manifest(peer, message, now)
             case wire.Invitation():
                 self._context.send(peer, self._context.whereabouts())
-                self._joiner.invited(peer, message.round, now)
+                self._joiner.invited(peer, message, now)
             case wire.Whereabouts():
                 self._coordinator.remind(peer, message.round)
                 if self._context.within_reach(message.round, now):
@@ -112,7 +146,7 @@ class Matchmaking(Matchmaker):
             self._joiner.give_up(peer, now)
             return
         self._context.learn(message)
-        self._coordinator.remember(message, now)
+        self._coordinator.remember(message, now, now)
         self._begin_round(manifest, message.reason)
 
     def _begin_round(self, manifest: Manifest, reason: str) -> None:
@@ -131,7 +165,7 @@ class Matchmaking(Matchmaker):
         elif self._coordinator.has_closed(self._context.round):
             self._joiner.settle(now)  # The group is full without this peer's own join.
         self._coordinator.note_own(self._joiner.asked, not self._joiner.anywhere)
-        self._coordinator.end_rounds_gone()
+        self._coordinator.end_rounds_gone(now)
         if self._coordinator.speak(now):
             self._joiner.alone(now)
         if self._joiner.ready:
@@ -147,3 +181,18 @@ class Matchmaking(Matchmaker):
             self._announced, self._announced_at = stands, now
             self._context.out.append(events.Announce(*stands, self.reason))
         return float("inf") if stands == self._announced else self._announced_at + ANNOUNCE_PERIOD
+
+
+def federated(
+    standing: wire.Standing, quorum: int, closes_in: float | None, gives_up: float | None = None
+) -> Gathering:
+    """The state of a federated round that gathers, for people."""
+    ready, target = len(standing.contributed), len({*standing.drawn, *standing.contributed})
+    lacking = quorum - ready
+    if lacking > 0:
+        more = "contribution" if lacking == 1 else "contributions"
+        until = "" if gives_up is None else f", until {max(gives_up, 0):.0f} s from now"
+        waits = f"waits for {lacking} more {more}{until}"
+    else:
+        waits = "quorum reached" + (f", closes in {max(closes_in, 0):.0f} s" if closes_in is not None else "")
+    return Gathering(ready, target, f"{ready} of {target} in, {waits}", standing.drawn, standing.contributed)

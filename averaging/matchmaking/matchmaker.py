@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
+from equipoise.averaging.draw import Drawn
 from equipoise.averaging.manifest import Manifest
 from equipoise.averaging.matchmaking import events
 from equipoise.averaging.matchmaking.context import Context
 from equipoise.averaging.matchmaking.messages import Whereabouts
 from equipoise.averaging.outcome import Exchanging, Gathering, Idle, NoPeers, RunState
+from equipoise.averaging.state import StateId
 
 
 class Matchmaker(ABC):
@@ -42,6 +44,11 @@ class Matchmaker(ABC):
         return self._gathering if self.ready else Idle(membership.count)
 
     @property
+    def gathering(self) -> Gathering | None:
+        """The next round while it gathers, as far as this peer knows; None if it knows nothing of it."""
+        return self._gathering if self.ready else None
+
+    @property
     def round(self) -> int:
         """Number of this peer's next round."""
         return self._context.round
@@ -71,6 +78,16 @@ class Matchmaker(ABC):
         self._settle(now)
         actions, context.out = context.out, []
         return actions
+
+    @property
+    def shortage(self) -> str:
+        """Why no group has formed so far, one line."""
+        return self.reason
+
+    def draw(self, state: StateId, now: float) -> Drawn:
+        """The peers that are to train from an agreed state, and the live ones: all, but in a federated run."""
+        live = self._membership.live(())
+        return Drawn(live, live)
 
     @property
     @abstractmethod

@@ -63,6 +63,8 @@ class _Other(msgspec.Struct):
     ready: bool
     round: int
     dialable: bool
+    tags: tuple[str, ...] = ()
+    observes: bool = False
     mate: bool = False
     misses: int = 0
     losses: int = 0
@@ -92,6 +94,8 @@ class Membership:
     def __init__(self, peer: str, spec: str, group_size: int) -> None:
         self.peer = peer
         self.dialable = True
+        self._tags: frozenset[str] = frozenset()
+        self._observes = False
         self._client_mode = False
         self.own_misses = 0
         self.seen_at = float("-inf")
@@ -107,6 +111,8 @@ class Membership:
         """Take over a view of the directory; knowledge that came from the peers themselves stays."""
         candidates, met = list(candidates), self.met
         self._client_mode = any(one.peer == self.peer and not one.dialable for one in candidates)
+        self._tags = frozenset(tag for one in candidates if one.peer == self.peer for tag in one.tags)
+        self._observes = any(one.peer == self.peer and one.observes for one in candidates)
         others = [one for one in candidates if one.peer != self.peer and one.spec == self._spec]
         known, self._others = self._others, {}
         for one in others[:MAX_PEERS]:
@@ -114,6 +120,7 @@ class Membership:
             other = known.get(one.peer) or _Other(one.ready, one.round, one.dialable, heard_at=heard_at)
             self._others[one.peer] = other
             other.ready, other.dialable = one.ready, one.dialable
+            other.tags, other.observes = one.tags, one.observes
             self.advance(one.peer, one.round)
         self.seen_at = now
         if set(met) != set(self.met):
@@ -231,6 +238,10 @@ class Membership:
             other.misses, other.ready = 0, ready
             self.advance(peer, round)
 
+    def is_mate(self, peer: str) -> bool:
+        """True if this peer has shared a round with the other."""
+        return peer in self._others and self._others[peer].mate
+
     def shared(self, peers: Iterable[str]) -> None:
         """Note that this peer shared a round with these peers: their round numbers are believed before all others."""
         for peer in peers:
@@ -265,6 +276,21 @@ class Membership:
     def others(self, now: float) -> list[str]:
         """The live peers other than this one."""
         return [peer for peer in self._others if self.alive(peer, now)]
+
+    def live(self, tags: Iterable[str]) -> tuple[str, ...]:
+        """The peers that answer and may be drawn, sorted, this one included: they carry all `tags`, and train.
+
+        A lost peer is left out until it has answered again: otherwise it would come and go with every try.
+        """
+        wanted = frozenset(tags)
+        live = [
+            peer
+            for peer, other in self._others.items()
+            if (other.answers or self._out_of_reach(other))
+            and wanted.issubset(other.tags)
+            and not other.observes
+        ]
+        return tuple(sorted([*live, self.peer] if wanted <= self._tags and not self._observes else live))
 
     def plan(self, round: int) -> Groups:
         """All groups of the round, of the peers that were met. Peers further than `LEAP` from it cannot come.
@@ -330,6 +356,11 @@ class Membership:
             return statistics.median_low(mates)
         there = [self._others[peer].round for peer in self.others(now) if self._others[peer].answers]
         return statistics.median_high(there) if there else None
+
+    def mates_near(self, round: int) -> list[int]:
+        """The rounds, at most `LEAP` from this one, of the answering peers that this peer has shared a round with."""
+        mates = (one.round for one in self._others.values() if one.mate and one.answers)
+        return [mate for mate in mates if abs(mate - round) <= LEAP]
 
     def highest_round(self, limit: int, now: float) -> int | None:
         """The highest round up to `limit` of any live peer; None if there is no such round."""

@@ -14,7 +14,7 @@ from typing import Annotated
 import msgspec
 
 from equipoise.averaging.manifest import Join, Manifest, PeerName, RoundNumber, SpecHash, Ticket
-from equipoise.averaging.matchmaking.group_builder import MAX_WAIT
+from equipoise.averaging.matchmaking.group_builder import MAX_PARKED_GROUPS
 from equipoise.averaging.options import Number, Word
 from equipoise.averaging.ports import Buffer, parser
 from equipoise.averaging.spec import (
@@ -26,6 +26,8 @@ from equipoise.averaging.spec import (
     MAX_TERMS,
     PROTOCOL_VERSION,
 )
+from equipoise.averaging.state import StateId
+from equipoise.averaging.timing import MAX_WAIT
 
 MAX_DETAIL_CHARS = 200
 MAX_HOPS = 3
@@ -49,6 +51,7 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)]
 Hops = Annotated[int, msgspec.Meta(ge=0, le=MAX_HOPS)]
 Patience = Annotated[float, msgspec.Meta(ge=0.0, le=MAX_PATIENCE)]
 Wait = Annotated[float, msgspec.Meta(ge=0.0, le=MAX_WAIT)]
+Span = Annotated[float, msgspec.Meta(ge=0.0, le=MAX_PATIENCE)]
 Value = Annotated[str, msgspec.Meta(max_length=MAX_TERM_VALUE_CHARS, pattern=r"\A[ -~]*\Z")]
 Marks = Annotated[bytes, msgspec.Meta(max_length=MARK_BYTES * MAX_MARKS)]
 Presence = Annotated[float, msgspec.Meta(ge=0.0, le=MAX_PRESENCE)]
@@ -72,6 +75,20 @@ class JoinRequest(msgspec.Struct, frozen=True, tag=True):
     version: int = PROTOCOL_VERSION
 
 
+class Standing(msgspec.Struct, frozen=True, array_like=True):
+    """A federated round as its coordinator sees it.
+
+    Attributes:
+        state: The state of most parked joins, from which the drawn peers train; None if none claims one.
+        drawn: PeerIDs of the drawn peers, in the order of the draw.
+        contributed: PeerIDs of the peers whose contributions are in, drawn or not.
+    """
+
+    state: StateId | None
+    drawn: Annotated[tuple[PeerName, ...], msgspec.Meta(max_length=MAX_GROUP_SIZE)]
+    contributed: Annotated[tuple[PeerName, ...], msgspec.Meta(max_length=MAX_PARKED_GROUPS * MAX_GROUP_SIZE)]
+
+
 class JoinAccepted(msgspec.Struct, frozen=True, tag=True):
     """The coordinator has parked the join in the group that it gathers.
 
@@ -82,6 +99,8 @@ class JoinAccepted(msgspec.Struct, frozen=True, tag=True):
         ready: Number of joins that are in.
         target: Number of joins that the coordinator waits for.
         short: Whether the joins that are in could not be a group: too few, or no peer that the others can dial.
+        closes: Seconds until the group closes without the peers that are missing; None if it waits for them.
+        standing: The drawn and the contributed peers of a federated run; None if they are as before.
     """
 
     run: RunName
@@ -90,6 +109,8 @@ class JoinAccepted(msgspec.Struct, frozen=True, tag=True):
     ready: Count
     target: Count
     short: bool = False
+    closes: Span | None = None
+    standing: Standing | None = None
 
 
 class JoinRefused(msgspec.Struct, frozen=True, tag=True):
@@ -102,6 +123,9 @@ class JoinRefused(msgspec.Struct, frozen=True, tag=True):
         round: The coordinator's next round: the joiner goes on to it if its own is over.
         redirect: The coordinator to ask instead.
         wait: Seconds after which the joiner may ask again; 0 if the reason does not pass.
+        late: Seconds by which the joiner's contribution came too late for the group that it was made for; 0 if it did
+            not, or the coordinator does not know.
+        group: PeerIDs of that group, which will show whether its round has failed.
     """
 
     run: RunName
@@ -110,6 +134,8 @@ class JoinRefused(msgspec.Struct, frozen=True, tag=True):
     round: RoundNumber = 0
     redirect: PeerName | None = None
     wait: Wait = 0.0
+    late: Span = 0.0
+    group: Annotated[tuple[PeerName, ...], msgspec.Meta(max_length=MAX_GROUP_SIZE)] = ()
 
 
 class LeaveRequest(msgspec.Struct, frozen=True, tag=True):
@@ -138,10 +164,19 @@ class GroupFormed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Invitation(msgspec.Struct, frozen=True, tag=True):
-    """The coordinator gathers a group for this round, and asks whether the receiver is there."""
+    """The coordinator gathers a group for this round, and asks whether the receiver is there.
+
+    Attributes:
+        run: Name of the run.
+        round: The round's number.
+        closes: See `JoinAccepted`.
+        standing: The drawn and the contributed peers of a federated round, for the status of peers that still train.
+    """
 
     run: RunName
     round: RoundNumber
+    closes: Span | None = None
+    standing: Standing | None = None
 
 
 class Whereabouts(msgspec.Struct, frozen=True, tag=True):

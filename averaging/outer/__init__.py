@@ -6,33 +6,44 @@ mean of the differences takes those one step further, on every peer the same one
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Protocol
-
-import torch
-
 from equipoise.averaging.outer.average import Average
+from equipoise.averaging.outer.fedadagrad import FedAdagrad
+from equipoise.averaging.outer.fedadam import FedAdam
+from equipoise.averaging.outer.fedavgm import FedAvgM
+from equipoise.averaging.outer.fedyogi import FedYogi
 from equipoise.averaging.outer.nesterov import Nesterov
+from equipoise.averaging.outer.step import Outer, OuterStep
+from equipoise.compression.grammar import Registry, decimal
+from equipoise.compression.plugins import Plugins
 
-__all__ = ["Average", "Nesterov", "Outer"]
+OUTER_STEPS: Registry[Outer] = Registry(
+    "outer step", "outer steps", "nesterov:lr=0.7", 128, Plugins("equipoise.outer", OuterStep)
+)
+"""All outer steps; `OUTER_STEPS.register` makes another one known, as does an entry point `equipoise.outer` of a
+package."""
 
+OUTER_STEPS.register("average", Average)
+OUTER_STEPS.register("nesterov", Nesterov, lr=decimal(0.7), momentum=decimal(0.9))
+OUTER_STEPS.register("fedavgm", FedAvgM, lr=decimal(1.0), momentum=decimal(0.9))
+OUTER_STEPS.register("fedadagrad", FedAdagrad, eta=decimal(0.1), tau=decimal(1e-3))
 
-class Outer(Protocol):
-    """An outer step and what it remembers; bit for bit the same on all peers that are given the same means."""
+_ADAPTIVE = {"beta1": decimal(0.9), "beta2": decimal(0.99), "tau": decimal(1e-3)}
+OUTER_STEPS.register("fedadam", FedAdam, eta=decimal(0.1), **_ADAPTIVE)
+OUTER_STEPS.register("fedyogi", FedYogi, eta=decimal(0.01), **_ADAPTIVE)
 
-    def __str__(self) -> str:
-        """Name and hyperparameters: what peers must have alike."""
+parse_outer = OUTER_STEPS.parse
+"""Returns the outer step of a spec, which `str` gives back in its canonical form; raises ValueError with what came,
+what is known, and the nearest known name."""
 
-    def step(self, agreed: Mapping[str, torch.Tensor], mean: Mapping[str, torch.Tensor]) -> None:
-        """Take the agreed parameters one step further, in place.
-
-        Args:
-            agreed: f32, by name: the parameters on which all peers agreed last.
-            mean: f32, by name: the mean over the peers of agreed parameters minus own ones.
-        """
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what it remembers."""
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Remember what another did."""
+__all__ = [
+    "OUTER_STEPS",
+    "Average",
+    "FedAdagrad",
+    "FedAdam",
+    "FedAvgM",
+    "FedYogi",
+    "Nesterov",
+    "Outer",
+    "OuterStep",
+    "parse_outer",
+]

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from equipoise.averaging.rules.mean import Mean
-from equipoise.averaging.rules.rule import Reduced, Rule
-from equipoise.compression.grammar import Registry
+from equipoise.averaging.rules.median import Median
+from equipoise.averaging.rules.rule import Reduced, Rule, RuleError
+from equipoise.averaging.rules.trimmed import Trimmed
+from equipoise.compression.grammar import Registry, decimal
+from equipoise.compression.plugins import Plugins
 
-RULES: Registry[Rule] = Registry("rule", "rules", "mean")
-"""All rules; `RULES.register` makes another one known."""
+RULES: Registry[Rule] = Registry(
+    "rule", "rules", "trimmed:beta=0.2", plugins=Plugins("equipoise.rules", Rule)
+)
+"""All rules; `RULES.register` makes another one known, as does an entry point `equipoise.rules` of a package."""
 
 RULES.register("mean", Mean)
+RULES.register("median", Median)
+RULES.register("trimmed", Trimmed, beta=decimal(0.2))
 
 parse_rule = RULES.parse
 """Returns the rule of a spec; raises ValueError with what came, what is known, and the nearest known name."""
 
-__all__ = ["RULES", "Mean", "Reduced", "Rule", "parse_rule"]
+__all__ = ["RULES", "Mean", "Median", "Reduced", "Rule", "RuleError", "Trimmed", "parse_rule"]

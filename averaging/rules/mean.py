@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
-import torch
+import math
 
-from equipoise.averaging.rules.rule import Reduced, Rule
+from equipoise.averaging.rules.rule import Reduced, Rule, require_rows
+from equipoise.compression.late_torch import torch
 
 
 class Mean(Rule):
@@ -17,7 +18,9 @@ class Mean(Rule):
 
     def reduce(self, rows: torch.Tensor, weights: torch.Tensor) -> Reduced:
         """See `Rule.reduce`."""
+        require_rows(self.spec, rows)
         total = torch.zeros_like(rows[0])
-        for row, weight in zip(rows, weights.to(rows.dtype), strict=True):
-            total += row * weight
-        return Reduced(total / weights.sum().to(rows.dtype), weights / weights.sum())
+        for row, own in zip(rows, weights.to(rows.dtype), strict=True):
+            total += row * own
+        weight = math.fsum(weights.tolist())  # torch adds in an order of its own.
+        return Reduced(total / rows.new_tensor(weight), weights / weight)

@@ -5,7 +5,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import NamedTuple
 
-import torch
+from equipoise.compression.late_torch import torch
+
+
+class RuleError(ValueError):
+    """A rule cannot combine the contributions, because there are too few of them, for example; one line says why."""
 
 
 class Reduced(NamedTuple):
@@ -13,7 +17,7 @@ class Reduced(NamedTuple):
 
     Attributes:
         values: [d], of the contributions' dtype.
-        scores: f64 [n]: how much each contribution counted, 0 to 1.
+        scores: f64 [n]: how much each contribution counted, 0 to 1; they add up to 1.
     """
 
     values: torch.Tensor
@@ -28,16 +32,27 @@ class Rule(ABC):
     Attributes:
         name: What specs call it.
         spec: The canonical spec: all options, in the documented order.
+        scope: The contributions from which the rule makes one value: "value", those to that value alone.
     """
 
     name: str
     spec: str
+    scope: str = "value"
 
     @abstractmethod
     def reduce(self, rows: torch.Tensor, weights: torch.Tensor) -> Reduced:
         """Combine contributions.
 
         Args:
-            rows: f32 or f64 [n, d], in member order, n >= 1. They are not changed.
+            rows: f32 or f64 [n, d], in member order, n >= 1, finite. They are not changed.
             weights: f64 [n], above 0.
+
+        Raises:
+            RuleError: There are too few rows; says how many the rule needs.
         """
+
+
+def require_rows(spec: str, rows: torch.Tensor, least: int = 1) -> None:
+    """Raise RuleError if a rule got fewer rows than it needs."""
+    if len(rows) < least:
+        raise RuleError(f"the rule {spec} needs at least {least} contributions, got {len(rows)}")

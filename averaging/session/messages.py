@@ -53,7 +53,8 @@ def decode_envelope(header: bytes) -> tuple[bytes, int, int]:
     Raises:
         FrameRefused: The header begins with no envelope.
     """
-    if len(header) < ENVELOPE_BYTES or header[:1] not in (FRAME, FAREWELL):
+    whole = len(header) >= ENVELOPE_BYTES
+    kind, number, acknowledged = _ENVELOPE.unpack_from(header) if whole else (b"", 0, 0)
+    if kind not in (FRAME, FAREWELL):
         raise FrameRefused(f"expected a frame of a session, got {header[:1]!r} in {len(header)} bytes")
-    kind, number, acknowledged = _ENVELOPE.unpack_from(header)
     return kind, number, acknowledged

@@ -83,8 +83,8 @@ class Outbox:
         self._writes_to: object = None
 
     def __bool__(self) -> bool:
-        again = self.session.behind or self.session.acknowledges
-        return bool(self.control or self.has_bulk or self.beats or again)
+        waiting = self._rounds.waiting or self.control or self.beats or self._late.waiting
+        return bool(waiting or self.session.behind or self.session.acknowledges)
 
     @property
     def has_bulk(self) -> bool:

@@ -20,8 +20,10 @@ import msgspec
 from blake3 import blake3
 
 from equipoise.averaging.allreduce.part_table import mean_digest
+from equipoise.averaging.allreduce.paxos import members_of
 from equipoise.averaging.manifest import Manifest
 from equipoise.averaging.ports import parser
+from equipoise.averaging.state import StateId
 
 MAX_MANIFEST_BYTES = 256 * 1024
 """Most bytes of a manifest: 64 joins, each a credential of 1 KiB, a signature of 512 bytes, and some hundred bytes."""
@@ -47,6 +49,12 @@ class EncodedMean:
     manifest: Manifest
     contributors: int
     parts: tuple[memoryview, ...]
+
+    @property
+    def before(self) -> StateId | None:
+        """The state that it changes; None if the members hold none, or its contributors only attended."""
+        changes = any(self.manifest.members[at].bound for at in members_of(self.contributors))
+        return self.manifest.before if changes else None
 
     @property
     def size(self) -> int:

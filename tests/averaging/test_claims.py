@@ -40,10 +40,11 @@ def test_one_that_claims_and_does_not_come_counts_no_more_and_is_named() -> None
     assert claims.count({"liar": 1e12}, TARGET) == 10.0
 
 
+@pytest.mark.parametrize("group_size", [8, 16, 32])
 @pytest.mark.parametrize("liars", [1, 2, 20])
-def test_every_round_is_full_or_names_a_liar(liars: int) -> None:
+def test_every_round_is_full_or_names_a_liar(liars: int, group_size: int) -> None:
     ghosts = [f"ghost{index:02}" for index in range(liars)]
-    everyone = [Claims(32) for _ in range(2)]
+    everyone = [Claims(group_size) for _ in range(2)]
     for number in range(10):
         # Both go on until the sum that they see reaches the target, each a sample at a time.
         made = 0.0
@@ -61,6 +62,10 @@ def test_in_a_run_of_many_groups_one_that_was_in_another_is_not_blamed() -> None
     claimed = dict.fromkeys(("bob", "carol", "dave"), 800.0)
     claims.count(claimed, TARGET)
     claims.settle(claims.promised, {"alice": 800.0, "bob": 800.0})
+    assert claims.count(claimed, TARGET) == 800.0, "carol and dave have had their first share"
+    for mate in ("carol", "dave", "bob"):
+        claims.settle(claims.promised, {"alice": 800.0, mate: 800.0})
+        claims.count(claimed, TARGET)
     assert claims.count(claimed, TARGET) == 2400.0
 
 

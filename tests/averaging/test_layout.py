@@ -1,4 +1,4 @@
-"""Where tensors lie in the flat vector, what carries them, and that the cut changes no byte."""
+"""The places of tensors in the flat vector and of codes in the encoded one, and that the cut changes no byte."""
 
 from __future__ import annotations
 
@@ -9,22 +9,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from equipoise.averaging.encoded_vector import EncodedVector
 from equipoise.averaging.layout import EXACT, MIN_CODED_VALUES, Layout
-from equipoise.averaging.partition import Part
-from equipoise.averaging.schema import Schema, SchemaError
+from equipoise.averaging.schema import Schema
 from equipoise.compression import parse_codec
 from oracles.codecs import int8_encode
 
 INT8 = parse_codec("int8")
 CODECS = tuple(map(parse_codec, ("fp32", "fp16", "bf16", "int8:block=32", "int8", "int8:block=4096")))
-
-
-def tensors() -> dict[str, torch.Tensor]:
-    return {
-        "weight": torch.arange(6, dtype=torch.float32).reshape(2, 3),
-        "bias": torch.tensor([7.0, 8.0], dtype=torch.float64),
-        "half": torch.tensor(0.5, dtype=torch.bfloat16),
-    }
 
 
 def mixed() -> dict[str, torch.Tensor]:
@@ -86,79 +78,7 @@ def test_places_cover_every_tensor_once_and_no_block_holds_two(codec, sizes: lis
         assert exact or start % codec.granule == 0
 
 
-# ---- copies ----
-
-
-@pytest.mark.parametrize("codec", CODECS, ids=repr)
-def test_unflatten_gives_back_what_flatten_took(codec) -> None:
-    named = {**tensors(), **mixed()}
-    layout = Layout(Schema.of(named), codec)
-    flat = torch.full((layout.size,), float("nan"))
-    layout.flatten(named, flat)
-    padding = torch.ones(layout.size, dtype=torch.bool)
-    for start, stop in places(layout).values():
-        padding[start:stop] = False
-    assert not flat[padding].any(), "padding is zero, whatever was there"
-    targets = {name: torch.zeros_like(tensor) for name, tensor in named.items()}
-    layout.unflatten(flat, targets)
-    for name, tensor in named.items():
-        assert torch.equal(targets[name], tensor)
-
-
-def test_the_flat_vector_holds_the_values_in_their_order() -> None:
-    layout = Layout(Schema.of(tensors()), EXACT)
-    flat = torch.empty(layout.size)
-    layout.flatten(tensors(), flat)
-    assert flat.tolist() == [0, 1, 2, 3, 4, 5, 7, 8, 0.5]
-
-
-def test_flatten_of_some_leaves_the_places_of_the_others() -> None:
-    layout = Layout(Schema.of(mixed()), INT8)
-    flat = torch.full((layout.size,), float("nan"))
-    layout.flatten({"biases": mixed()["biases"]}, flat)
-    start, stop = places(layout)["biases"]
-    assert torch.equal(flat[start:stop], mixed()["biases"])
-    assert flat[:1000].isnan().all()
-    assert not flat[1000:1024].any()
-
-
-def test_flatten_reads_strided_tensors_and_unflatten_writes_them_in_place() -> None:
-    base = torch.arange(12.0).reshape(3, 4)
-    layout = Layout(Schema.of({"columns": base.t()}), EXACT)
-    flat = torch.empty(12)
-    layout.flatten({"columns": base.t()}, flat)
-    assert torch.equal(flat, base.t().reshape(-1))
-    layout.unflatten(torch.zeros(12), {"columns": base.t()})
-    assert not base.any()
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf"), 1e300])
-def test_what_fp32_cannot_hold_is_refused_by_name(value: float) -> None:
-    poisoned = tensors()
-    poisoned["bias"][1] = value
-    for codec in (EXACT, INT8):
-        layout = Layout(Schema.of(tensors()), codec)
-        with pytest.raises(SchemaError, match=r"tensor 'bias' holds .* at flat index 1: "):
-            layout.flatten(poisoned, torch.empty(layout.size))
-
-
 # ---- what travels ----
-
-
-def encoded(layout: Layout, parts: tuple[Part, ...], flat: torch.Tensor) -> tuple[bytes, bytes, bytes]:
-    """The scales, the codes, and the bytes of the second region, of all parts one after another."""
-    scales, codes, exact = bytearray(), bytearray(), bytearray()
-    for part in parts:
-        codec = layout.codec_of(part)
-        payload = bytearray(codec.encoded_size(part.size))
-        codec.encode(flat[part.start : part.stop], payload)
-        if codec is EXACT:
-            exact += payload
-        else:
-            split = len(payload) - part.size
-            scales += payload[:split]
-            codes += payload[split:]
-    return bytes(scales), bytes(codes), bytes(exact)
 
 
 def test_a_vector_is_encoded_to_the_same_bytes_whatever_the_cut() -> None:
@@ -167,8 +87,9 @@ def test_a_vector_is_encoded_to_the_same_bytes_whatever_the_cut() -> None:
     for spec in ("int8:block=32", "int8", "int8:block=4096"):
         codec = parse_codec(spec)
         layout = Layout(Schema.of(named, buffers={"statistics"}), codec)
-        flat = torch.empty(layout.size)
-        layout.flatten(named, flat)
+        flat = torch.zeros(layout.size)
+        for tensor, start, stop in layout.places:
+            flat[start:stop] = named[tensor.name]
         coded = int8_encode(flat[: layout.coded].numpy(), codec.granule)
         expected = coded[: -layout.coded], coded[-layout.coded :], flat[layout.coded :].numpy().tobytes()
         unit = max(codec.granule, 256)
@@ -177,25 +98,33 @@ def test_a_vector_is_encoded_to_the_same_bytes_whatever_the_cut() -> None:
             parts = layout.cut(fractions, unit * random.randint(1, 64))
             assert [part.start for part in parts] == [0, *(part.stop for part in parts[:-1])]
             assert parts[-1].stop == layout.size
-            assert encoded(layout, parts, flat) == expected
+            stored = bytearray(layout.stored_size)
+            for part in parts:
+                carries = layout.codec_of(part)
+                payload = memoryview(bytearray(carries.encoded_size(part.size)))
+                carries.encode(flat[part.start : part.stop], payload)
+                EncodedVector(layout, memoryview(stored)).write(part, payload)
+                again = memoryview(bytearray(len(payload)))
+                EncodedVector(layout, memoryview(stored)).read(part, again)
+                assert again == payload
+            found = [
+                stored[one]
+                for one in (*layout.slices(0, layout.coded), *layout.slices(layout.coded, layout.size))
+            ]
+            assert [bytes(plane) for plane in found] == list(expected)
             assert sum(layout.codec_of(part).encoded_size(part.size) for part in parts) == layout.encoded_size
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=repr)
-def test_small_tensors_and_buffers_are_exact_beside_large_values(codec) -> None:
-    named = mixed()
-    layout = Layout(Schema.of(named, buffers={"statistics"}), codec)
-    flat, mean = torch.empty(layout.size), torch.empty(layout.size)
-    layout.flatten(named, flat)
-    for part in layout.cut([1.0, 2.0], 4096):
-        carries, values = layout.codec_of(part), flat[part.start : part.stop]
-        payload = memoryview(bytearray(carries.encoded_size(part.size)))
-        carries.reduce([None], [1.0], values, payload, mean[part.start : part.stop])
-    back = {name: torch.zeros_like(tensor) for name, tensor in named.items()}
-    layout.unflatten(mean, back)
-    for name in ("temperature", "biases", "statistics"):
-        assert torch.equal(back[name], named[name])
-    assert float((back["first"] - named["first"]).abs().max()) <= float(named["first"].abs().max()) / 100
+def test_planes_lie_apart_and_aligned(codec) -> None:
+    layout = Layout(Schema.of(mixed(), buffers={"statistics"}), codec)
+    ends = [0]
+    for start, stop in ((0, layout.coded), (layout.coded, layout.size)):
+        for plane in layout.slices(start, stop) if start < stop else ():
+            assert plane.start % 64 == 0
+            assert plane.start >= ends[-1]
+            ends.append(plane.stop)
+    assert ends[-1] <= layout.stored_size <= layout.encoded_size + 3 * 64
 
 
 def test_the_second_region_is_shared_out_where_it_is_large() -> None:

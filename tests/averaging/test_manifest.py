@@ -17,7 +17,6 @@ from equipoise.averaging.manifest import (
     MAX_PEER_CHARS,
     MAX_ROUND,
     MAX_SIGNATURE_BYTES,
-    MAX_WEIGHT,
     NONCE_BYTES,
     ROUND_ID_BYTES,
     Join,
@@ -26,12 +25,15 @@ from equipoise.averaging.manifest import (
     shortfall,
 )
 from equipoise.averaging.matchmaking.messages import GroupFormed, JoinRequest, decode, encode
+from equipoise.averaging.metrics import MAX_METRICS, MAX_NAME_CHARS, Report
 from equipoise.averaging.ports import MAX_CREDENTIAL_BYTES, MAX_HEADER_BYTES, FrameRefused
 from equipoise.averaging.spec import MAX_GROUP_SIZE, PROTOCOL_VERSION
 from equipoise.averaging.state import MAX_EPOCH, StateId
+from equipoise.averaging.weights import MAX_WEIGHT
 from simulator.matchmaking import SPEC, signer, verify
 
 OTHER_SPEC = "0" * 64
+LARGEST_VALUES = tuple((f"{index:>{MAX_NAME_CHARS}}", math.pi) for index in range(MAX_METRICS))
 
 
 def join(peer: str, **changes: Any) -> Join:
@@ -79,6 +81,8 @@ def test_the_id_follows_from_the_content_alone() -> None:
         {"nonce": b"x" * NONCE_BYTES},
         {"credential": b"c"},
         {"state": StateId(7, "0" * 64)},
+        {"fit": (("loss", 1.0),)},
+        {"evaluation": Report(5.0, (("loss", 1.0),))},
     ],
 )
 def test_any_change_of_a_join_changes_id_and_ticket(change: dict[str, Any]) -> None:
@@ -105,6 +109,8 @@ def test_the_largest_manifest_fits_a_header() -> None:
         "bandwidth": MAX_BANDWIDTH,
         "credential": b"c" * MAX_CREDENTIAL_BYTES,
         "state": StateId(MAX_EPOCH, "f" * 64),
+        "fit": LARGEST_VALUES,
+        "evaluation": Report(MAX_WEIGHT, LARGEST_VALUES),
     }
     signature = b"s" * MAX_SIGNATURE_BYTES
     joins = [msgspec.structs.replace(join(peer, **extremes), signature=signature) for peer in peers]
@@ -131,6 +137,7 @@ def test_the_largest_manifest_fits_a_header() -> None:
         ),
         ([join("a"), msgspec.structs.replace(join("b"), weight=1e6)], "signed by b"),
         ([join("a"), msgspec.structs.replace(join("b"), state=StateId(1, "0" * 64))], "signed by b"),
+        ([join("a"), msgspec.structs.replace(join("b"), fit=(("loss", 1.0),))], "signed by b"),
         ([join("a"), msgspec.structs.replace(join("b"), signature=join("a").signature)], "signed by b"),
     ],
 )
@@ -181,12 +188,24 @@ def test_no_join_is_signed_or_parsed_with_an_absurd_weight(weight: float) -> Non
         {"nonce": b"short"},
         {"signature": b""},
         {"signature": b"s" * 513},
+        {"fit": (("loss", math.nan),)},
+        {"fit": (("", 1.0),)},
+        {"fit": (("l" * 25, 1.0),)},
+        {"fit": tuple((str(index), 1.0) for index in range(9))},
     ],
 )
 def test_no_join_is_parsed_out_of_bounds(change: dict[str, Any]) -> None:
     forged = msgspec.structs.replace(join("a"), **change)
     with pytest.raises(FrameRefused):
         decode(encode(JoinRequest("run", forged)))
+
+
+def test_no_join_is_parsed_with_a_metric_out_of_order_or_twice() -> None:
+    good = encode(JoinRequest("run", join("a", fit=(("f1", 1.0), ("f2", 2.0)))))
+    assert decode(good)
+    for bent in (good.replace(b"f2", b"f1"), good.replace(b"f1", b"f3")):
+        with pytest.raises(FrameRefused, match="sorted by name"):
+            decode(bent)
 
 
 @given(st.binary(max_size=300))

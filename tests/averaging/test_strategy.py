@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -11,9 +12,20 @@ import torch
 from equipoise.averaging.gossip.machine import Pairing
 from equipoise.averaging.matchmaking.context import Context
 from equipoise.averaging.matchmaking.machine import Matchmaking
+from equipoise.averaging.outer import parse_outer
 from equipoise.averaging.rules import Mean, parse_rule
-from equipoise.averaging.strategy import Strategy, parse_strategy
+from equipoise.averaging.strategy import Federated, Strategy, parse_strategy
 from simulator.matchmaking import RUN, SPEC, signer, verify
+
+FEDERATED = "federated:fraction=1,minimum=2,available=2,quorum=2,grace=10,deadline=600,late=drop"
+
+
+def test_a_federated_strategy_tells_its_options() -> None:
+    strategy = Federated(fraction=0.25, minimum=3, grace=0.0, tags=("gpu",))
+    assert isinstance(parse_strategy(strategy.spec), Federated)
+    assert vars(parse_strategy(strategy.spec)) == vars(strategy)
+    assert (strategy.fraction, strategy.minimum, strategy.grace, strategy.tags) == (0.25, 3, 0.0, ("gpu",))
+    assert strategy.codec == "int8"
 
 
 @pytest.mark.parametrize(
@@ -23,6 +35,12 @@ from simulator.matchmaking import RUN, SPEC, signer, verify
         ("allreduce:quorum=3", "allreduce:quorum=3", "allreduce"),
         ("gossip", "gossip:topology=random", "gossip"),
         ("gossip:topology=ring", "gossip:topology=ring", "gossip"),
+        ("federated", FEDERATED, "federated"),
+        (
+            "federated:tags=gpu+big,fraction=.50,quorum=3,grace=4.0,late=next",
+            "federated:fraction=0.5,minimum=2,available=2,quorum=3,grace=4,deadline=600,late=next,tags=big+gpu",
+            "federated",
+        ),
     ],
 )
 def test_the_canonical_form_spells_out_every_option(spec: str, canonical: str, name: str) -> None:
@@ -34,19 +52,40 @@ def test_the_canonical_form_spells_out_every_option(spec: str, canonical: str, n
 @pytest.mark.parametrize(
     ("parse", "spec", "words"),
     [
-        (parse_strategy, "gosip", ["'gosip'", "allreduce, gossip", "did you mean 'gossip'?"]),
+        (parse_strategy, "gosip", ["'gosip'", "allreduce, gossip, federated", "did you mean 'gossip'?"]),
         (parse_strategy, "gossip:topology=star", ["'star'", "one of random, exponential, ring"]),
         (parse_strategy, "allreduce:qorum=3", ["'qorum'", "did you mean 'quorum'?"]),
         (parse_strategy, "allreduce:quorum=1", ["at least 2", "1"]),
         (parse_strategy, "allreduce:quorum=two", ["whole number", "'two'"]),
         (parse_strategy, "gossip:topology=ring,topology=ring", ["given twice"]),
-        (parse_strategy, "x" * 200, ["at most 128 characters"]),
-        (parse_rule, "median", ["unknown rule 'median'", "rules are mean"]),
+        (parse_strategy, "x" * 300, ["at most 256 characters"]),
+        (parse_strategy, "federated:fraction=0", ["a fraction above 0, at most 1, got 0"]),
+        (parse_strategy, "federated:fraction=1.5", ["a fraction above 0, at most 1, got 1.5"]),
+        (parse_strategy, "federated:minimum=0", ["at least 1 drawn peer, got 0"]),
+        (parse_strategy, "federated:available=1", ["at least 2 available peers, got 1"]),
+        (parse_strategy, "federated:quorum=1", ["a quorum of at least 2 contributors, got 1"]),
+        (parse_strategy, "federated:grace=1e9", ["a grace of at most 86400 s"]),
+        (parse_strategy, "federated:deadline=0", ["a deadline above 0 s"]),
+        (parse_strategy, "federated:late=never", ["one of drop, next", "'never'"]),
+        (
+            parse_strategy,
+            "federated:tags=" + "+".join(str(at) * 24 for at in range(8)),
+            ["tags that fit into a spec of 256 characters"],
+        ),
+        (parse_rule, "medain", ["unknown rule 'medain'", "rules are mean, median, trimmed", "'median'?"]),
         (parse_rule, "mean:beta=1", ["takes no options", "'beta=1'"]),
+        (parse_strategy, "gossip:topology=randm", ["'randm'", "random, exponential, ring", "mean 'random'?"]),
+        (parse_strategy, "federated:late=nxt", ["'nxt'", "drop, next", "did you mean 'next'?"]),
+        (parse_strategy, "gossip(topology=ring)", ["allreduce, gossip", "did you mean 'gossip'?"]),
+        (parse_strategy, "gosip:" + "x" * 300, ["306", "'gosip:x", "allreduce", "did you mean 'gossip'?"]),
+        (parse_strategy, None, ["NoneType", "allreduce, gossip, federated"]),
+        (parse_rule, "trimmed:bta=.1", ["'bta'", "did you mean 'beta'?"]),
+        (parse_rule, "tri" * 100, ["at most 64", "not 300", "'tritri", "mean, median, trimmed"]),
+        (parse_outer, "nesterov(0.7)", ["'nesterov(0.7)'", "fedadam", "did you mean 'nesterov'?"]),
     ],
 )
 def test_refusals_name_what_came_and_what_is_known(
-    parse: Callable[[str], object], spec: str, words: list[str]
+    parse: Callable[[Any], object], spec: object, words: list[str]
 ) -> None:
     with pytest.raises(ValueError, match=r"\A.*\Z") as caught:
         parse(spec)

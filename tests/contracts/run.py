@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import msgspec
 import pytest
 import torch
 
@@ -381,11 +382,15 @@ class RunContract:
         assert status.swarm.addresses == clients[0].addresses
         (run,) = status.runs
         assert (run.name, run.purpose, run.values, run.codec) == ("digits", "average", 2, "fp32")
-        assert (run.rounds_ok, run.rounds_failed, run.last) == (1, 0, outcomes[0])
+        assert run.last is not None
+        assert (run.rounds_ok, run.rounds_failed, run.last.digest) == (1, 0, outcomes[0].digest)
         assert status.kernels.reason
         assert {setting.key: setting.origin for setting in status.settings}["log_level"] == "default"
         rows = clients[0].peers()
         assert {row.peer for row in rows} == {client.peer_id for client in clients}
         assert [row.peer for row in rows if row.me] == [clients[0].peer_id]
         # A daemon remembers the rounds of scripts that have ended, too.
-        assert clients[0].rounds()[-1] == outcomes[0]
+        assert clients[0].rounds()[-1] == run.last
+        here = {"encode", "decode"}  # The script alone knows what these took.
+        assert outcomes[0].seconds.keys() - run.last.seconds.keys() == here
+        assert msgspec.structs.replace(outcomes[0], seconds=run.last.seconds) == run.last

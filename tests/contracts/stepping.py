@@ -9,6 +9,7 @@ import torch
 
 from contracts.run import OPTIONS, SOON, Peers, join_all, together
 from e2e.swarm import eventually
+from equipoise.averaging.draw import draw
 from equipoise.averaging.outcome import NoPeers
 from equipoise.averaging.schema import SchemaError
 from equipoise.averaging.spec import SpecError
@@ -40,6 +41,62 @@ LEFT_OUT = 2.0
 
 class SteppingContract:
     """Tests that ask for `peers(n)`: clients of n daemons of one swarm."""
+
+    def test_metrics_are_averaged_by_the_weights_that_counted(self, peers: Peers) -> None:
+        clients = peers(3)
+        runs = join_all(clients, [[torch.zeros(1)] for _ in clients])
+        weights, scored = (1.0, 3.0, 6.0), (10.0, 20.0, 70.0)
+        for run, weight in zip(runs, weights, strict=True):
+            run.accumulate([torch.ones(1)], weight=weight)
+        eventually(lambda: all(run.progress().swarm == 10.0 for run in runs), "each other's progress")
+
+        outcomes = together(
+            *(
+                lambda run=run, index=index: run.step(
+                    SOON,
+                    metrics={"loss": 0.1 * (index + 1), **({"only": 7} if index == 0 else {})},
+                    evaluation=(scored[index], {"accuracy": index / 3}),
+                )
+                for index, run in enumerate(runs)
+            )
+        )
+
+        for outcome in outcomes:
+            assert outcome.ok, outcome.reason
+            assert outcome.metrics == {
+                "loss": pytest.approx((0.1 + 3 * 0.2 + 6 * 0.3) / 10, rel=1e-12),
+                "only": 7.0,
+            }
+            assert outcome.evaluation == {"accuracy": pytest.approx((20 / 3 + 140 / 3) / 100, rel=1e-12)}
+            assert (outcome.metrics, outcome.evaluation) == (outcomes[0].metrics, outcomes[0].evaluation)
+
+    def test_all_peers_draw_alike_from_a_state(self, peers: Peers) -> None:
+        clients = peers(3)
+        strategy = "federated:fraction=0.4,minimum=1"
+        runs = join_all(clients, [[torch.zeros(1)] for _ in clients], strategy=strategy)
+        for run in runs:
+            run.agree({})
+        names = sorted(client.peer_id for client in clients)
+        draws = set()
+        for number in range(8):
+            held = StateId(1, f"{number:064x}")
+            eventually(lambda held=held: all(len(run.draw(held).live) == 3 for run in runs), "each other")
+            drawn = runs[0].draw(held)
+            assert drawn.peers == draw(names, held.lineage, fraction=0.4, minimum=1)
+            assert sorted(drawn.live) == names
+            assert all(run.draw(held).peers == drawn.peers for run in runs)
+            draws.add(drawn.peers)
+            assert clients[0].status().runs[0].drawn == drawn.peers
+        assert len(draws) > 1, "the draw follows from the state"
+
+    def test_a_metric_that_is_not_valid_begins_no_round(self, peers: Peers) -> None:
+        (client,) = peers(1)
+        run = client.join("digits", [torch.zeros(1)], **OPTIONS)
+        with pytest.raises(ValueError, match="metric 'loss' as a finite number, got nan"):
+            run.step(SOON, metrics={"loss": float("nan")})
+        with pytest.raises(ValueError, match="weight of metrics"):
+            run.step(SOON, evaluation=(-1.0, {"loss": 1.0}))
+        assert run.pending is None
 
     def test_members_say_which_state_they_hold(self, peers: Peers) -> None:
         clients = peers(3)

@@ -14,7 +14,10 @@ import pytest
 import torch
 
 from equipoise.averaging.aio.transfer import Room
+from equipoise.averaging.draw import Drawn, draw
+from equipoise.averaging.encoded_vector import Vectors
 from equipoise.averaging.matchmaking.spec_diff import answer_of, differences
+from equipoise.averaging.metrics import Report, Values, averaged
 from equipoise.averaging.outcome import (
     Exchanging,
     FetchOutcome,
@@ -27,9 +30,11 @@ from equipoise.averaging.outcome import (
 )
 from equipoise.averaging.spec import RunSpec
 from equipoise.averaging.state import StateId
+from equipoise.averaging.strategy import Federated
 from equipoise.averaging.weights import cap_of, counted_weights
 from equipoise.dht.state import ReachStatus, SwarmStatus
 from equipoise.peer.config import Config
+from fakes.vectors import decoded, encoded
 
 
 @dataclass
@@ -46,6 +51,8 @@ class Member:
     dialable: bool = True
     bandwidth: float = 0.0
     credential: bytes = b""
+    tags: tuple[str, ...] = ()
+    observes: bool = False
 
 
 class Formed(NamedTuple):
@@ -55,6 +62,8 @@ class Formed(NamedTuple):
     weights: dict[str, float]
     capped: dict[str, float]
     states: dict[str, StateId]
+    metrics: dict[str, float]
+    evaluation: dict[str, float]
 
 
 @dataclass
@@ -64,6 +73,8 @@ class Waiting:
     contribution: torch.Tensor
     weight: float
     state: StateId | None = None
+    metrics: Values = ()
+    evaluation: Report | None = None
     group: concurrent.futures.Future[Formed | None] = field(default_factory=concurrent.futures.Future)
 
 
@@ -87,7 +98,7 @@ class FakeNetwork:
         """Have daemons of this process join this network."""
         monkeypatch.setattr("equipoise.peer.wiring.start_parts", self._start_parts)
 
-    async def _start_parts(self, config: Config) -> Any:
+    async def _start_parts(self, config: Config, reducer: object = None) -> Any:
         with self.lock:
             self.count += 1
             peer = f"peer{self.count}"
@@ -132,11 +143,14 @@ class FakeNetwork:
         mean = torch.zeros_like(next(iter(members.values())).contribution)
         for peer, weight in weights.items():
             mean += members[peer].contribution * (weight / total)
+        metrics = averaged([(weight, members[peer].metrics) for peer, weight in weights.items()], False)
+        reports = [one.evaluation for one in members.values() if one.evaluation is not None]
+        evaluation = averaged([(report.weight, report.values) for report in reports], False)
         for peer, waiting in members.items():
             del self.waiting[run][peer]
             self.runs[run][peer].ready = False
             over = {peer: weight for peer, weight in claimed.items() if weight > weights[peer]}
-            waiting.group.set_result(Formed(mean, weights, over, states))
+            waiting.group.set_result(Formed(mean, weights, over, states, metrics, evaluation))
 
 
 class FakeSwarm:
@@ -194,7 +208,7 @@ class FakeHub:
         self._peer = peer
         self.run_drivers: dict[str, FakeRunDriver] = {}
 
-    async def join(self, spec: RunSpec) -> FakeRunDriver:
+    async def join(self, spec: RunSpec, observes: bool = False) -> FakeRunDriver:
         if spec.name in self.run_drivers:
             raise ValueError(f"this daemon takes part in run {spec.name!r} already")
         run_driver = self.run_drivers[spec.name] = FakeRunDriver(self._network, self._peer, spec)
@@ -238,14 +252,14 @@ class FakeTransfer:
             self._network.snapshots.setdefault(self._spec.name, {})[self._peer] = (state, bytes(image))
 
     @property
-    def values(self) -> int:
-        return self._spec.layout.size
+    def size(self) -> int:
+        return self._spec.layout.stored_size
 
     async def recover(
         self,
         after: StateId,
         timeout: float,
-        result: Callable[[], torch.Tensor],
+        result: Callable[[], memoryview],
         circle: frozenset[str] = frozenset(),
         proved: bool = False,
         patient: bool = False,
@@ -258,7 +272,7 @@ class FakeTransfer:
         if not proved and 2 * len(circle & set(outcome.group)) <= len(circle):
             reason = "too few that vouch for this peer's state offer it"
             return MeanOutcome(round=Outcome(ok=False, reason=reason, run=self._spec.name))
-        result().copy_(mean)
+        result()[:] = encoded(self._spec.layout, mean)
         return MeanOutcome(round=outcome, sources=dict.fromkeys(outcome.group, 4 * len(mean)))
 
     async def fetch(
@@ -316,6 +330,8 @@ class FakeRunDriver:
         with network.lock:
             self._member = network.runs.setdefault(spec.name, {})[peer] = Member(peer, spec.hash, spec)
 
+    gathering = None
+
     @property
     def state(self) -> RunState:
         with self._network.lock:
@@ -332,13 +348,16 @@ class FakeRunDriver:
 
     async def average(
         self,
-        contribution: torch.Tensor,
-        result: torch.Tensor,
+        vectors: Vectors,
         weight: float,
         timeout: float,
         state: StateId | None = None,
+        metrics: Values = (),
+        evaluation: Report | None = None,
     ) -> Outcome:
-        waiting = Waiting(contribution.clone(), weight, state)
+        waiting = Waiting(
+            decoded(self._spec.layout, vectors.contribution), weight, state, metrics, evaluation
+        )
         self._network.enter(self._spec.name, self._peer, waiting)
         try:
             came = await asyncio.wait_for(asyncio.wrap_future(waiting.group), timeout)
@@ -348,7 +367,7 @@ class FakeRunDriver:
             came, reason = None, f"no group formed within {timeout:g} s"
         outcome = self._outcome(came, reason)
         if came:
-            result.copy_(came.mean)
+            vectors.mean[:] = encoded(self._spec.layout, came.mean)
             if outcome.state is not None:
                 self._network.means[self._spec.name, outcome.state] = outcome, came.mean
         self.history.append(outcome)
@@ -356,6 +375,8 @@ class FakeRunDriver:
 
     def stop_search(self, why: str) -> None:
         self._network.withdraw(self._spec.name, self._peer)
+
+    withdraw = stop_search
 
     def report_accumulated(self, weight: float) -> None:
         self._member.accumulated = weight
@@ -365,6 +386,16 @@ class FakeRunDriver:
             others = [one for one in self._network.runs[self._spec.name].values() if one is not self._member]
         own = self._member
         return sum(one.accumulated for one in others if (one.spec, one.round) == (own.spec, own.round))
+
+    def draw(self, state: StateId) -> Drawn:
+        strategy = self._spec.strategy
+        with self._network.lock:
+            members = self._network.runs[self._spec.name].items()
+            live = tuple(sorted(peer for peer, member in members if member.spec == self._spec.hash))
+        if not isinstance(strategy, Federated):
+            return Drawn(live, live)
+        drawn = draw(live, state.lineage, fraction=strategy.fraction, minimum=strategy.minimum)
+        return Drawn(drawn, live)
 
     def difference(self, peer: str) -> str:
         with self._network.lock:
@@ -419,6 +450,8 @@ class FakeRunDriver:
             contributors=formed.weights,
             capped=formed.capped,
             states=formed.states,
+            metrics=formed.metrics,
+            evaluation=formed.evaluation,
             digest="0" * 64,
             started=1.0,
             seconds={"total": 0.0},

@@ -21,6 +21,8 @@ class Entry:
     accumulated: float
     credential: bytes = b""
     left: bool = False
+    tags: tuple[str, ...] = ()
+    observes: bool = False
 
 
 class Net:
@@ -185,10 +187,19 @@ class MemoryDirectory:
         reason: str,
         bandwidth: float = 0.0,
         left: bool = False,
+        observes: bool = False,
     ) -> None:
         peer = self._transport.peer
         self._net.records.setdefault(run, {})[peer] = Entry(
-            peer, spec, ready, round, self._transport.dialable, bandwidth, accumulated, left=left
+            peer,
+            spec,
+            ready,
+            round,
+            self._transport.dialable,
+            bandwidth,
+            accumulated,
+            left=left,
+            observes=observes,
         )
 
     async def withdraw(self, run: str) -> None:

@@ -10,25 +10,39 @@ import torch
 from equipoise.averaging.aio.round_driver import group_of
 from equipoise.averaging.aio.transfer import Transfer
 from equipoise.averaging.manifest import Join, Manifest
+from equipoise.averaging.metrics import Report, values_of
 from equipoise.averaging.outcome import Outcome
 from equipoise.averaging.spec import RunSpec
 from equipoise.averaging.state import StateId
 from equipoise.averaging.statesync.update import EncodedMean
 from fakes.cluster import SPEC, Cluster
 from fakes.memory import FakeIdentity
+from fakes.vectors import averaged, decoded
 
 
 async def rounds(
-    cluster: Cluster, names: str, state: StateId, spec: RunSpec = SPEC, boast: str = ""
+    cluster: Cluster,
+    names: str,
+    state: StateId,
+    spec: RunSpec = SPEC,
+    boast: str = "",
+    reports: bool = False,
+    weight: float = 1.0,
 ) -> list[tuple[Outcome, torch.Tensor]]:
-    """One round of these peers, who hold that state, all of weight 1 but `boast`; what each has of it."""
+    """One round of these peers, who hold that state, all of one weight but `boast`; what each has of it.
+
+    With `reports`, each reports a score.
+    """
     size = spec.layout.size
 
     async def one(name: str) -> tuple[Outcome, torch.Tensor]:
         result = torch.empty(size)
         values = torch.randn(size, generator=torch.Generator().manual_seed(ord(name)))
         run = cluster.routers[name]._runs[spec.name]
-        return await run.average(values, result, 1e12 if name == boast else 1.0, 20.0, state), result
+        scores = values_of({"score": ord(name) / 7}) if reports else ()
+        reported = scores, Report(float(ord(name)), scores)
+        claimed = 1e12 if name == boast else weight
+        return await averaged(run, values, result, claimed, 20.0, state, *reported), result
 
     return await asyncio.gather(*map(one, names))
 
@@ -44,9 +58,9 @@ async def recovered(
     transfer: Transfer, after: StateId, circle: Iterable[str] = "", proved: bool = False
 ) -> tuple[Outcome, torch.Tensor, dict[str, int]]:
     """What comes of the mean after that state."""
-    result = torch.empty(transfer.values)
-    got = await transfer.recover(after, 20.0, lambda: result, frozenset(circle), proved)
-    return got.round, result, got.sources
+    stored = memoryview(bytearray(transfer.size))
+    got = await transfer.recover(after, 20.0, lambda: stored, frozenset(circle), proved)
+    return got.round, decoded(transfer._spec.layout, stored), got.sources
 
 
 def round_of(names: str, state: StateId, spec: RunSpec = SPEC) -> Manifest:

@@ -17,10 +17,13 @@ from typing import Any
 import msgspec
 import torch
 
+from equipoise.averaging.encoded_vector import EncodedVector
+from equipoise.averaging.metrics import Report, Values, averaged
 from equipoise.averaging.options import RunOptions
 from equipoise.averaging.outcome import Idle, NoPeers, Outcome, RunState
 from equipoise.averaging.state import StateId
 from equipoise.averaging.statesync.server import KEPT_MEANS
+from equipoise.averaging.strategy import parse_strategy
 from equipoise.averaging.weights import CAPPED, cap_of, counted_weights
 from equipoise.compression import parse_codec
 from equipoise.peer.control.messages import AgreeRun, JoinRun, LeaveRun, ReportAccumulated
@@ -60,6 +63,7 @@ class FakeSwarm:
         recover_seconds: And of a mean that was missed.
         gather_seconds: How long a group that could begin waits for those who are still computing.
         group_size: Most peers that average together in one round.
+        strategy: Spec of the runs' strategy; only `fakes.federated` forms groups by it.
         kept: Means that one who missed them can have, by the state that each leads on from.
         recovered: Who had which of them.
         spoils: Called with the round's number: whether its mean holds infinities, as sums of fp16 may.
@@ -74,6 +78,7 @@ class FakeSwarm:
         self.recover_seconds = 0.1
         self.gather_seconds = 1.0
         self.group_size = 16
+        self.strategy = "allreduce"
         self.lingers = False
         self.fails: Callable[[int, str], bool] = lambda number, peer: False
         self.spoils: Callable[[int], bool] = lambda number: False
@@ -81,7 +86,7 @@ class FakeSwarm:
         self.runs: dict[str, dict[str, FakeRun]] = {}
         self.rounds = 0
         self.bytes: Counter[str] = Counter()
-        self.kept: dict[StateId, tuple[Outcome, torch.Tensor]] = {}
+        self.kept: dict[StateId, tuple[Outcome, memoryview]] = {}
         self.recovered: list[tuple[str, StateId]] = []
         self._actors: dict[str, Actor] = {}
         self._scheduler = threading.Semaphore(0)
@@ -90,8 +95,12 @@ class FakeSwarm:
     def clock(self) -> float:
         return self.now
 
+    @property
+    def makes(self) -> type[FakeRun]:
+        return FakeRun
+
     def join(self, peer: str, name: str, tensors: Tensors) -> FakeRun:
-        run = FakeRun(self, peer, name, tensors)
+        run = self.makes(self, peer, name, tensors)
         self.runs.setdefault(run.key, {})[peer] = run
         return run
 
@@ -176,7 +185,7 @@ class FakeSwarm:
         self.rounds += 1
         outcome, mean = self._exchange(waiting)
         if outcome.state is not None and not all(self.fails(self.rounds, peer) for peer in waiting):
-            self.kept[outcome.state] = outcome, mean.clone()
+            self.kept[outcome.state] = outcome, mean
             for old in list(self.kept)[:-KEPT_MEANS]:
                 del self.kept[old]
         for peer, run in waiting.items():
@@ -189,28 +198,25 @@ class FakeSwarm:
             else:
                 run.end(msgspec.structs.replace(outcome, seconds=waited), mean)
 
-    def _exchange(self, group: Mapping[str, FakeRun]) -> tuple[Outcome, torch.Tensor]:
-        """The weighted mean, as the codec has it: the same bytes for all."""
+    def _exchange(self, group: Mapping[str, FakeRun]) -> tuple[Outcome, memoryview]:
+        """The weighted mean, encoded: the same bytes for all."""
         claimed = {peer: run.weight for peer, run in group.items() if run.weight > 0}
         counted = counted_weights(list(claimed.values()), (1 << len(claimed)) - 1, cap_of(CAPPED))
         weights = dict(zip(claimed, counted, strict=True))
         layout = next(iter(group.values()))._binding.stepping
-        mean, payloads = torch.zeros(layout.size), []
+        mean = memoryview(bytearray(layout.stored_size))
         for part in layout.cut([1.0], max(layout.size, 1)):
-            codec, out = layout.codec_of(part), mean[part.start : part.stop]
-            payloads.append(torch.empty(codec.encoded_size(part.size), dtype=torch.uint8))
+            codec, total = layout.codec_of(part), torch.zeros(part.size)
+            payload = memoryview(bytearray(codec.encoded_size(part.size)))
             for peer, weight in weights.items():
-                codec.encode(group[peer].contribution[part.start : part.stop], payloads[-1])
-                codec.accumulate(payloads[-1], weight, out)
-            codec.encode(out / torch.tensor(sum(weights.values()), dtype=torch.float32), payloads[-1])
-            codec.decode(payloads[-1], out)
-        payload = torch.cat(payloads)
-        if self.spoils(self.rounds):
-            mean[0] = torch.inf
-        sent = 2 * len(payload) * (len(group) - 1) // len(group)
+                EncodedVector(layout, memoryview(group[peer].contribution)).read(part, payload)
+                codec.accumulate(payload, weight, total)
+            codec.encode(total / torch.tensor(sum(weights.values()), dtype=torch.float32), payload)
+            EncodedVector(layout, mean).write(part, payload)
+        sent = 2 * layout.encoded_size * (len(group) - 1) // len(group)
         for peer in group:
             self.bytes[peer] += sent
-        content = hashlib.sha256(repr(sorted(weights.items())).encode() + payload.numpy().tobytes())
+        content = hashlib.sha256(repr(sorted(weights.items())).encode() + mean)
         return Outcome(
             ok=True,
             reason="all contributed",
@@ -223,6 +229,10 @@ class FakeSwarm:
             bytes_sent=sent,
             bytes_received=sent,
             states={peer: run.claim for peer, run in group.items() if run.claim is not None},
+            metrics=averaged(((weight, group[peer].metrics) for peer, weight in weights.items()), False),
+            evaluation=averaged(
+                ((one.weight, one.values) for run in group.values() if (one := run.evaluation)), False
+            ),
         ), mean
 
 
@@ -231,15 +241,20 @@ class FakeRun(Run):
 
     def __init__(self, swarm: FakeSwarm, peer: str, name: str, tensors: Tensors) -> None:
         self.swarm, self.peer_name = swarm, peer
-        binding, options = Binding(tensors, swarm.codec), RunOptions(group_size=swarm.group_size)
+        binding = Binding(tensors, swarm.codec)
+        options = RunOptions(group_size=swarm.group_size, strategy=parse_strategy(swarm.strategy).spec)
         link: Any = SimpleNamespace(
-            welcome=SimpleNamespace(peer_id=peer, home=""), start=self._start_request, ask=self._ask_request
+            welcome=SimpleNamespace(peer_id=peer, home=""),
+            start=self._start_request,
+            ask=self._ask_request,
+            clock=time.monotonic,
+            sleep=swarm.compute,
         )
         super().__init__(
             link,
-            JoinRun(name, options, binding.schema, binding.gradients, binding.values),
+            JoinRun(name, options, binding.schema, binding.gradients, binding.size),
             binding,
-            Region.create(2 * binding.values + 1024),
+            Region.create(2 * binding.size + 4096),
             lambda options, name, tensors: swarm.join(peer, name, tensors),
         )
         self._region.memory.close()
@@ -247,12 +262,14 @@ class FakeRun(Run):
         self.waiting = False
         self.waits_since = self.weight = 0.0
         self.claim: StateId | None = None
-        self.contribution = torch.empty(0)
+        self.metrics: Values = ()
+        self.evaluation: Report | None = None
+        self.contribution = b""
         self.reported = 0.0
         self.offered: tuple[StateId, bytes] | None = None
         self.wants: int | None = None
         self.ready_at = 0.0
-        self.ended: tuple[Outcome, torch.Tensor | None] | None = None
+        self.ended: tuple[Outcome, memoryview | None] | None = None
         self.offers = 0
         self.stands = 0
 
@@ -263,15 +280,15 @@ class FakeRun(Run):
 
     @property
     def size(self) -> int:
-        return self._binding.stepping.size
+        return self._binding.stepping.stored_size
 
     def others(self) -> list[FakeRun]:
         members = self.swarm.runs.get(self.key, {})
         return [run for peer, run in members.items() if peer != self.peer_name]
 
-    def agree(self, terms: Mapping[str, str], buffers: bool = False) -> None:
+    def agree(self, terms: Mapping[str, str], buffers: bool = False, observes: bool = False) -> None:
         self.swarm.runs[self.key].pop(self.peer_name)
-        super().agree(terms, buffers)
+        super().agree(terms, buffers, observes)
         self.terms = dict(terms)
         self.swarm.runs.setdefault(self.key, {})[self.peer_name] = self
 
@@ -306,15 +323,25 @@ class FakeRun(Run):
     ) -> Any:
         return FakeRecovery(self, after, timeout if patient else 0.0)
 
-    def end(self, outcome: Outcome, mean: torch.Tensor | None) -> None:
+    def end(self, outcome: Outcome, mean: memoryview | None) -> None:
         self.waiting = False
         self.ended = (outcome, mean)
         self.ready_at = self.swarm.now + self.swarm.round_seconds
 
-    def _start(self, purpose: str, weight: float, deadline: float, settle: Any, state: Any = None) -> Any:
+    def _start(
+        self,
+        purpose: str,
+        weight: float,
+        deadline: float,
+        settle: Any,
+        began: float,
+        state: Any = None,
+        *reported: Any,
+    ) -> Any:
         self.weight, self.claim, self.waiting, self.waits_since = weight, state, True, self.swarm.now
+        self.metrics, self.evaluation, _ = reported or ((), None, 0)
         self.stands = self.stands if state is None else state.epoch
-        self.contribution = self._region.contribution[: self.size].clone()
+        self.contribution = bytes(self._region.contribution[: self.size])
         self.ended = None
         self.pending = FakePending(self, settle, deadline - time.monotonic())  # type: ignore[assignment]
         return self.pending
@@ -358,8 +385,10 @@ class FakePending:
         failed = Outcome(ok=False, reason=self._stopped or "no group within 30 s", run=run.name), None
         self._outcome, mean = run.ended or failed
         if mean is not None:
-            run._region.result[: run.size].copy_(mean)
+            run._region.mean[: run.size] = mean
         self._settle(self._outcome)
+        if mean is not None and run.swarm.spoils(self._outcome.round):
+            next(iter(run.mean.values())).view(-1)[0] = torch.inf
         return self._outcome
 
 
@@ -438,5 +467,5 @@ class FakeRecovery:
         outcome, mean = found
         swarm.recovered.append((run.peer_name, self._after))
         run.stands = self._after.epoch + 1
-        values, buffers = run._binding.named(mean.clone())
+        values, buffers = run._binding.named(mean)
         return Recovered(round=outcome, values=values, buffers=buffers)

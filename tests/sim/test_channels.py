@@ -15,12 +15,14 @@ from simulator.world import Report, Scenario, World
 MEMBERS = 4
 
 
-def simulate(seed: int, faults: list[tuple[When, Fault]], leader: int = 0) -> tuple[Report, list[str]]:
-    """A round of four, each the owner of one part; what it came to, and all notes."""
-    group = group_of(range(MEMBERS), (1.0, 2.0, 3.0, 4.0), leader=leader)
+def simulate(
+    seed: int, faults: list[tuple[When, Fault]], leader: int = 0, members: int = MEMBERS
+) -> tuple[Report, list[str]]:
+    """Simulate a round of members that own one part each; return its report and all notes."""
+    group = group_of(range(members), (1.0, 2.0, 3.0, 4.0, 5.0, 6.0)[:members], leader=leader)
     starts = starts_of(Random(seed), group, 20.0)
     weather = Weather(latency=(0.0005, 0.01), transfer=(0.001, 0.1))
-    world = World(Scenario(seed, group, starts, weather, tuple(faults), core=0b1111))
+    world = World(Scenario(seed, group, starts, weather, tuple(faults), core=(1 << members) - 1))
     report = world.run()
     assert all(isinstance(end, Finish) for end in report.ends), seed
     return report, [note for process in world.processes.values() for note in process.member.machine.notes]
@@ -57,6 +59,36 @@ def test_who_holds_another_mean_than_the_others_chose_without_it_fetches_theirs_
         assert not [note for note in notes if "in phase commit" in note and "missing" in note], (seed, notes)
         assert report.seconds < 3.0, seed
     assert found > 5
+
+
+@pytest.mark.parametrize("members", [2, 3, 4, 6])
+@pytest.mark.parametrize("first", range(0, 300, 100))
+def test_a_member_whose_network_breaks_for_less_than_a_stall_costs_nobody_one(
+    members: int, first: int
+) -> None:
+    """All channels of one member break, during gather or near it, and come back one by one, as with its p2pd.
+
+    Means that overtook their proposal were refused and never sent again. Two members opened a ballot each, or one
+    opened a ballot that the others did not need, and no ballot had a majority.
+    """
+    for seed in range(first, first + 100):
+        chance = Random(f"network {seed}")
+        victim, leader = chance.randrange(members), chance.randrange(members)
+        gather = When(member=chance.randrange(members), phase="gather")
+        when = gather if chance.random() < 0.6 else When(step=chance.randint(20, 70))
+        seconds, noticed = chance.uniform(0.0, 1.6), chance.choice((0.01, 0.1, 1.0))
+        faults = [
+            (
+                when,
+                Fault(
+                    World.cut, ((victim, other), (other, victim)), seconds + chance.uniform(0, 0.3), noticed
+                ),
+            )
+            for other in {*range(members)} - {victim}
+        ]
+        _, notes = simulate(seed, faults, leader, members)
+        waits = [note for note in notes if "no progress" in note]
+        assert not [note for note in waits if members > 2 or "commit" in note], (seed, notes)
 
 
 def broken_at(frame: int, group: Group, every: bool = False) -> World:

@@ -4,27 +4,37 @@ from __future__ import annotations
 
 import pytest
 
-from simulator.gossip import mix, storm
+from simulator.gossip import mix, mixes_as_expected, storm
 
 PEERS, SEEDS = 64, 4
-
-SLACK = 0.75, 1.35
-"""For the mean of so few seeds; `scripts/simulate.py --what gossip --seeds 100` comes within a tenth."""
 
 
 def test_values_come_together_as_those_of_random_pairs_do() -> None:
     found = [mix(PEERS, "random", 4 * PEERS, seed) for seed in range(SEEDS)]
-    for rounds in (1, 2, 4):
-        error = sum(one.error[rounds * PEERS] for one in found) / SEEDS
-        # Least if peers pair off all at once again and again, most if two are drawn for each exchange.
-        least = ((PEERS / 2 - 1) / (PEERS - 1)) ** (2 * rounds)
-        most = (1 - 1 / (PEERS - 1)) ** (rounds * PEERS)
-        assert SLACK[0] * least <= error <= SLACK[1] * most, f"after {rounds * PEERS} exchanges"
+    error = {done: sum(one.error[done] for one in found) / SEEDS for done in (64, 128, 256)}
+    assert mixes_as_expected(error, PEERS), error
     assert not any(one.in_doubt for one in found)
 
 
-def test_an_exchange_takes_as_many_messages_whatever_the_number_of_peers() -> None:
-    few, many = (mix(peers, "random", 4 * peers, 0).messages for peers in (16, 64))
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({}, True),
+        ({64: 0.9 * 0.241}, False),
+        ({64: 1.1 * 0.360}, False),
+        ({128: 0.9 * 0.0585}, False),
+        ({128: 1.1 * 0.130}, False),
+        ({256: 0.9 * 0.0033}, False),
+        ({256: 1.1 * 0.0167}, False),
+    ],
+)
+def test_the_error_is_judged_by_what_random_pairs_come_to(changed: dict[int, float], expected: bool) -> None:
+    assert mixes_as_expected({64: 0.9 * 0.243, 128: 0.129, 256: 1.1 * 0.0165} | changed, PEERS) == expected
+
+
+@pytest.mark.parametrize("peers", [64, pytest.param(256, marks=pytest.mark.slow)])
+def test_an_exchange_takes_as_many_messages_whatever_the_number_of_peers(peers: int) -> None:
+    few, many = (mix(count, "random", 4 * count, 0).messages for count in (16, peers))
     assert many == pytest.approx(few, rel=0.25)
 
 

@@ -62,6 +62,10 @@ class Twin(AllReduce):
         assert actions == self.thorough.start(now)
         return actions
 
+    def wants_mean(self, sender: int, part: int, contributors: int) -> bool:
+        self.thorough.wants_mean(sender, part, contributors)  # It remembers which means it has refused.
+        return super().wants_mean(sender, part, contributors)
+
     def handle(self, event: Event, now: float) -> list[Action]:
         phase, deadline = self.phase, self.deadline
         actions = super().handle(event, now)

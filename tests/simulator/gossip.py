@@ -387,6 +387,21 @@ class Mixing:
     messages: float
 
 
+def mixes_as_expected(error: dict[int, float], peers: int) -> bool:
+    """True if errors of `Mixing`, averaged over seeds, are those of random pairs, give or take a tenth.
+
+    Args:
+        error: After `peers` exchanges, twice as many, and so on.
+        peers: Number of peers.
+    """
+    bounds = {}
+    for done in error:
+        # Least if all peers pair off at once again and again, most if two are drawn for each exchange (Boyd 2006).
+        least = ((peers / 2 - 1) / (peers - 1)) ** (2 * done / peers)
+        bounds[done] = 0.9 * least, 1.1 * (1 - 1 / (peers - 1)) ** done
+    return all(bounds[done][0] <= found <= bounds[done][1] for done, found in error.items())
+
+
 def mix(peers: int, topology: str, exchanges: int, seed: int) -> Mixing:
     """Have peers that know each other exchange; the error is taken after `peers` exchanges, twice as many, and so on.
 

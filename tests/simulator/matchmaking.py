@@ -47,6 +47,8 @@ class Record:
     accumulated: float = 0.0
     credential: bytes = b""
     left: bool = False
+    tags: tuple[str, ...] = ()
+    observes: bool = False
 
 
 @dataclass(frozen=True, slots=True)

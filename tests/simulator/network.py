@@ -1,6 +1,6 @@
 """The network of a simulated world: when what is sent arrives, what a break delays, and who is told.
 
-Each end of a link has the product's own session and send queue (`aio.outbox.PeerChannels`), so frames are numbered,
+Each end of a link has the product's own session and send queue (`session.outbox.Outbox`), so frames are numbered,
 acknowledged and written again by the code that the daemon runs. A break loses what is under way; the session brings it
 by the next channel. Control frames overtake bulk that has not been written yet.
 """

@@ -1,0 +1,210 @@
+"""The closing of a group: the coordinator's policy of when, and of which peers to wait for, for each kind of run."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence, Set
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from equipoise.averaging.draw import Drawn, draw
+from equipoise.averaging.matchmaking import messages as wire
+from equipoise.averaging.matchmaking.group_builder import GroupBuilder, Limit, StragglerWait
+from equipoise.averaging.state import StateId
+from equipoise.averaging.timing import (
+    HOLD_SECONDS,
+    KEEPALIVE,
+    PATIENT_KEEPALIVE,
+    REDRAWN_SECONDS,
+)
+
+if TYPE_CHECKING:
+    from equipoise.averaging.strategy import Federated
+
+MAX_NAMED = 3
+"""Most peers that a reason names, so that it fits on a line."""
+
+MAX_DRAWS = 8
+"""Most states whose draw is remembered, with the time at which each peer was drawn."""
+
+
+def named(peers: Sequence[str]) -> str:
+    """Name the first peers, and tell how many more there are."""
+    more = f" and {len(peers) - MAX_NAMED} more" if len(peers) > MAX_NAMED else ""
+    return ", ".join(peers[:MAX_NAMED]) + more
+
+
+class Awaited(NamedTuple):
+    """The peers that a group is for, and those of them that it still waits for."""
+
+    expected: Set[str]
+    missing: Set[str]
+
+
+class View(Protocol):
+    """The coordinator's view of the run, as a policy sees it."""
+
+    @property
+    def group_size(self) -> int:
+        """Most members of a group."""
+
+    @property
+    def straggler_wait(self) -> StragglerWait:
+        """The lateness of the last peers of past rounds."""
+
+    def live(self, tags: Iterable[str]) -> tuple[str, ...]:
+        """The live peers that may be drawn, sorted: those that carry all these tags, and train."""
+
+    def expected(self, round: int, now: float) -> set[str]:
+        """The members of the coordinator's planned group that are worth waiting for."""
+
+    def is_past(self, round: int, now: float) -> bool:
+        """True if most of the peers with which rounds were shared are beyond the round."""
+
+
+class ClosePolicy(ABC):
+    """Decides when a coordinator closes its groups.
+
+    Attributes:
+        keepalive: Seconds between a coordinator's messages to a parked peer.
+        hold: Most seconds that one coordinator may cost a search once a group is possible.
+        patient: Whether peers wait for minutes for others that compute. Such a wait shows no fault of the coordinator.
+        reserve: Seconds of a search's patience that its trainer keeps for the exchange.
+    """
+
+    keepalive = KEEPALIVE
+    hold = HOLD_SECONDS
+    patient = False
+    reserve = 0.0
+
+    def __init__(self, view: View) -> None:
+        self._view = view
+
+    @abstractmethod
+    def awaited(self, gathering: GroupBuilder, now: float) -> Awaited:
+        """The peers that the coordinator waits for before it closes the group."""
+
+    @abstractmethod
+    def limit(self, gathering: GroupBuilder, now: float) -> Limit:
+        """The time at which the group closes without the missing peers, if it can be a group."""
+
+    @abstractmethod
+    def draw(self, state: StateId | None, now: float) -> Drawn:
+        """The peers that train from a state, and the live ones, as far as this peer sees."""
+
+    def holds(self, gathering: GroupBuilder, now: float) -> bool:
+        """True if the group must not close now, with any number of joins."""
+        return False
+
+    def standing(self, gathering: GroupBuilder, now: float) -> wire.Standing | None:
+        """The coordinator's word to the parked peers about the round; None if it says numbers only."""
+        return None
+
+    def describe(self, gathering: GroupBuilder, expected: Set[str]) -> str:
+        """Describe the parked joins, and what the group waits for, in one line."""
+        missing = sorted(expected - gathering.parked.keys())
+        waits = f", waits for {named(missing)}" if missing else ""
+        in_all = len(expected | gathering.parked.keys())
+        why = self._view.straggler_wait.reason
+        return f"this peer coordinates: {len(gathering.parked)} of {in_all} are in{waits}; {why}"
+
+
+class LearntWait(ClosePolicy):
+    """Groups of peers that are in step: a group closes when waiting longer does not pay, by how late peers were."""
+
+    def awaited(self, gathering: GroupBuilder, now: float) -> Awaited:
+        """See `ClosePolicy.awaited`."""
+        expected = self._view.expected(gathering.round, now)
+        return Awaited(expected, expected - gathering.parked.keys())
+
+    def limit(self, gathering: GroupBuilder, now: float) -> Limit:
+        """See `ClosePolicy.limit`."""
+        learnt, patience = self._view.straggler_wait, gathering.out_of_patience()
+        waited = float("inf") if gathering.opened is None else gathering.opened + learnt.wait
+        why = f"waited {learnt.reason}" if waited <= patience else "half of them have spent half their time"
+        return Limit(min(waited, patience), why, waited)
+
+    def draw(self, state: StateId | None, now: float) -> Drawn:
+        """See `ClosePolicy.draw`: all live peers train."""
+        live = self._view.live(())
+        return Drawn(live, live)
+
+
+class QuorumAndGrace(ClosePolicy):
+    """Federated rounds: a round closes when all drawn peers are in, or some seconds after its quorum is.
+
+    A round of peers that only attend introduces newcomers to each other, and changes nothing: it closes as any group
+    does.
+    """
+
+    keepalive = PATIENT_KEEPALIVE
+    patient = True
+
+    def __init__(self, view: View, strategy: Federated) -> None:
+        super().__init__(view)
+        self.hold, self.reserve = strategy.grace + HOLD_SECONDS, strategy.reserve
+        self._strategy = strategy
+        self._introducing = LearntWait(view)
+        self._drawn_for: tuple[StateId | None, tuple[str, ...]] = (None, ())
+        self._drawn = Drawn((), ())
+        self._since: dict[StateId | None, dict[str, float]] = {}
+
+    def awaited(self, gathering: GroupBuilder, now: float) -> Awaited:
+        """See `ClosePolicy.awaited`."""
+        if gathering.introduces:
+            return self._introducing.awaited(gathering, now)
+        state = gathering.state
+        drawn = self.draw(state, now).peers
+        since = self._since[state]
+        return Awaited(
+            set(drawn), {peer for peer in drawn if not self._is_in(gathering, peer, since[peer], now)}
+        )
+
+    def limit(self, gathering: GroupBuilder, now: float) -> Limit:
+        """See `ClosePolicy.limit`."""
+        if gathering.introduces:
+            return self._introducing.limit(gathering, now)
+        quorum, grace = self._strategy.quorum, self._strategy.grace
+        arrived = sorted(gathering.parked[peer].arrived for peer in gathering.contributors)
+        reached = arrived[quorum - 1] if len(arrived) >= quorum else float("inf")
+        return Limit(reached + grace, f"{len(arrived)} are in, {grace:g} s after the quorum of {quorum}")
+
+    def draw(self, state: StateId | None, now: float) -> Drawn:
+        """See `ClosePolicy.draw`."""
+        strategy, live = self._strategy, self._view.live(self._strategy.tags)
+        if (state, live) != self._drawn_for:
+            # Fewer than the quorum could only fail. Where peers die, others take their places.
+            minimum = max(strategy.minimum, strategy.quorum, len(self._since.get(state, ())))
+            seed = "" if state is None else state.lineage
+            peers = draw(live, seed, fraction=strategy.fraction, minimum=minimum)
+            self._drawn_for, self._drawn = (state, live), Drawn(peers[: self._view.group_size], live)
+            self._note(state, self._drawn.peers, now)
+        return self._drawn
+
+    def holds(self, gathering: GroupBuilder, now: float) -> bool:
+        """See `ClosePolicy.holds`: late peers form no round of their own for a state that the others have left."""
+        return self._view.is_past(gathering.round, now)
+
+    def standing(self, gathering: GroupBuilder, now: float) -> wire.Standing | None:
+        """See `ClosePolicy.standing`."""
+        state = gathering.state
+        return wire.Standing(state, self.draw(state, now).peers, gathering.contributors)
+
+    def describe(self, gathering: GroupBuilder, expected: Set[str]) -> str:
+        """See `ClosePolicy.describe`."""
+        counted = f"{len(gathering.contributors)} of {self._strategy.quorum} contributions"
+        return f"{counted}, {len(expected)} drawn, {len(gathering.parked)} here"
+
+    def _note(self, state: StateId | None, drawn: tuple[str, ...], now: float) -> None:
+        """Remember since when each peer is drawn."""
+        before = self._since.pop(state, {})
+        self._since[state] = {peer: before.get(peer, now) for peer in drawn}
+        if len(self._since) > MAX_DRAWS:
+            del self._since[next(iter(self._since))]
+
+    def _is_in(self, gathering: GroupBuilder, peer: str, since: float, now: float) -> bool:
+        """True if the peer contributes, or observes though it knew that it was drawn."""
+        parked = gathering.parked.get(peer)
+        if parked is None:
+            return False
+        knew = parked.arrived >= since or now >= since + REDRAWN_SECONDS
+        return peer in gathering.contributors or knew

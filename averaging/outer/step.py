@@ -1,0 +1,101 @@
+"""The base of outer steps: their spec, and their memory of each parameter."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from equipoise.compression.grammar import canonical
+
+
+class Outer(Protocol):
+    """An outer step and what it remembers; bit for bit the same on all peers that are given the same means."""
+
+    def __str__(self) -> str:
+        """The canonical spec, name and hyperparameters: what peers must have alike."""
+
+    def step(self, agreed: Mapping[str, torch.Tensor], mean: Mapping[str, torch.Tensor]) -> None:
+        """Take the agreed parameters one step further, in place.
+
+        Args:
+            agreed: f32 or f64, by name: the parameters on which all peers agreed last.
+            mean: Like `agreed`: the mean over the peers of agreed parameters minus own ones.
+        """
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return its memory."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Remember what another did."""
+
+
+class OuterStep(ABC):
+    """An outer step that treats every value alike, and remembers `moments` of the parameters, 0 at first.
+
+    Every operation takes whole tensors and is rounded on its own. `alpha=`, `addcmul`, `addcdiv` and `lerp` are not
+    used: devices differ in whether they fuse them. Nor is a tensor divided by a number, which some multiply by its
+    reciprocal.
+
+    Attributes:
+        spec: The canonical spec.
+        moments: The names of the moments in the state.
+    """
+
+    moments: tuple[str, ...] = ()
+
+    def __init__(self, name: str, **options: float) -> None:
+        self.spec = canonical(name, options)
+        self._kept: dict[str, dict[str, torch.Tensor]] = {moment: {} for moment in self.moments}
+
+    def __str__(self) -> str:
+        return self.spec
+
+    def step(self, agreed: Mapping[str, torch.Tensor], mean: Mapping[str, torch.Tensor]) -> None:
+        """See `Outer`."""
+        for name, parameter in agreed.items():
+            for kept in self._kept.values():
+                # Those of a checkpoint, or of another peer, come on the CPU.
+                found = kept.get(name)
+                kept[name] = torch.zeros_like(parameter) if found is None else found.to(parameter.device)
+            self.move(parameter, mean[name], [kept[name] for kept in self._kept.values()])
+
+    @abstractmethod
+    def move(self, parameter: torch.Tensor, mean: torch.Tensor, moments: Sequence[torch.Tensor]) -> None:
+        """Change one parameter by the mean of what it has moved back by, and its moments, in place."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The moments, by the names of the parameters."""
+        return {moment: dict(kept) for moment, kept in self._kept.items()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take on another's moments."""
+        self._kept = {moment: dict(state_dict[moment]) for moment in self.moments}
+
+
+def root(values: torch.Tensor) -> torch.Tensor:
+    """The square roots of f32 or f64 values; of f32 correctly rounded on every processor.
+
+    torch's own roots of f32 may be off by the last bit, by another one elsewhere. No root of an f32 lies so close to
+    the middle between two of them that an error of the last bit of an f64 would count.
+    """
+    return values.double().sqrt().to(values.dtype)
+
+
+def above_zero(name: str, value: float) -> float:
+    """Return a hyperparameter that is a finite number above 0; raise ValueError for any other."""
+    return _in_range(name, value, math.ulp(0.0), math.inf, "a finite number above 0")
+
+
+def below_one(name: str, value: float) -> float:
+    """Return a hyperparameter that is a number from 0 to below 1; raise ValueError for any other."""
+    return _in_range(name, value, 0.0, 1.0, "a number from 0 to below 1")
+
+
+def _in_range(name: str, value: float, least: float, below: float, expected: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < below:
+        raise ValueError(f"{name}: expected {expected}, got {value!r}")
+    return float(value)

@@ -1,0 +1,76 @@
+"""The mean of the middle values, which the rules share that rank the contributions to each value.
+
+The rows are sorted by a network of comparisons, each one a minimum and a maximum of two whole rows: merge exchange
+(Batcher 1968; Knuth, The Art of Computer Programming, volume 3, section 5.2.2, algorithm M). It is about twenty times
+as fast as sorting each value's few contributions, and its result depends on no thread and no order of equal values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+
+from equipoise.averaging.rules.rule import Reduced
+from equipoise.compression.late_torch import torch
+
+CHUNK_VALUES = 64 * 1024
+"""Values of a row that are sorted at a time: all rows of a chunk stay in the processor's caches."""
+
+
+def mean_of_middle(rows: torch.Tensor, drop: int) -> Reduced:
+    """Return the unweighted mean of each value's contributions without the `drop` lowest and `drop` highest.
+
+    The mean adds in ascending order. NaN in a row makes the value NaN. A row's score is its share of the values that
+    were kept: of n rows of which one is always dropped, that one scores 0.
+
+    Args:
+        rows: f32 or f64 [n, d], n > 2 drop. They are not changed.
+        drop: At least 0.
+    """
+    count, size = rows.shape
+    values, kept = torch.empty_like(rows[0]), torch.zeros(count, dtype=torch.float64)
+    divisor = rows.new_tensor(count - 2 * drop)  # By a plain number some devices multiply by the reciprocal.
+    memory = rows.new_empty(count + 1, min(size, CHUNK_VALUES))
+    for start in range(0, size, CHUNK_VALUES):
+        chunk = rows[:, start : start + CHUNK_VALUES]
+        middle = _sorted(chunk, memory[:, : chunk.shape[1]])[drop : count - drop]
+        for at, row in enumerate(chunk):
+            kept[at] += int(torch.count_nonzero((row >= middle[0]) & (row <= middle[-1])))
+        total = torch.zeros_like(chunk[0])  # Which also makes one zero of the two that floats have.
+        for row in middle:
+            total += row
+        torch.div(total, divisor, out=values[start : start + CHUNK_VALUES])
+    total_kept = kept.sum()
+    return Reduced(values, kept / total_kept if total_kept else torch.full_like(kept, 1 / count))
+
+
+def _sorted(rows: torch.Tensor, memory: torch.Tensor) -> list[torch.Tensor]:
+    """The rows, sorted value by value, ascending: [d] each, in `memory` [n + 1, d]."""
+    *lanes, spare = memory
+    memory[:-1].copy_(rows)
+    for low, high in _comparisons(len(rows)):
+        torch.minimum(lanes[low], lanes[high], out=spare)
+        torch.maximum(lanes[low], lanes[high], out=lanes[high])
+        lanes[low], spare = spare, lanes[low]
+    return lanes
+
+
+@lru_cache(maxsize=64)
+def _comparisons(count: int) -> tuple[tuple[int, int], ...]:
+    """The lanes that a network for `count` values compares, in order; the lower value goes to the first."""
+
+    def network() -> Iterator[tuple[int, int]]:
+        top = 1 << max(count - 1, 1).bit_length() - 1
+        width = top
+        while width:
+            half, rest, distance = top, 0, width
+            while True:
+                yield from (
+                    (lane, lane + distance) for lane in range(count - distance) if lane & width == rest
+                )
+                if half == width:
+                    break
+                distance, half, rest = half - width, half // 2, width
+            width //= 2
+
+    return tuple(network())

@@ -1,0 +1,59 @@
+"""What a peer can send, from a counter of what was delivered."""
+
+from __future__ import annotations
+
+import pytest
+
+from equipoise.averaging.aio.bandwidth import FAST, MIN_BYTES, WINDOW_SECONDS, Bandwidth
+
+
+def send(bandwidth: Bandwidth, rate: float, seconds: float, at: float = 0.0, swallowed: int = 0) -> float:
+    """One burst at `rate` bytes per second, sampled every 50 ms; returns when it ended."""
+    start, now = at, at
+    while now < start + seconds:
+        bandwidth.observe(
+            now, int(1e9 * start) + (swallowed if now > start else 0) + int(rate * (now - start))
+        )
+        now += 0.05
+    bandwidth.end_burst(now, int(1e9 * start) + swallowed + int(rate * (now - start)))
+    return now
+
+
+def test_nothing_is_known_before_anything_was_sent() -> None:
+    assert Bandwidth().estimate == 0.0
+
+
+@pytest.mark.parametrize("rate", [1e6 * 8, 25e6, 6.25e6])
+def test_a_steady_link_is_measured(rate: float) -> None:
+    bandwidth = Bandwidth()
+    send(bandwidth, rate, 1.0)
+    assert bandwidth.estimate == pytest.approx(rate, rel=0.02)
+
+
+def test_a_link_that_slows_down_is_known_after_three_bursts() -> None:
+    bandwidth, now = Bandwidth(), 0.0
+    now = send(bandwidth, 100e6, 1.0)
+    for _ in range(3):
+        now = send(bandwidth, 10e6, 1.0, now + 1)
+    assert bandwidth.estimate == pytest.approx(10e6 + 90e6 / 8, rel=0.02)
+
+
+def test_equal_fast_links_count_as_equal() -> None:
+    one, other = Bandwidth(), Bandwidth()
+    send(one, 0.9e9, 0.2)
+    send(other, 2.4e9, 0.06)
+    assert one.estimate == other.estimate == FAST
+
+
+def test_a_burst_shorter_than_a_window_counts_as_a_whole() -> None:
+    bandwidth = Bandwidth()
+    bandwidth.observe(0.0, 0)
+    bandwidth.end_burst(WINDOW_SECONDS / 2, 4 * MIN_BYTES)
+    assert bandwidth.estimate == pytest.approx(4 * MIN_BYTES / (WINDOW_SECONDS / 2))
+
+
+def test_a_few_bytes_say_nothing() -> None:
+    bandwidth = Bandwidth()
+    bandwidth.observe(0.0, 0)
+    bandwidth.end_burst(5.0, MIN_BYTES - 1)
+    assert bandwidth.estimate == 0.0

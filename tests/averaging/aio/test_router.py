@@ -1,0 +1,673 @@
+"""Runs and rounds through the asyncio drivers, over a network in memory."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from concurrent.futures import Executor, Future
+from typing import Any
+
+import pytest
+import torch
+
+from equipoise.averaging.aio import sessions
+from equipoise.averaging.aio.round_buffers import Reduction
+from equipoise.averaging.aio.round_driver import ROUND_FRAME, RoundDriver, Rounds, Task
+from equipoise.averaging.aio.router import Router
+from equipoise.averaging.aio.run_driver import RunDriver
+from equipoise.averaging.allreduce import messages as wire
+from equipoise.averaging.encoded_vector import Vectors
+from equipoise.averaging.manifest import Manifest
+from equipoise.averaging.options import RunOptions
+from equipoise.averaging.outcome import Exchanging, Gathering, Idle, NoPeers, Outcome
+from equipoise.averaging.schema import Schema
+from equipoise.averaging.spec import RunSpec
+from equipoise.averaging.state import StateId
+from equipoise.compression.device_reduce import DeviceReducer
+from fakes.cluster import company
+from fakes.memory import FakeIdentity, Net
+from fakes.vectors import averaged, encoded
+
+
+def spec_of(size: int, name: str = "run", terms: dict[str, str] | None = None, **options: object) -> RunSpec:
+    schema = Schema.of({"w": torch.zeros(size)})
+    return RunSpec.create(name, schema, RunOptions(**{"codec": "fp32", "part_values": 256, **options}), terms)
+
+
+class Cluster:
+    """Hubs on one network in memory."""
+
+    def __init__(self) -> None:
+        self.net = Net()
+        self.routers: dict[str, Router] = {}
+
+    def add(self, name: str, dialable: bool = True, bandwidth: float = 0.0, **options) -> Router:
+        transport, directory = self.net.peer(name, dialable)
+        self.routers[name] = Router(transport, directory, FakeIdentity(name), bandwidth, **options)
+        return self.routers[name]
+
+    async def stop(self) -> None:
+        await asyncio.gather(*(router.stop() for router in self.routers.values()))
+
+
+@pytest.fixture
+async def cluster() -> AsyncIterator[Cluster]:
+    cluster = Cluster()
+    yield cluster
+    await cluster.stop()
+
+
+@pytest.fixture
+def rounds(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Router, RoundDriver, Manifest]]:
+    """What begins: one of each member of each round."""
+    begun, begin = [], Rounds.begin
+
+    def watched(table: Rounds, task: Task, keep: Callable[..., None]) -> RoundDriver:
+        router = next(router for router in cluster.routers.values() if router._rounds is table)
+        begun.append((router, begin(table, task, keep), task.manifest))
+        return begun[-1][1]
+
+    monkeypatch.setattr(Rounds, "begin", watched)
+    return begun
+
+
+async def joined(cluster: Cluster, spec: RunSpec, names: Sequence[str]) -> list[RunDriver]:
+    runs = [await cluster.routers[name].join(spec) for name in names]
+    await company(runs)
+    return runs
+
+
+async def together(runs: Sequence[RunDriver]) -> list[Outcome]:
+    """One round, the contents of which do not matter."""
+    size = runs[0].spec.layout.size
+    return await asyncio.gather(
+        *(averaged(run, torch.ones(size), torch.zeros(size), 1.0, 20.0) for run in runs)
+    )
+
+
+async def average(cluster: Cluster, spec: RunSpec, weights: dict[str, float], timeout: float = 20.0):
+    """One round of all named peers; returns (contributions, results, outcomes) by name."""
+    size = spec.layout.size
+    values = {
+        name: torch.randn(size, generator=torch.Generator().manual_seed(i)) for i, name in enumerate(weights)
+    }
+    results = {name: torch.zeros(size) for name in weights}
+    runs = {name: await cluster.routers[name].join(spec) for name in weights}
+    await company(runs.values())
+    outcomes = await asyncio.gather(
+        *(averaged(runs[name], values[name], results[name], weights[name], timeout) for name in weights)
+    )
+    return values, results, dict(zip(weights, outcomes, strict=True))
+
+
+def expected_mean(values: dict[str, torch.Tensor], outcome: Outcome) -> torch.Tensor:
+    total = sum(outcome.contributors.values())
+    shares = [values[name].double() * weight / total for name, weight in outcome.contributors.items()]
+    return torch.stack(shares).sum(0)
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize("codec", ["fp32", "int8"])
+async def test_every_member_ends_with_the_same_weighted_mean(cluster: Cluster, size: int, codec: str) -> None:
+    weights = {f"peer{index}": 1.0 + index for index in range(size)}
+    for name in weights:
+        cluster.add(name)
+    values, results, outcomes = await average(cluster, spec_of(5000, codec=codec), weights)
+    first = outcomes["peer0"]
+    for name, outcome in outcomes.items():
+        assert outcome.ok, outcome.reason
+        assert outcome.contributors == weights
+        assert outcome.digest == first.digest
+        assert torch.equal(results[name], results["peer0"])
+    error = (results["peer0"].double() - expected_mean(values, first)).norm() / expected_mean(
+        values, first
+    ).norm()
+    assert error <= (1e-6 if codec == "fp32" else 0.010)
+
+
+@pytest.mark.parametrize(("rule", "counts"), [("capped:10", 10.0), ("any", 1e12)])
+async def test_a_weight_of_a_million_millions_counts_as_ten_beside_three_of_one(
+    cluster: Cluster, rule: str, counts: float
+) -> None:
+    weights = {"boast": 1e12, "peer1": 1.0, "peer2": 1.0, "peer3": 1.0}
+    for name in weights:
+        cluster.add(name)
+    values, results, outcomes = await average(cluster, spec_of(5000, weights=rule), weights)
+    for name, outcome in outcomes.items():
+        assert outcome.ok, outcome.reason
+        assert outcome.contributors == {**weights, "boast": counts}
+        assert outcome.capped == ({"boast": 1e12} if rule != "any" else {})
+        assert outcome.digest == outcomes["boast"].digest
+        torch.testing.assert_close(results[name].double(), expected_mean(values, outcome))
+
+
+async def test_a_group_comes_about_once_one_of_those_who_wait_can_be_dialled(cluster: Cluster) -> None:
+    for name in ("one", "two"):
+        cluster.add(name, dialable=False)
+    spec = spec_of(1000)
+    rounds = asyncio.create_task(average(cluster, spec, {"one": 1.0, "two": 1.0}))
+    await cluster.net.ready(spec.name, ["one", "two"])
+    cluster.net.transports["one"]._dialable = True
+    values, results, outcomes = await rounds
+    for name, outcome in outcomes.items():
+        assert outcome.ok, outcome.reason
+        torch.testing.assert_close(
+            results[name].double(), expected_mean(values, outcome), atol=1e-5, rtol=1e-5
+        )
+
+
+async def compare(cluster: Cluster, specs: dict[str, RunSpec]) -> dict[str, RunDriver]:
+    """Peers that join one after the other and have heard of each other what they need."""
+    runs = {}
+    for number, (name, spec) in enumerate(specs.items()):
+        cluster.add(name)
+        runs[name] = await cluster.routers[name].join(spec)
+        # As if a second apart: a busy machine may hold an answer up for longer than a join takes.
+        runs[name]._spec_diff._began -= len(specs) - number
+        await cluster.net.acquainted(spec.name, list(runs))
+    return runs
+
+
+async def test_those_who_differ_say_how_and_the_later_one_objects(cluster: Cluster) -> None:
+    small, large = (spec_of(1000, terms={"target batch size": size}) for size in ("2048", "4096"))
+    runs = await compare(cluster, {"first": large, "second": small})
+    objection = await runs["second"].objection(10.0)
+    assert objection == "a peer that is there has another spec: target batch size: here 2048, there 4096"
+    assert await runs["first"].objection(10.0) == ""
+    assert runs["first"].difference("second") == "target batch size: here 4096, there 2048"
+    for run in runs.values():
+        assert isinstance(run.state, NoPeers)
+        assert "target batch size" in run.state.reason
+        assert run.reason == run.state.reason
+    outcome = await averaged(runs["first"], torch.zeros(1000), torch.zeros(1000), 1.0, 0.05)
+    assert "1 peer of this name has another spec: target batch size: here 4096" in outcome.reason
+
+
+async def test_a_tensor_that_differs_is_named_to_both(cluster: Cluster) -> None:
+    runs = await compare(cluster, {"one": spec_of(1000), "two": spec_of(1001)})
+    for run in runs.values():
+        await run.objection(10.0)
+    assert "here 'w' float32 [1000], there 'w' float32 [1001]" in runs["one"].reason
+    assert "here 'w' float32 [1001], there 'w' float32 [1000]" in runs["two"].reason
+
+
+async def test_a_dead_peers_record_turns_nobody_away(cluster: Cluster) -> None:
+    await compare(cluster, {"dead": spec_of(1000)})
+    cluster.net.kill("dead")
+    cluster.add("late")
+    late = await cluster.routers["late"].join(spec_of(1001))
+    assert await late.objection(10.0) == ""
+    assert late.reason == "1 peer of this name has another spec: how it differs has not been said"
+
+
+async def test_states_are_told_to_the_group_and_signed(cluster: Cluster) -> None:
+    held = {"one": StateId(3, "a" * 64), "two": StateId(3, "a" * 64), "new": None}
+    spec = spec_of(1000)
+    runs = {}
+    for name in held:
+        cluster.add(name)
+        runs[name] = await cluster.routers[name].join(spec)
+    await company(runs.values())
+    outcomes = await asyncio.gather(
+        *(
+            averaged(runs[name], torch.ones(1000), torch.zeros(1000), 1.0 if state else 0.0, 20.0, state)
+            for name, state in held.items()
+        )
+    )
+    for outcome in outcomes:
+        assert outcome.ok, outcome.reason
+        assert outcome.states == {name: state for name, state in held.items() if state is not None}
+        assert outcome.state == StateId(3, "a" * 64)
+
+
+async def test_a_cut_channel_keeps_nobody_out_of_the_next_round(cluster: Cluster) -> None:
+    weights = {"one": 1.0, "two": 1.0, "three": 1.0}
+    for name in weights:
+        cluster.add(name)
+    runs = await joined(cluster, spec_of(1000), list(weights))
+    for cut in itertools.combinations(weights, 2):
+        assert all(outcome.ok for outcome in await together(runs))
+        for channel in list(cluster.net.transports[cut[0]].channels):
+            if channel.peer == cut[1]:
+                channel.close()
+        outcomes = await together(runs)
+        assert [len(outcome.group) for outcome in outcomes] == [3, 3, 3], cut
+
+
+async def test_channels_are_kept_from_round_to_round(cluster: Cluster) -> None:
+    for name in "abc":
+        cluster.add(name)
+    runs = await joined(cluster, spec_of(1000), "abc")
+    opened = []
+    for _ in range(5):
+        assert all(outcome.ok for outcome in await together(runs))
+        opened.append([list(cluster.net.transports[name].channels) for name in "abc"])
+    assert opened == opened[:1] * 5
+    assert not any(channel.closed for channels in opened[0] for channel in channels)
+
+
+@pytest.mark.parametrize("told", [0.0, 5e6], ids=["measured", "told"])
+async def test_joins_and_records_say_what_a_peer_can_send(
+    cluster: Cluster,
+    rounds: list[tuple[Router, RoundDriver, Manifest]],
+    monkeypatch: pytest.MonkeyPatch,
+    told: float,
+) -> None:
+    monkeypatch.setattr(sessions, "METER_SECONDS", 0.0)
+    for name in "ab":
+        cluster.add(name, bandwidth=told)
+    spec = spec_of(400_000, part_values=4096)
+    runs = await joined(cluster, spec, "ab")
+    for _ in range(3):
+        for run in runs:
+            run.report_accumulated(1.0)  # Is announced at once.
+        assert all(outcome.ok for outcome in await together(runs))
+    said = [[join.bandwidth for join in manifest.members] for _, _, manifest in rounds[::2]]
+    said.append([record.bandwidth for record in cluster.net.records[spec.name].values()])
+    assert said[0] == [told, told], "nothing has been measured yet"
+    for last in said[-2:]:
+        assert last == [told, told] if told else min(last) > 0, said
+
+
+async def test_only_a_members_values_take_memory_of_a_round(
+    cluster: Cluster, rounds: list[tuple[Router, RoundDriver, Manifest]]
+) -> None:
+    for name in "ab":
+        cluster.add(name)
+    await together(await joined(cluster, spec_of(1000), "ab"))
+    for router, round, manifest in rounds:
+        header = ROUND_FRAME + round.id + wire.encode(wire.Contribution(0))
+        size = 4 * (round.group.parts[0].stop - round.group.parts[0].start)
+        (other,) = set(manifest.peers) - {router._sessions.peer}
+        assert not router._sessions.is_scratch(router.place(other, header, size))
+        assert router._sessions.is_scratch(router.place("stranger", header, size))
+
+
+async def test_observers_and_undialable_peers_take_part(cluster: Cluster) -> None:
+    weights = {"client": 2.0, "observer": 0.0, "public": 1.0, "second": 1.0}
+    for name in weights:
+        cluster.add(name, dialable=name != "client")
+    values, results, outcomes = await average(cluster, spec_of(3000), weights)
+    for name, outcome in outcomes.items():
+        assert outcome.ok, outcome.reason
+        assert set(outcome.contributors) == {"client", "public", "second"}
+        torch.testing.assert_close(
+            results[name].double(), expected_mean(values, outcome), rtol=1e-6, atol=1e-6
+        )
+
+
+@pytest.mark.parametrize("early", [True, False])
+async def test_undialable_members_hear_nothing_of_each_other(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, early: bool
+) -> None:
+    """What one says to another nevertheless, over a channel that was open before, disturbs nobody."""
+    spec = spec_of(5000)
+    for name in ("a", "b", "client", "other"):
+        cluster.add(name, dialable=name in "ab")
+    begin, router = Rounds.begin, cluster.routers["client"]
+
+    def overheard(table: Rounds, task: Task, keep: Callable[..., None]) -> RoundDriver:
+        heartbeat = ROUND_FRAME + task.manifest.id + wire.encode(wire.Heartbeat())
+        if table is not router._rounds:
+            return begin(table, task, keep)
+        if early:
+            router.frame("other", heartbeat, memoryview(b""))
+        round = begin(table, task, keep)
+        router.frame("other", heartbeat, memoryview(b""))
+        return round
+
+    monkeypatch.setattr(Rounds, "begin", overheard)
+    values, results, outcomes = await average(cluster, spec, dict.fromkeys(cluster.routers, 1.0))
+    for name, outcome in outcomes.items():
+        assert outcome.ok, outcome.reason
+        assert outcome.contributors.keys() == values.keys()
+        torch.testing.assert_close(
+            results[name].double(), expected_mean(values, outcome), rtol=1e-6, atol=1e-6
+        )
+
+
+async def test_one_run_is_averaged_round_after_round(cluster: Cluster) -> None:
+    names = ["a", "b", "c"]
+    for name in names:
+        cluster.add(name)
+    spec = spec_of(1000)
+    runs = [await cluster.routers[name].join(spec) for name in names]
+    await company(runs)
+    for number in range(5):
+        vectors = [torch.full((1000,), float(index + number)) for index in range(3)]
+        results = [torch.zeros(1000) for _ in names]
+        outcomes = await asyncio.gather(
+            *(averaged(run, v, r, 1.0, 20.0) for run, v, r in zip(runs, vectors, results, strict=True))
+        )
+        assert all(outcome.ok and len(outcome.contributors) == 3 for outcome in outcomes), outcomes
+        assert all(torch.equal(result, torch.full((1000,), 1.0 + number)) for result in results)
+    assert [outcome.round for outcome in runs[0].history] == sorted({o.round for o in runs[0].history})
+
+
+async def test_rounds_of_two_runs_go_on_at_once(cluster: Cluster) -> None:
+    for name in ("a", "b"):
+        cluster.add(name)
+    (_, left, first), (_, right, second) = await asyncio.gather(
+        average(cluster, spec_of(20_000, "one"), {"a": 1.0, "b": 1.0}),
+        average(cluster, spec_of(30_000, "two"), {"a": 1.0, "b": 3.0}),
+    )
+    assert all(outcome.ok for outcome in [*first.values(), *second.values()])
+    assert torch.equal(left["a"], left["b"])
+    assert torch.equal(right["a"], right["b"])
+
+
+async def test_alone_a_round_fails_with_its_reason_and_the_run_goes_on(cluster: Cluster) -> None:
+    cluster.add("a")
+    spec = spec_of(100)
+    run = await cluster.routers["a"].join(spec)
+    result = torch.full((100,), 7.0)
+    outcome = await averaged(run, torch.ones(100), result, 1.0, 0.2)
+    assert not outcome.ok
+    assert "no group within 0.2 s" in outcome.reason
+    assert torch.equal(result, torch.full((100,), 7.0))
+    assert isinstance(run.state, NoPeers)
+
+
+async def test_a_search_that_is_stopped_ends_at_once_with_its_reason_and_the_run_goes_on(
+    cluster: Cluster,
+) -> None:
+    cluster.add("a")
+    cluster.add("b")
+    spec = spec_of(100)
+    runs = [await cluster.routers[name].join(spec) for name in "ab"]
+    result = torch.full((100,), 7.0)
+    search = asyncio.create_task(averaged(runs[0], torch.ones(100), result, 1.0, 600.0))
+    await cluster.net.ready(spec.name, ["a"])
+    runs[0].stop_search("nobody is left")
+    outcome = await search
+    assert (outcome.ok, outcome.reason, outcome.group) == (False, "nobody is left", ())
+    assert torch.equal(result, torch.full((100,), 7.0))
+    runs[0].stop_search("no peer has come")
+    both = await asyncio.gather(
+        *(averaged(run, torch.ones(100), torch.empty(100), 1.0, 20.0) for run in runs)
+    )
+    assert all(outcome.ok for outcome in both), both
+
+
+async def test_state_follows_the_round(cluster: Cluster) -> None:
+    for name in ("a", "b"):
+        cluster.add(name)
+    spec = spec_of(200_000, part_values=256)
+    runs = [await cluster.routers[name].join(spec) for name in ("a", "b")]
+    await company(runs)
+    seen = set()
+    work = []
+    for run in runs:
+        values, result = torch.ones(200_000), torch.zeros(200_000)
+        work.append(asyncio.create_task(averaged(run, values, result, 1.0, 30.0)))
+        await asyncio.sleep(0)
+        seen.add(type(runs[0].state))
+    while not all(task.done() for task in work):
+        seen.add(type(runs[0].state))
+        await asyncio.sleep(0)
+    assert {Gathering, Exchanging} <= seen
+    assert all(task.result().ok for task in work)
+    assert isinstance(runs[0].state, Idle)
+
+
+async def test_survivors_of_a_kill_in_mid_round_end_with_an_exact_mean(cluster: Cluster) -> None:
+    weights = {"a": 1.0, "b": 2.0, "c": 3.0, "d": 4.0}
+    for name in weights:
+        cluster.add(name)
+    spec = spec_of(400_000, part_values=1024)
+    work = asyncio.create_task(average(cluster, spec, weights))
+    await cluster.net.transports["c"].received(40)
+    cluster.net.kill("c")
+    values, results, outcomes = await work
+    survivors = ["a", "b", "d"]
+    for name in survivors:
+        outcome = outcomes[name]
+        assert outcome.ok, outcome
+        assert outcome.contributors == outcomes["a"].contributors
+        assert torch.equal(results[name], results["a"])
+        torch.testing.assert_close(
+            results[name].double(), expected_mean(values, outcome), rtol=1e-6, atol=1e-6
+        )
+
+
+async def test_values_that_are_not_finite_fail_the_round_of_who_has_them_only(cluster: Cluster) -> None:
+    names = ["a", "b", "poisoned"]
+    for name in names:
+        cluster.add(name)
+    spec = spec_of(2000)
+    runs = {name: await cluster.routers[name].join(spec) for name in names}
+    await company(runs.values())
+    values = {name: torch.ones(2000) for name in names}
+    values["poisoned"][1300] = float("nan")
+    outcomes = dict(
+        zip(
+            names,
+            await asyncio.gather(
+                *(averaged(runs[name], values[name], torch.zeros(2000), 1.0, 20.0) for name in names)
+            ),
+            strict=True,
+        )
+    )
+    assert not outcomes["poisoned"].ok
+    assert "our own values: fp32: value 20 of 256 is nan, not finite" in outcomes["poisoned"].reason
+    for name in ("a", "b"):
+        assert outcomes[name].ok, outcomes[name].reason
+        assert set(outcomes[name].contributors) == {"a", "b"}
+
+
+@pytest.mark.parametrize(
+    ("plane", "bytes_", "said"),
+    [
+        (0, b"\x00\x00\xc0\x7f", "the scale of block 1 of 2 is nan"),
+        (0, b"\x00\x00\x80\x7f", "the scale of block 1 of 2 is inf"),
+        (1, b"\x80\x80\x80\x80", "code 4 of 256 is -128"),
+    ],
+)
+async def test_codes_that_no_encoder_writes_leave_no_daemon_and_nobody_blames_its_peer(
+    cluster: Cluster, plane: int, bytes_: bytes, said: str
+) -> None:
+    names = ["a", "b", "broken"]
+    for name in names:
+        cluster.add(name)
+    spec = spec_of(2000, codec="int8")
+    runs = await joined(cluster, spec, names)
+    size = spec.layout.stored_size
+    vectors = [Vectors(encoded(spec.layout, torch.ones(2000)), memoryview(bytearray(size))) for _ in names]
+    # In every part, as the script may have written to its memory after the round began.
+    for start in range(0, 2000, 256):
+        at = spec.layout.slices(start, min(start + 256, 2000))[plane].start + 4
+        vectors[-1].contribution[at : at + 4] = bytes_
+    a, b, broken = await asyncio.gather(
+        *(run.average(one, 1.0, 20.0) for run, one in zip(runs, vectors, strict=True))
+    )
+    assert not broken.ok
+    assert f"our own values: int8:block=128: {said}" in broken.reason
+    assert "\n" not in broken.reason
+    assert not any(vectors[-1].mean) or broken.in_doubt
+    for outcome in (a, b):
+        assert outcome.ok, outcome.reason
+        assert set(outcome.contributors) == {"a", "b"}
+        assert not any("do not decode" in event for event in outcome.events), outcome.events
+
+
+async def test_parts_may_be_reduced_on_a_device_also_on_one_that_fails(cluster: Cluster) -> None:
+    weights = {"loop": 1.0, "cpu": 2.0, "meta": 3.0}
+    reducers = {name: DeviceReducer(torch.device(name)) for name in weights if name != "loop"}
+    for name in weights:
+        cluster.add(name, reducer=reducers.get(name))
+    _, results, outcomes = await average(cluster, spec_of(5000, codec="int8"), weights)
+    for name, outcome in outcomes.items():
+        assert outcome.ok, outcome.reason
+        assert set(outcome.contributors) == set(weights)
+        assert torch.equal(results[name], results["loop"])
+    assert reducers["cpu"].trouble == ""
+    assert reducers["meta"].trouble.startswith("meta failed, so the CPU reduced the part: ")
+
+
+async def test_a_job_that_ends_after_its_round_changes_no_result(
+    cluster: Cluster, rounds: list[tuple[Router, RoundDriver, Manifest]]
+) -> None:
+    asked: list[tuple[Callable[[], Reduction], Future[Reduction]]] = []
+
+    class Slow(Executor):
+        def submit(self, job, /, *args, **kwargs) -> Future:
+            asked.append((job, Future()))
+            begun.set()
+            return asked[-1][1]
+
+    begun = asyncio.Event()
+    for name in "ab":
+        reducer = DeviceReducer(torch.device("cpu"))
+        reducer.executor = Slow()
+        cluster.add(name, reducer=reducer)
+    runs = await joined(cluster, spec_of(1000), "ab")
+    ending = asyncio.gather(*(averaged(run, torch.ones(1000), torch.zeros(1000), 1.0, 20.0) for run in runs))
+    await begun.wait()
+    for _, driver, _ in rounds:
+        driver.withdraw("the test says so")
+    assert not any(await ending)
+    for job, future in asked:
+        future.set_result(job())
+    await asyncio.sleep(0)
+    for _, driver, _ in rounds:
+        assert not any(driver.task.vectors.mean)
+
+
+async def test_nothing_waits_twice_for_a_member_that_has_not_greeted(
+    cluster: Cluster, rounds: list[tuple[Router, RoundDriver, Manifest]]
+) -> None:
+    for name in "abc":
+        cluster.add(name)
+    runs = await joined(cluster, spec_of(3000), "abc")
+    await together(runs)
+    router, round, manifest = next(begun for begun in rounds if begun[0] is cluster.routers["a"])
+    again = RoundDriver(
+        round.task,
+        router._sessions,
+        lambda _: None,
+        lambda mean, prove: None,
+    )
+    again.start()
+    for other in set(manifest.peers) - {"a"}:
+        before = len(again._endpoint._unheard[again._members[other]])
+        assert before
+        for _ in range(3):
+            again.lost(other, "its channel broke")
+        assert len(again._endpoint._unheard[again._members[other]]) <= before
+    again.withdraw("the test is over")
+    again.close()
+
+
+@pytest.mark.parametrize("size", [1, 255])
+async def test_small_tensors_alone_are_averaged_exactly_under_int8(cluster: Cluster, size: int) -> None:
+    weights = dict.fromkeys("abc", 1.0)
+    for name in weights:
+        cluster.add(name, bandwidth=1e6 if name == "a" else 1e9)
+    values, results, outcomes = await average(cluster, spec_of(size, codec="int8"), weights)
+    for name, outcome in outcomes.items():
+        assert outcome.ok, outcome.reason
+        assert torch.equal(results[name], results["a"])
+    torch.testing.assert_close(results["a"].double(), expected_mean(values, outcomes["a"]))
+
+
+async def test_our_own_small_tensor_that_is_not_finite_fails_our_round(cluster: Cluster) -> None:
+    schema = Schema.of({"t": torch.zeros(3), "w": torch.zeros(300)})
+    for name in "ab":
+        cluster.add(name)
+    runs = await joined(cluster, RunSpec.create("run", schema), "ab")
+    poisoned = torch.zeros(303)
+    poisoned[301] = float("nan")
+    outcomes = await asyncio.gather(
+        *(
+            averaged(run, values, torch.zeros(303), 1.0, 20.0)
+            for run, values in zip(runs, (torch.zeros(303), poisoned), strict=True)
+        )
+    )
+    assert not any(outcomes)
+    assert "our own values: fp32: value 1 of 3 is nan" in outcomes[1].reason
+
+
+async def test_bad_input_is_refused_before_anything_happens(cluster: Cluster) -> None:
+    cluster.add("a")
+    run = await cluster.routers["a"].join(spec_of(10))
+    with pytest.raises(ValueError, match="weight"):
+        await averaged(run, torch.ones(10), torch.zeros(10), float("nan"), 1.0)
+    good, bad = (memoryview(bytearray(size)) for size in (64, 60))
+    for vectors in (Vectors(good, bad), Vectors(bad, good)):
+        with pytest.raises(ValueError, match="expected two vectors of 64 bytes"):
+            await run.average(vectors, 1.0, 1.0)
+    with pytest.raises(ValueError, match="already"):
+        await cluster.routers["a"].join(spec_of(10))
+
+
+async def test_a_claim_counts_if_its_peer_answers_and_up_to_what_it_gives(cluster: Cluster) -> None:
+    for name in ("a", "b", "liar"):
+        cluster.add(name)
+    spec = spec_of(1000)
+    runs = await joined(cluster, spec, ("a", "b", "liar"))
+    runs[1].report_accumulated(100.0)
+    runs[2].report_accumulated(1e12)
+    records = cluster.net.records[spec.name]
+    while records["liar"].accumulated < 1e12 or records["b"].accumulated < 100.0:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    records["ghost"] = dataclasses.replace(records["liar"], peer="ghost")
+    assert await runs[0].others_accumulated() == 100.0 + 1e12, "whoever has no target takes it as it is"
+    assert await runs[0].others_accumulated(300.0) == 100.0 + 300.0 / 3
+    size = spec.schema.size
+    outcomes = await asyncio.gather(
+        *(
+            averaged(run, torch.ones(size), torch.zeros(size), weight, 20.0)
+            for run, weight in zip(runs, (100.0, 100.0, 1.0), strict=True)
+        )
+    )
+    assert outcomes[0].events[-1] == "201 of 300 came together: liar gave 1 where 100 was counted on"
+    assert not outcomes[1].events, "it had counted on nobody"
+    runs[2].report_accumulated(2e12)
+    while records["liar"].accumulated < 2e12 or records["liar"].round != runs[0].round:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    assert await runs[0].others_accumulated(300.0) <= 2.0 + 100.0
+
+
+async def test_only_rounds_that_are_due_by_weight_have_it_told_at_once(cluster: Cluster) -> None:
+    cluster.add("a")
+    patient, batches = spec_of(10, "patient", strategy="federated"), spec_of(10, "batches")
+    for spec in (patient, batches):
+        run = await cluster.routers["a"].join(spec)
+        while "a" not in cluster.net.records.get(spec.name, {}):  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        told = cluster.net.records[spec.name]["a"]
+        run.report_accumulated(100.0)
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert (cluster.net.records[spec.name]["a"] is told) == (spec is patient)
+
+
+async def test_a_contribution_to_a_state_that_the_others_have_left_is_told_how_late_it_is(
+    cluster: Cluster,
+) -> None:
+    before, after = StateId(3, "b" * 64), StateId(4, "a" * 64)
+    spec = spec_of(1000)
+
+    def step(run: RunDriver, weight: float, state: StateId) -> Coroutine[Any, Any, Outcome]:
+        return averaged(run, torch.ones(1000), torch.zeros(1000), weight, 20.0, state)
+
+    for name in ("one", "two", "slow"):
+        cluster.add(name)
+    runs = await joined(cluster, spec, ["one", "two"])
+    assert all(await asyncio.gather(*(step(run, 1.0, before) for run in runs)))
+    slow = await cluster.routers["slow"].join(spec)
+    await company([*runs, slow])
+
+    async def catch_up() -> tuple[Outcome, Outcome]:
+        return await step(slow, 1.0, before), await step(slow, 0.0, after)
+
+    catching_up = asyncio.create_task(catch_up())
+    first, second = await asyncio.gather(*(step(run, 1.0, after) for run in runs))
+    late, caught_up = await catching_up
+    assert not late.ok
+    assert late.late > 0
+    assert late.reason.startswith(f"too late by {late.late:.3g} s: ")
+    assert late.group == ()
+    assert first.contributors == second.contributors == caught_up.contributors == {"one": 1.0, "two": 1.0}

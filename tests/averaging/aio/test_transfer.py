@@ -1,0 +1,221 @@
+"""State for newcomers through the asyncio drivers, over a network in memory."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from equipoise.averaging.aio.transfer import ASKS_SECONDS, MAX_ASKS_OF_ONE
+from equipoise.averaging.options import RunOptions
+from equipoise.averaging.ports import Candidate
+from equipoise.averaging.schema import Schema
+from equipoise.averaging.spec import RunSpec
+from equipoise.averaging.state import StateId
+from fakes.cluster import IMAGE, LIMIT, SPEC, STATE, Cluster, Memory
+from fakes.transfer import ask
+
+
+async def until(condition: Callable[[], object]) -> None:
+    while not condition():  # noqa: ASYNC110
+        await asyncio.sleep(0)
+
+
+async def test_an_image_comes_from_all_who_have_it(cluster: Cluster) -> None:
+    *donors, newcomer = await cluster.add("a", "b", "c", "new")
+    for donor in donors:
+        await donor.offer(STATE, memoryview(IMAGE))
+    await until(lambda: all(donor._held for donor in donors))
+    memory = Memory()
+    outcome = await newcomer.fetch(7, LIMIT, 20.0, memory.room)
+    assert outcome.ok, outcome.reason
+    assert outcome.state == STATE
+    assert memory.image == IMAGE
+    assert set(outcome.sources) == {"a", "b", "c"}
+    assert "peers with a state offer it" in outcome.reason
+    assert newcomer.standing == ""
+
+
+async def test_a_wish_reaches_the_trainers_and_their_snapshots_the_newcomer(cluster: Cluster) -> None:
+    *donors, newcomer = await cluster.add("a", "b", "new")
+    for donor in donors:
+        donor.reach(6)
+    memory = Memory()
+    fetching = asyncio.create_task(newcomer.fetch(3, LIMIT, 20.0, memory.room))
+    await until(lambda: all(donor.wanted == 7 for donor in donors))
+    assert "want the state of epoch 7" in donors[0].standing
+    assert "fetching a state" in newcomer.standing
+    for donor in donors:
+        await donor.offer(STATE, memoryview(IMAGE))
+    outcome = await fetching
+    assert outcome.ok, outcome.reason
+    assert memory.image == IMAGE
+    await until(lambda: all(donor.wanted is None for donor in donors))
+
+
+async def test_a_peer_that_is_only_a_record_is_no_donor_that_might_have_it(cluster: Cluster) -> None:
+    (newcomer,) = await cluster.add("new")
+    _, directory = cluster.net.peer("ghost")
+    run = cluster.routers["new"]._runs[SPEC.name]
+    await directory.announce(SPEC.name, spec=SPEC.hash, ready=True, round=0, accumulated=0.0, reason="")
+    await until(lambda: run._membership.is_mute("ghost"))
+    outcome = await newcomer.fetch(7, LIMIT, 20.0, Memory().room)
+    assert outcome.reason == "no other peer of this run is known"
+
+
+async def test_a_donor_that_is_killed_in_mid_download_costs_nothing_but_its_chunks(cluster: Cluster) -> None:
+    *donors, newcomer = await cluster.add("a", "b", "c", "new")
+    for donor in donors:
+        await donor.offer(STATE, memoryview(IMAGE))
+    memory = Memory()
+    fetching = asyncio.create_task(newcomer.fetch(7, LIMIT, 20.0, memory.room))
+    await until(lambda: memory.image)
+    cluster.net.kill("b")
+    outcome = await fetching
+    assert outcome.ok, outcome.reason
+    assert memory.image == IMAGE
+
+
+@pytest.mark.parametrize("broken", ["in use", "spare"])
+async def test_a_channel_that_breaks_beside_another_bars_no_donor(cluster: Cluster, broken: str) -> None:
+    """What is asked twice is sent twice, and who sends more than it was asked for is dropped."""
+    image = IMAGE * 16
+    donor, newcomer = await cluster.add("a", "new")
+    await donor.offer(STATE, memoryview(image))
+    memory = Memory()
+    fetching = asyncio.create_task(newcomer.fetch(7, 4 * LIMIT, 20.0, memory.room))
+    sessions = cluster.routers["new"]._sessions
+    await until(lambda: memory.image and sessions._peers["a"].channels)
+    link = sessions._peers["a"]
+    (first,) = link.channels
+    second = await sessions._transport.open("a")
+    sessions._enter(link, second, False)
+    await cluster.net.transports["new"].received(cluster.net.transports["new"].frames + 20)
+    assert not fetching.done()
+    (second if broken == "in use" else first).close()
+    outcome = await fetching
+    assert outcome.ok, outcome.reason
+    assert memory.image == image
+    assert list(outcome.sources) == ["a"]
+
+
+async def test_bytes_that_were_changed_bar_their_donor_and_come_from_another(cluster: Cluster) -> None:
+    liar, honest, other, newcomer = await cluster.add("a", "b", "c", "new")
+    for donor in (liar, honest, other):
+        await donor.offer(STATE, memoryview(IMAGE))
+    await until(lambda: liar._held)
+    (held,) = liar._held.values()
+    liar._held[held.name.digest] = held._replace(data=memoryview(bytes(len(IMAGE))))
+    memory = Memory()
+    outcome = await newcomer.fetch(7, LIMIT, 20.0, memory.room)
+    assert outcome.ok, outcome.reason
+    assert memory.image == IMAGE
+    assert "a: chunk" in outcome.reason
+    assert "a" not in outcome.sources
+
+
+async def test_a_flood_of_asks_reads_the_directory_seldom(cluster: Cluster) -> None:
+    (donor,) = await cluster.add("a")
+    reads: list[float] = []
+    found = donor._mates
+
+    async def mates() -> list[Candidate]:
+        reads.append(asyncio.get_running_loop().time())
+        return await found()
+
+    donor._mates = mates  # type: ignore[method-assign]
+    began = asyncio.get_running_loop().time()
+    for number in range(1000):
+        donor.frame("mallory", ask(number), memoryview(b""))
+        await asyncio.sleep(0)
+    assert 1 <= len(reads) <= MAX_ASKS_OF_ONE * (1 + (reads[-1] - began) / ASKS_SECONDS)
+
+
+async def test_what_is_too_large_is_not_fetched(cluster: Cluster) -> None:
+    donor, newcomer = await cluster.add("a", "new")
+    await donor.offer(STATE, memoryview(IMAGE))
+    memory = Memory()
+    outcome = await newcomer.fetch(7, len(IMAGE) - 1, 20.0, memory.room)
+    assert not outcome.ok
+    assert f"at most {len(IMAGE) - 1} bytes" in outcome.reason
+    assert not memory.image
+
+
+async def test_memory_that_cannot_be_had_fails_the_fetch(cluster: Cluster) -> None:
+    async def none(size: int) -> memoryview:
+        raise ValueError(f"no room for {size} bytes")
+
+    donor, newcomer = await cluster.add("a", "new")
+    await donor.offer(STATE, memoryview(IMAGE))
+    outcome = await newcomer.fetch(7, LIMIT, 20.0, none)
+    assert not outcome.ok
+    assert f"no room for {len(IMAGE)} bytes" in outcome.reason
+
+
+async def test_peers_of_another_spec_are_neither_asked_nor_answered(cluster: Cluster) -> None:
+    other = RunSpec.create(
+        "run/step", Schema.of({"w": torch.zeros(101)}), RunOptions(codec="fp32", part_values=256)
+    )
+    (donor,) = await cluster.add("a", spec=other)
+    (newcomer,) = await cluster.add("new")
+    await donor.offer(STATE, memoryview(IMAGE))
+    outcome = await newcomer.fetch(0, LIMIT, 0.1, Memory().room)
+    assert not outcome.ok
+    assert "no other peer of this run is known" in outcome.reason
+
+
+async def test_what_comes_late_for_a_cancelled_fetch_is_no_fault_in_the_next(cluster: Cluster) -> None:
+    *donors, newcomer = await cluster.add("a", "b", "new")
+    for donor in donors:
+        await donor.offer(STATE, memoryview(IMAGE))
+    await until(lambda: all(donor._held for donor in donors))
+    memory = Memory()
+    fetching = asyncio.create_task(newcomer.fetch(7, LIMIT, 20.0, memory.room))
+    await until(lambda: memory.image)
+    newcomer.withdraw("cancelled")
+    assert not (await fetching).ok
+    outcome = await newcomer.fetch(7, LIMIT, 20.0, memory.room)
+    assert outcome.ok, outcome.reason
+    assert set(outcome.sources) == {"a", "b"}
+    assert memory.image == IMAGE
+
+
+async def test_where_nobody_is_no_fetch_waits_for_anybody(cluster: Cluster) -> None:
+    (newcomer,) = await cluster.add("new")
+    async with asyncio.timeout(20.0):
+        outcome = await newcomer.fetch(0, LIMIT, 600.0, Memory().room)
+    assert (outcome.ok, outcome.reason) == (False, "no other peer of this run is known")
+
+
+async def test_leaving_the_run_ends_a_fetch(cluster: Cluster) -> None:
+    _, newcomer = await cluster.add("a", "new")
+    fetching = asyncio.create_task(newcomer.fetch(0, LIMIT, 20.0, Memory().room))
+    await until(lambda: newcomer.standing)
+    with pytest.raises(ValueError, match="already"):
+        await newcomer.fetch(0, LIMIT, 20.0, Memory().room)
+    await cluster.routers["new"].stop()
+    outcome = await fetching
+    assert not outcome.ok
+    assert "left" in outcome.reason
+
+
+async def test_an_image_of_one_byte(cluster: Cluster) -> None:
+    donor, newcomer = await cluster.add("a", "new")
+    await donor.offer(STATE, memoryview(b"x"))
+    memory = Memory()
+    assert (await newcomer.fetch(0, LIMIT, 20.0, memory.room)).ok
+    assert memory.image == b"x"
+    with pytest.raises(ValueError, match="image of 1 to"):
+        await donor.offer(STATE, memoryview(b""))
+
+
+async def test_an_offer_that_waits_for_another_ends_when_the_run_is_left(cluster: Cluster) -> None:
+    (donor,) = await cluster.add("a")
+    await donor.offer(STATE, memoryview(IMAGE))
+    waiting = asyncio.create_task(donor.offer(StateId(8, "cd" * 32), memoryview(IMAGE)))
+    donor.stop("left")  # Before the first step of the task that computes the digest.
+    async with asyncio.timeout(10):
+        await waiting
+    assert donor._held == {}

@@ -1,0 +1,376 @@
+"""A mean that was missed: kept by those who have it, and served to who asks for it."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+
+from equipoise.averaging.aio.transfer import Transfer, most_bytes, unpack
+from equipoise.averaging.manifest import ManifestError
+from equipoise.averaging.ports import FrameRefused
+from equipoise.averaging.schema import Schema
+from equipoise.averaging.spec import RunSpec
+from equipoise.averaging.state import StateId
+from equipoise.averaging.statesync.answers import LONE_SECONDS, Request
+from equipoise.averaging.statesync.chunks import ImageId
+from equipoise.averaging.statesync.events import (
+    AskReceived,
+    EpochReached,
+    MakeImage,
+    MeanKept,
+    MeanReady,
+    RoundBegan,
+    RoundOver,
+    Send,
+)
+from equipoise.averaging.statesync.messages import Answer, Ask, Offer
+from equipoise.averaging.statesync.server import KEPT_MEANS, Kept, Server
+from equipoise.averaging.statesync.update import EncodedMean
+from equipoise.averaging.statesync.update_query import UpdateQuery
+from equipoise.averaging.weights import ATTENDANCE_LIMIT
+from fakes.cluster import Cluster
+from fakes.memory import FakeIdentity
+from fakes.missed import kept_by, recovered, rounds
+from fakes.transfer import RUN, TICKET, answer, offer_of
+from fakes.vectors import averaged
+
+SIZE = 3_000_000
+SPEC = RunSpec.create("run/step", Schema.of({"w": torch.zeros(SIZE)}))
+BEFORE = StateId(7, "ab" * 32)
+OTHER = StateId(7, "cd" * 32)
+
+
+def room() -> memoryview:
+    return memoryview(bytearray(SPEC.layout.stored_size))
+
+
+def bend(liar: Transfer) -> None:
+    """Have it pass on another mean."""
+    mean = kept_by(liar, BEFORE)
+    bent = bytearray(mean.parts[0])
+    bent[-1] ^= 1
+    parts = (memoryview(bent), *mean.parts[1:])
+    liar.keep(EncodedMean(mean.manifest, mean.contributors, parts))
+
+
+async def test_one_that_missed_a_round_gets_its_mean_bit_by_bit_from_all(cluster: Cluster) -> None:
+    await cluster.add("a", "b", "c", spec=SPEC)
+    (outcome, mean), *_ = await rounds(cluster, "abc", BEFORE, SPEC)
+    assert outcome.ok, outcome.reason
+    (late,) = await cluster.add("d", spec=SPEC)
+    found, result, sources = await recovered(late, BEFORE, proved=True)
+    assert found.ok, found.reason
+    assert found.digest == outcome.digest
+    assert found.contributors == outcome.contributors
+    assert found.group == outcome.group
+    assert found.state == BEFORE
+    assert torch.equal(result, mean)
+    assert len(sources) > 1
+
+
+async def test_what_was_missed_comes_with_its_metrics(cluster: Cluster) -> None:
+    await cluster.add("a", "b", "c", spec=SPEC)
+    (outcome, _), *others = await rounds(cluster, "abc", BEFORE, SPEC, reports=True)
+    assert set(outcome.metrics) == set(outcome.evaluation) == {"score"}
+    (late,) = await cluster.add("d", spec=SPEC)
+    found, _, _ = await recovered(late, BEFORE, proved=True)
+    for same in (found, *(other for other, _ in others)):
+        assert (same.metrics, same.evaluation) == (outcome.metrics, outcome.evaluation)
+
+
+async def test_a_daemon_refuses_metrics_out_of_order_before_it_seeks_a_group(cluster: Cluster) -> None:
+    await cluster.add("a", "b", "c", spec=SPEC)
+    run, values = cluster.routers["a"]._runs[SPEC.name], torch.zeros(SPEC.layout.size)
+    with pytest.raises(ValueError, match="'a' after 'b'"):
+        await averaged(run, values, values.clone(), 1.0, 20.0, BEFORE, (("b", 1.0), ("a", 1.0)))
+    outcomes = [outcome for outcome, _ in await rounds(cluster, "abc", BEFORE, SPEC, reports=True)]
+    assert all(outcomes), outcomes
+
+
+async def test_what_was_missed_names_whose_weight_was_capped(cluster: Cluster) -> None:
+    await cluster.add("a", "b", "c", spec=SPEC)
+    (outcome, _), *_ = await rounds(cluster, "abc", BEFORE, SPEC, boast="b")
+    (late,) = await cluster.add("d", spec=SPEC)
+    found, _, _ = await recovered(late, BEFORE, proved=True)
+    assert found.contributors == outcome.contributors == {"a": 1.0, "b": 10.0, "c": 1.0}
+    assert found.capped == outcome.capped == {"b": 1e12}
+
+
+async def test_members_have_it_too_and_see_whether_they_contributed(cluster: Cluster) -> None:
+    *_, third = await cluster.add("a", "b", "c", spec=SPEC)
+    await rounds(cluster, "abc", BEFORE, SPEC)
+    found, _, _ = await recovered(third, BEFORE, "ab")
+    assert found.counted("c")
+
+
+async def test_what_nobody_keeps_is_not_waited_for(cluster: Cluster) -> None:
+    *_, third = await cluster.add("a", "b", "c", spec=SPEC)
+    found, _, _ = await recovered(third, BEFORE, proved=True)
+    assert not found.ok
+    assert found.reason == "none of 2 peers that answered keeps the mean after epoch 7"
+    await rounds(cluster, "abc", BEFORE, SPEC)
+    found, _, _ = await recovered(third, OTHER, proved=True)
+    assert not found.ok
+
+
+async def test_it_tells_how_many_are_behind(cluster: Cluster) -> None:
+    one, other, last = await cluster.add("a", "b", "c", spec=SPEC)
+    one.reach(7)
+    other.reach(6)
+    got = await last.recover(BEFORE, 20.0, room)
+    assert got.behind == 1
+
+
+async def test_a_donor_that_lies_is_found_out_and_the_others_make_it_good(cluster: Cluster) -> None:
+    liar, *_, last = await cluster.add("a", "b", "c", "d", spec=SPEC)
+    (_, mean), *_ = await rounds(cluster, "abc", BEFORE, SPEC)
+    bend(liar)
+    found, result, sources = await recovered(last, BEFORE, proved=True)
+    assert found.ok, found.reason
+    assert torch.equal(result, mean)
+    assert set(sources) == {"b", "c"}
+
+
+async def test_a_donor_that_dies_costs_nothing_but_its_chunks(cluster: Cluster) -> None:
+    *_, last = await cluster.add("a", "b", "c", "d", spec=SPEC)
+    (_, mean), *_ = await rounds(cluster, "abc", BEFORE, SPEC)
+    recovering = asyncio.create_task(recovered(last, BEFORE, proved=True))
+    while last._download is None or not last._download._memory:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    cluster.net.kill("b")
+    found, result, _ = await recovering
+    assert found.ok, found.reason
+    assert torch.equal(result, mean)
+
+
+async def test_no_byte_of_a_mean_can_be_changed(cluster: Cluster) -> None:
+    keeper, _ = await cluster.add("a", "b", spec=SPEC)
+    (outcome, _), *_ = await rounds(cluster, "ab", BEFORE, SPEC)
+    mean = kept_by(keeper, BEFORE)
+    image = bytes(mean.image())
+    assert len(image) <= most_bytes(SPEC)
+    verify = FakeIdentity("c").verify
+
+    def digest(changed: bytes) -> str:
+        try:
+            return unpack(memoryview(changed), SPEC, BEFORE, verify, room).digest
+        except (ValueError, FrameRefused):
+            return ""
+
+    assert digest(image) == outcome.digest
+    head = len(image) - mean.size
+    for at in [*range(0, head, 7), *range(head, len(image), len(image) // 16), len(image) - 1]:
+        changed = bytearray(image)
+        changed[at] ^= 0x10
+        assert digest(bytes(changed)) != outcome.digest, at
+    for length in (0, 3, head - 1, head, len(image) - 1):
+        assert digest(image[:length]) == ""
+    assert digest(image + b"x") == ""
+
+
+async def test_it_is_no_mean_of_another_state_or_run(cluster: Cluster) -> None:
+    keeper, _ = await cluster.add("a", "b", spec=SPEC)
+    await rounds(cluster, "ab", BEFORE, SPEC)
+    image, verify = memoryview(kept_by(keeper, BEFORE).image()), FakeIdentity("c").verify
+    with pytest.raises(ValueError, match="after epoch 7"):
+        unpack(image, SPEC, OTHER, verify, room)
+    other = RunSpec.create("other/step", SPEC.schema)
+    with pytest.raises(ManifestError, match="spec"):
+        unpack(image, other, BEFORE, verify, room)
+
+
+async def test_rounds_without_a_state_are_not_kept(cluster: Cluster) -> None:
+    keeper, _ = await cluster.add("a", "b", spec=SPEC)
+    await asyncio.gather(
+        *(
+            averaged(cluster.routers[name]._runs[SPEC.name], torch.ones(SIZE), torch.empty(SIZE), 1.0, 20.0)
+            for name in "ab"
+        )
+    )
+    assert not keeper._means
+
+
+async def test_a_round_of_peers_that_only_attend_leaves_no_mean(cluster: Cluster) -> None:
+    """It changes no state: who took its mean for a missed update would leave the state of all others."""
+    keeper, _ = await cluster.add("a", "b", spec=SPEC)
+    (outcome, _), _ = await rounds(cluster, "ab", BEFORE, SPEC, weight=ATTENDANCE_LIMIT)
+    assert outcome.ok
+    assert outcome.state == BEFORE
+    assert not keeper._means
+
+
+# ---- what is kept ----
+
+
+def state(epoch: int) -> StateId:
+    return StateId(epoch, f"{epoch:064x}")
+
+
+MOST = 10**6
+
+
+def test_the_last_few_are_kept() -> None:
+    kept = Kept()
+    gone = [one for epoch in range(KEPT_MEANS + 2) for one in kept.keep(state(epoch), 100, MOST, ())]
+    assert gone == [state(0), state(1)]
+
+
+def test_no_more_than_so_many_bytes_are_kept_but_always_the_last() -> None:
+    kept = Kept()
+    assert kept.keep(state(0), MOST // 2, MOST, ()) == []
+    assert kept.keep(state(1), MOST // 2, MOST, ()) == []
+    assert kept.keep(state(2), 1, MOST, ()) == [state(0)]
+    assert kept.keep(state(3), 2 * MOST, MOST, ()) == [state(1), state(2)]
+
+
+def test_what_is_being_downloaded_goes_last() -> None:
+    kept = Kept()
+    kept.keep(state(0), MOST // 2, MOST, ())
+    kept.keep(state(1), MOST // 2, MOST, ())
+    image = ImageId(b"d" * 32, 100)
+    assert kept.lacks_image(state(0))
+    assert kept.begins_image(state(0))
+    assert not kept.begins_image(state(0))
+    kept.ready(state(0), image)
+    assert not kept.lacks_image(state(0))
+    assert kept.keep(state(2), 1, MOST, {image.digest}) == [state(1)]
+    assert kept.find(image.digest) == kept.offer(state(0))
+    assert kept.keep(state(3), MOST, MOST, {image.digest}) == [state(2), state(0)]
+    kept.ready(state(0), image)
+    assert kept.offer(state(0)) is None
+
+
+# ---- what to try first ----
+
+
+LIMIT = offer_of(7).image.size
+
+
+def query(circle: str = "", *, patient: bool = False, proved: bool = False) -> UpdateQuery:
+    state = offer_of(7).state
+    request = Request(RUN, SPEC.hash, TICKET, 0, LIMIT, state, frozenset(circle), patient, proved)
+    return UpdateQuery(request)
+
+
+def seen(*peers: str, patient: bool = False) -> UpdateQuery:
+    missed = query(patient=patient, proved=True)
+    missed.see(peers, 0.0)
+    return missed
+
+
+def test_one_that_offers_it_is_enough_once_the_others_were_given_time() -> None:
+    missed = seen("a", "b", "c")
+    missed.hear("a", answer(30), 0.1)
+    missed.hear("b", answer(9, offer_of(7)), 0.1)
+    assert missed.agreement(0.5) is None
+    assert missed.agreement(1.5) is not None
+
+
+def test_those_by_whom_one_knows_the_state_come_before_any_number_of_strangers() -> None:
+    missed = query("ab", proved=True)
+    missed.see(tuple("axyz"), 0.0)
+    for stranger in "xyz":
+        missed.hear(stranger, answer(9, offer_of(7, kind=1)), 0.1)
+    assert missed.agreement(0.1) is None
+    missed.hear("a", answer(9, offer_of(7)), 0.2)
+    agreement = missed.agreement(0.2)
+    assert agreement is not None
+    assert agreement.donors == ("a",)
+
+
+def test_what_most_of_those_offer_is_tried_at_once_however_many_came_later() -> None:
+    missed = query("abc")
+    missed.see(tuple("abcklmnopq"), 0.0)
+    missed.hear("a", answer(9, offer_of(7)), 0.1)
+    assert missed.agreement(0.1) is None
+    missed.hear("b", answer(9, offer_of(7)), 0.1)
+    assert missed.agreement(0.1) is not None
+
+
+def test_who_offers_what_nobody_asked_for_offers_nothing() -> None:
+    missed = seen("a")
+    missed.hear("a", answer(9, offer_of(6)), 0.1)
+    assert missed.agreement(0.1) is None
+    assert missed.hopeless(0.1)
+
+
+def test_who_offers_one_has_not_said_that_there_is_none() -> None:
+    missed = seen("a", "b", "c", "x", "y")
+    missed.hear("a", answer(7), 0.1)
+    missed.hear("b", answer(7), 0.1)
+    missed.hear("x", answer(9, offer_of(7)), 0.1)
+    missed.hear("y", answer(9, offer_of(7)), 0.1)
+    assert missed.unheard == 3
+    missed.hear("c", answer(7), 0.2)
+    missed.bar("x", "chunk 1 has not the digest it should have")
+    missed.forget("y")
+    assert missed.unheard == 1
+
+
+def test_one_that_is_patient_waits_for_those_who_are_not_as_far() -> None:
+    missed = seen("a", "b", patient=True)
+    missed.hear("a", answer(7), 0.1)
+    missed.hear("b", answer(6), 0.1)
+    assert missed.behind == 1
+    assert not missed.hopeless(100.0)
+    missed.hear("b", answer(7), 0.1)
+    assert missed.hopeless(0.1)
+
+
+def test_nobody_waits_for_a_peer_whose_trainer_has_left() -> None:
+    missed = seen("a", "b", patient=True)
+    missed.hear("a", answer(7), 0.1)
+    missed.hear("b", Answer(RUN, TICKET, 3, left=True), 0.1)
+    assert (missed.behind, missed.unheard) == (0, 0)
+    assert missed.hopeless(0.1)
+
+
+def test_a_record_that_nobody_answers_for_holds_up_no_question() -> None:
+    missed = query("a")
+    missed.see(("a", "ghost"), 0.0)
+    assert not missed.hopeless(0.1)
+    missed.hear("a", answer(7), 0.1)
+    assert missed.hopeless(0.1)
+    assert missed.unheard == 1
+
+
+@pytest.mark.parametrize(("circle", "proved"), [("", False), ("b", False), ("a", True)])
+def test_where_anybody_may_have_it_all_are_given_time(circle: str, proved: bool) -> None:
+    missed = query(circle, proved=proved)
+    missed.see(("a", "stranger"), 0.0)
+    missed.hear("a", answer(7), 0.1)
+    assert not missed.hopeless(LONE_SECONDS - 0.1)
+    assert missed.hopeless(LONE_SECONDS)
+
+
+def test_nobody_is_nobody() -> None:
+    assert seen().hopeless(0.0) == "no other peer of this run is known"
+    missed = seen("a")
+    assert not missed.hopeless(0.1)
+    missed.forget("a")
+    assert missed.hopeless(0.1) == "none of 1 peer has answered"
+
+
+# ---- who is still at it ----
+
+
+def test_a_donor_in_that_very_round_answers_when_it_has_ended() -> None:
+    donor, before, image = Server(), offer_of(7).state, offer_of(7).image
+    asked = AskReceived("new", Ask(RUN, TICKET, "5" * 64, 0, (), before))
+    donor.handle(RoundBegan(before), 0.0)
+    assert donor.handle(asked, 0.1) == []
+    assert donor.handle(EpochReached(7), 0.2) == []
+    assert donor.handle(MeanKept(before, 100, MOST), 0.3) == [MakeImage(before)]
+    assert donor.handle(RoundOver(), 0.4) == []
+    offered = donor.handle(MeanReady(before, image), 0.5)
+    assert offered == [Send("new", Answer(RUN, TICKET, 7, (), (Offer(before, image),)))]
+
+
+def test_or_that_nothing_came_of_it() -> None:
+    donor, before = Server(), offer_of(7).state
+    donor.handle(EpochReached(7), 0.0)
+    donor.handle(RoundBegan(before), 0.0)
+    assert donor.handle(AskReceived("new", Ask(RUN, TICKET, "5" * 64, 0, (), before)), 0.1) == []
+    assert donor.handle(RoundOver(), 0.4) == [Send("new", Answer(RUN, TICKET, 7, (), ()))]

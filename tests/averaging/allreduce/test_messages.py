@@ -1,0 +1,128 @@
+"""Messages of a round: what is encoded is decoded, and nothing that comes does more than be refused."""
+
+from __future__ import annotations
+
+import random
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from equipoise.averaging.allreduce import messages as wire
+from equipoise.averaging.allreduce.messages import Decision, RoundMessage, decode, encode, from_bits, to_bits
+from equipoise.averaging.ports import MAX_HEADER_BYTES, FrameRefused
+from equipoise.averaging.spec import MAX_PARTS
+
+members = st.integers(0, 2**64 - 1)
+ballots = st.integers(0, wire.MAX_BALLOT)
+decisions = st.builds(Decision, members, members)
+digests = st.binary(min_size=32, max_size=32)
+parts = st.integers(0, MAX_PARTS - 1)
+
+every_message = st.one_of(
+    st.builds(wire.Prepare, ballots),
+    st.builds(wire.Promise, ballots, st.none() | ballots, st.none() | decisions),
+    st.builds(wire.Refuse, ballots),
+    st.builds(wire.Plan, ballots, ballots, members),
+    st.builds(wire.Report, ballots, ballots, members),
+    st.builds(wire.Propose, ballots, decisions, members),
+    st.builds(wire.Held, ballots, decisions, digests),
+    st.builds(wire.Commit, ballots, decisions, digests, members),
+    st.builds(wire.Fetch, members, st.binary(max_size=MAX_PARTS // 8)),
+    st.builds(wire.GiveUp.because, st.text()),
+    st.just(wire.Heartbeat()),
+    st.builds(wire.Contribution, parts),
+    st.builds(wire.Mean, parts, members),
+)
+
+EXAMPLES: list[RoundMessage] = [
+    wire.Promise(7, 3, Decision(0b111, 0b110)),
+    wire.Propose(7, Decision(0b111, 0b110), 0b001),
+    wire.Commit(7, Decision(0b111, 0b110), b"d" * 32, 0b011),
+    wire.Fetch(0b111, b"\xff\x01"),
+    wire.GiveUp("timed out"),
+    wire.Mean(12, 0b111),
+]
+
+
+def refused(data: bytes) -> bool:
+    try:
+        decode(data)
+    except FrameRefused:
+        return True
+    return False
+
+
+@given(every_message)
+def test_what_is_encoded_is_decoded(message: RoundMessage) -> None:
+    data = encode(message)
+    assert decode(data) == message
+    assert len(data) <= MAX_HEADER_BYTES
+
+
+@given(st.binary(max_size=300))
+def test_any_bytes_are_decoded_or_refused(data: bytes) -> None:
+    refused(data)
+
+
+def test_changed_messages_are_decoded_or_refused() -> None:
+    chance = random.Random(0)
+    for _ in range(20_000):
+        data = encode(chance.choice(EXAMPLES))
+        for _ in range(chance.randint(1, 4)):
+            data = changed(data, chance)
+        refused(data)
+
+
+def changed(data: bytes, chance: random.Random) -> bytes:
+    """With one byte replaced, a few left out, one more, or a piece twice."""
+    at = chance.randrange(len(data) + 1)
+    head, tail = data[:at], data[at:]
+    byte = bytes([chance.randrange(256)])
+    return chance.choice(
+        [head + byte + tail[1:], head + tail[chance.randint(1, 4) :], head + byte + tail, data + tail]
+    )
+
+
+def raw(kind: str, **fields: object) -> bytes:
+    return msgspec.msgpack.encode({"type": kind, **fields})
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        pytest.param(raw("Prepare", ballot=-1), id="negative ballot"),
+        pytest.param(raw("Prepare", ballot=wire.MAX_BALLOT + 1), id="ballot too high"),
+        pytest.param(raw("Prepare", ballot=1.5), id="broken ballot"),
+        pytest.param(raw("Prepare", ballot="1"), id="ballot in letters"),
+        pytest.param(raw("Prepare"), id="no ballot"),
+        pytest.param(raw("Praepare", ballot=1), id="unknown kind"),
+        pytest.param(raw("Propose", ballot=1, decision=[7]), id="half a decision"),
+        pytest.param(raw("Propose", ballot=1, decision=[-7, 7]), id="negative members"),
+        pytest.param(raw("Held", ballot=1, decision=[7, 7], digest=b"d" * 31), id="short digest"),
+        pytest.param(raw("Commit", ballot=1, decision=[7, 7], digest=b"d" * 33, holders=7), id="long digest"),
+        pytest.param(raw("Fetch", contributors=7, parts=bytes(MAX_PARTS // 8 + 1)), id="too many parts"),
+        pytest.param(raw("GiveUp", reason="x" * (wire.MAX_REASON_CHARS + 1)), id="long reason"),
+        pytest.param(raw("Contribution", part=MAX_PARTS), id="part too high"),
+        pytest.param(raw("Mean", part=-1, contributors=7), id="negative part"),
+        pytest.param(b"\x81" * 5000, id="deep"),
+        pytest.param(b"\x82\xa4type\xa9Heartbeat\xa1x" + b"\x91" * 60_000 + b"\x00", id="deep and unknown"),
+        pytest.param(b"\x82\xa4type\xa6GiveUp\xa6reason\xa2\xff\xfe", id="bytes that are not text"),
+        pytest.param(b"", id="empty"),
+        pytest.param(encode(wire.Heartbeat()) + b"\x00", id="more behind"),
+    ],
+)
+def test_what_does_not_fit_is_refused(data: bytes) -> None:
+    assert refused(data)
+
+
+def test_fields_of_later_versions_are_ignored() -> None:
+    assert decode(raw("Prepare", ballot=3, colour="blue")) == wire.Prepare(3)
+
+
+@given(st.sets(st.integers(0, MAX_PARTS - 1), max_size=50))
+def test_parts_as_bits(chosen: set[int]) -> None:
+    bits = to_bits(chosen)
+    assert from_bits(bits) == sorted(chosen)
+    assert len(bits) <= MAX_PARTS // 8

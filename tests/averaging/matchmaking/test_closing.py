@@ -1,0 +1,374 @@
+"""Federated rounds: who is drawn and waited for, and when a round closes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from equipoise.averaging.draw import draw
+from equipoise.averaging.matchmaking import events
+from equipoise.averaging.matchmaking import messages as wire
+from equipoise.averaging.matchmaking.context import Context
+from equipoise.averaging.matchmaking.group_builder import INVITE_AGAIN_SECONDS
+from equipoise.averaging.matchmaking.machine import Matchmaking
+from equipoise.averaging.outcome import Gathering, Idle
+from equipoise.averaging.state import StateId
+from equipoise.averaging.strategy import Federated
+from equipoise.averaging.timing import (
+    HOLD_SECONDS,
+    INVITE_SECONDS,
+    OVERDUE_SECONDS,
+    PATIENT_KEEPALIVE,
+    REDRAWN_SECONDS,
+    SILENT_SECONDS,
+)
+from equipoise.averaging.weights import ATTENDANCE_LIMIT
+from fakes.matchmaking import NAMES, asks, elapse, formed, in_order, join, meet, ready, seen, sent
+from simulator.matchmaking import RUN, SPEC, Record, signer, verify
+
+STATE = StateId(3, "b" * 64)
+
+
+def machine(name: str, count: int, federated: Federated) -> Matchmaking:
+    """A machine of a federated run with a warm view of the first `count` peers."""
+    context = Context(
+        RUN, SPEC, name, 8, signer(name), verify, quorum=federated.quorum, least=federated.least
+    )
+    one = Matchmaking(context, federated.policy(context))
+    one.handle(events.Woke(), 0.0)
+    one.handle(seen(*NAMES[:count]), 0.0)
+    meet(one, *(other for other in NAMES[:count] if other != name))
+    return one
+
+
+def roles(count: int, **options: Any) -> tuple[Matchmaking, list[str], list[str]]:
+    """The coordinator of the first `count` peers; those that are drawn, in order; and the others."""
+    coordinator = in_order(0, NAMES[:count])[0]
+    one = machine(coordinator, count, Federated(**options))
+    drawn = list(one.draw(STATE, 0.0).peers)
+    return one, drawn, [name for name in NAMES[:count] if name not in drawn]
+
+
+def joins(one: Matchmaking, name: str, now: float, weight: float = 1.0) -> list[events.Action]:
+    """A peer's join comes, or the machine's own peer becomes ready."""
+    if name == one._context.peer:
+        return one.handle(ready(weight, state=STATE), now)
+    return one.handle(asks(name, weight=weight, state=STATE), now)
+
+
+def alive(one: Matchmaking, names: list[str], until: float, now: float) -> list[events.Action]:
+    """Let time pass while these peers answer what they are asked."""
+    actions: list[events.Action] = []
+    while now < until:
+        now = min(max(one.deadline, now), until)
+        new = one.handle(events.Woke(), now)
+        for peer, _ in sent(new, wire.Invitation) + sent(new, wire.Whereabouts):
+            if peer in names:
+                new += one.handle(events.MessageReceived(peer, wire.Whereabouts(RUN, one.round)), now)
+        actions += new
+    return actions
+
+
+def groups(actions: list[events.Action]) -> list[set[str]]:
+    found = [message.manifest for _, message in sent(actions, wire.GroupFormed)]
+    own = formed(actions)
+    return [
+        set(manifest.peers)
+        for manifest in {one.id: one for one in [*found, *([own] if own else [])]}.values()
+    ]
+
+
+def test_it_closes_at_once_when_all_that_are_drawn_are_in_whatever_the_grace() -> None:
+    one, drawn, others = roles(6, fraction=0.5, grace=1000.0)
+    assert len(drawn) == 3
+    for name in others:
+        assert not groups(joins(one, name, 1.0, weight=0.0))
+    for name in drawn[:-1]:
+        assert not groups(joins(one, name, 1.0))
+    assert not groups(alive(one, drawn, 400.0, 1.0)), "as long as the last one lives"
+    assert groups(joins(one, drawn[-1], 400.0)) == [set(NAMES[:6])]
+
+
+def test_grace_runs_from_the_quorum() -> None:
+    one, drawn, _ = roles(5, quorum=3, grace=4.0)
+    joins(one, drawn[0], 1.0)
+    joins(one, drawn[1], 2.0)
+    assert not groups(alive(one, drawn, 100.0, 2.0)), "below the quorum nothing closes it"
+    joins(one, drawn[2], 100.0)
+    assert not groups(alive(one, drawn, 103.9, 100.0))
+    joins(one, drawn[3], 103.95)
+    actions = alive(one, drawn, 104.0, 103.95)
+    assert groups(actions) == [set(drawn[:4])]
+    reasons = {message.reason for _, message in sent(actions, wire.GroupFormed)}
+    assert any("4 s after the quorum of 3" in reason for reason in reasons)
+
+
+def test_half_spent_patience_closes_no_federated_round() -> None:
+    one, drawn, _ = roles(4, quorum=2, grace=50.0)
+    for name in drawn[:2]:
+        own = name == one._context.peer
+        request = wire.JoinRequest(RUN, join(name, state=STATE), patience=10.0)
+        event = ready(state=STATE, patience=10.0) if own else events.MessageReceived(name, request)
+        one.handle(event, 1.0)
+    assert not groups(alive(one, drawn, 40.0, 1.0))
+
+
+@pytest.mark.parametrize("weight", [0.0, ATTENDANCE_LIMIT, 9e-4])
+def test_attendance_is_no_contribution_and_declines(weight: float) -> None:
+    one, drawn, _ = roles(4, quorum=3, grace=50.0)
+    for name in drawn[:2]:
+        joins(one, name, 1.0)
+    assert not groups(joins(one, drawn[2], 1.0, weight)), "the quorum lacks one"
+    assert groups(joins(one, drawn[3], 2.0)) == [set(drawn)], "nobody waits for one that declines"
+
+
+def test_a_drawn_peer_that_dies_is_replaced_by_the_next_which_has_time_to_leave_and_train() -> None:
+    one, drawn, others = roles(6, fraction=0.5, quorum=2, grace=100.0)
+    order = draw(NAMES[:6], STATE.lineage, fraction=1.0, minimum=0)
+    dead, next_ = next(name for name in drawn if name != one._context.peer), order[3]
+    rest = [name for name in drawn if name != dead]
+    for name in [*others, *rest]:
+        joins(one, name, 1.0, 0.0 if name in others else 1.0)
+    actions = one.handle(events.PeerLost(dead), 5.0) + alive(one, NAMES, 5.0 + PATIENT_KEEPALIVE, 5.0)
+    if next_ == one._context.peer:
+        assert next_ in one.draw(STATE, 6.0).peers
+    else:
+        told = [message.standing for peer, message in sent(actions, wire.JoinAccepted) if peer == next_]
+        assert any(standing is not None and next_ in standing.drawn for standing in told)
+        ticket = join(next_, weight=0.0, state=STATE).ticket
+        one.handle(events.MessageReceived(next_, wire.LeaveRequest(RUN, ticket)), 6.0)
+        assert not groups(alive(one, NAMES, 50.0, 6.0)), "it trains"
+        assert groups(joins(one, next_, 50.0)) == [set(NAMES[:6]) - {dead}]
+
+
+def test_a_replacement_that_stays_declines() -> None:
+    one, drawn, others = roles(6, fraction=0.5, quorum=2, grace=100.0)
+    dead = next(name for name in drawn if name != one._context.peer)
+    for name in [*others, *(name for name in drawn if name != dead)]:
+        joins(one, name, 1.0, 0.0 if name in others else 1.0)
+    one.handle(events.PeerLost(dead), 5.0)
+    assert not groups(alive(one, NAMES, 5.0 + REDRAWN_SECONDS - 0.1, 5.0))
+    assert groups(alive(one, NAMES, 5.0 + REDRAWN_SECONDS + PATIENT_KEEPALIVE, 5.0 + REDRAWN_SECONDS - 0.1))
+
+
+def test_a_stopped_peer_that_trains_is_noticed_and_costs_no_more_than_the_grace() -> None:
+    one, drawn, _ = roles(4, quorum=3, grace=100.0)
+    *rest, _ = sorted(drawn, key=lambda name: name != one._context.peer)
+    for name in rest:
+        joins(one, name, 1.0)
+    assert not groups(alive(one, rest, 1.0 + INVITE_SECONDS, 1.0))
+    late = 1.0 + INVITE_SECONDS + SILENT_SECONDS + PATIENT_KEEPALIVE
+    assert groups(alive(one, rest, late, 1.0 + INVITE_SECONDS)) == [set(rest)]
+
+
+def test_missing_peers_are_asked_every_few_seconds_and_parked_ones_told_once_a_second() -> None:
+    one, drawn, _ = roles(6, quorum=3, grace=1000.0)
+    parked, missing = drawn[:4], drawn[4:]
+    for name in parked:
+        joins(one, name, 1.0)
+    actions = alive(one, drawn, 101.0, 1.0)
+    others = [name for name in parked if name != one._context.peer]
+    kept = sent(actions, wire.JoinAccepted)
+    assert len(kept) <= len(others) * (100 / PATIENT_KEEPALIVE + 1)
+    assert sum(message.standing is not None for _, message in kept) <= len(others), (
+        "names only if they change"
+    )
+    invited = [peer for peer, _ in sent(actions, wire.Invitation)]
+    expected = [name for name in missing if name != one._context.peer]
+    assert set(invited) == set(expected)
+    assert len(invited) <= len(expected) * (100 / INVITE_AGAIN_SECONDS + 1)
+
+
+def test_two_newcomers_are_introduced_without_any_contribution() -> None:
+    one, drawn, _ = roles(3)
+    for name in drawn[:2]:
+        joins(one, name, 1.0, ATTENDANCE_LIMIT)
+    assert set(drawn[:2]) <= groups(alive(one, drawn, 10.0, 1.0))[0]
+
+
+def test_late_peers_form_no_round_of_a_state_that_the_others_have_left() -> None:
+    one, drawn, _ = roles(4, quorum=2, grace=1.0)
+    one._context.floor = 0
+    one._context.membership.shared(NAMES)
+    one._context.floor = 1
+    one._context.round = 1
+    for name in drawn:
+        if name != one._context.peer:
+            one._context.membership.advance(name, 2)
+    late = [name for name in drawn if name != one._context.peer][:2]
+    actions: list[events.Action] = []
+    for name in late:
+        actions += one.handle(asks(name, 1, weight=1.0, state=STATE), 1.0)
+    assert not groups(actions + alive(one, NAMES, 30.0, 1.0))
+
+
+def test_a_contribution_to_another_state_than_the_groups_counts_never() -> None:
+    one, drawn, _ = roles(5, quorum=2, grace=5.0)
+    stale = next(name for name in drawn if name != one._context.peer)
+    one.handle(asks(stale, weight=1.0, state=StateId(2, "a" * 64)), 1.0)
+    good = [name for name in drawn if name != stale][:2]
+    for name in good:
+        joins(one, name, 1.0)
+    assert groups(alive(one, drawn, 10.0, 1.0)) == [set(good)]
+
+
+def after_a_round(ok: bool) -> tuple[Matchmaking, list[str], list[str]]:
+    """A coordinator that was in round 0 of `STATE`, with one of its peers; and those that were not, two of them in."""
+    one, drawn, _ = roles(5, quorum=2, grace=0.0)
+    member, *late = [name for name in drawn if name != one._context.peer]
+    joins(one, one._context.peer, 1.0)
+    assert groups(joins(one, member, 1.0)) == [{one._context.peer, member}]
+    one.handle(events.RoundEnded(0, ok=ok), 2.0)
+    return one, [one._context.peer, member], late
+
+
+def again(one: Matchmaking, names: list[str], now: float) -> list[events.Action]:
+    return [
+        each for name in names for each in one.handle(asks(name, 1, hops=wire.MAX_HOPS, state=STATE), now)
+    ]
+
+
+def test_late_peers_wait_until_the_round_that_they_missed_is_known_to_have_failed() -> None:
+    one, members, late = after_a_round(ok=False)
+    actions = again(one, late[:2], 2.0) + alive(one, NAMES, 20.0, 2.0)
+    assert not groups(actions), "the others may have succeeded"
+    assert not sent(actions, wire.JoinRefused)
+    actions = again(one, members[1:], 20.0) + alive(one, NAMES, 21.0, 20.0)
+    assert groups(actions) == [{*late[:2], members[1]}]
+
+
+def test_after_a_round_that_succeeded_a_contribution_to_its_state_is_late_for_any_round() -> None:
+    one, _, late = after_a_round(ok=True)
+    [(peer, refusal)] = sent(again(one, late[:1], 3.5), wire.JoinRefused)
+    assert (peer, refusal.late) == (late[0], pytest.approx(2.5))
+
+
+def test_no_fewer_are_drawn_than_the_quorum_needs() -> None:
+    _, drawn, _ = roles(5, fraction=0.5, quorum=4)
+    assert len(drawn) == 4
+
+
+def test_only_peers_with_all_tags_are_drawn() -> None:
+    one = machine("alice", 0, Federated(tags=("gpu",), minimum=1))
+    view = [Record("alice"), Record("bob", tags=("big", "gpu")), Record("carol", tags=("big",))]
+    one.handle(events.CandidatesSeen(view), 1.0)
+    meet(one, "bob", "carol")
+    assert one.draw(STATE, 1.0).live == ("bob",)
+    assert one.draw(STATE, 1.0).peers == ("bob",)
+
+
+def test_a_peer_that_observes_is_never_drawn_and_no_round_waits_for_it() -> None:
+    coordinator, *others = in_order(0, NAMES[:4])
+    for evaluates in (coordinator, others[0]):
+        one = machine(coordinator, 4, Federated(grace=1000.0))
+        view = [Record(name, observes=name == evaluates) for name in NAMES[:4]]
+        one.handle(events.CandidatesSeen(view), 1.0)
+        givers = [name for name in [*others, coordinator] if name != evaluates]
+        drawn = one.draw(STATE, 1.0)
+        assert drawn.live == tuple(sorted(givers))
+        assert set(drawn.peers) == set(givers)
+        assert groups([action for name in givers for action in joins(one, name, 2.0)]) == [set(givers)]
+
+
+# ---- the peers that wait ----
+
+
+def parked(**options: Any) -> tuple[Matchmaking, str, wire.JoinRequest]:
+    coordinator, _, third, *_ = in_order(0, NAMES[:5])
+    federated = Federated(**options)
+    one = machine(third, 5, federated)
+    patience = federated.deadline + federated.reserve
+    [(peer, request)] = sent(one.handle(ready(0.0, state=STATE, patience=patience), 1.0), wire.JoinRequest)
+    assert peer == coordinator
+    return one, coordinator, request
+
+
+def told(request: wire.JoinRequest, short: bool, **fields: Any) -> wire.JoinAccepted:
+    return wire.JoinAccepted(RUN, request.join.ticket, PATIENT_KEEPALIVE, 2, 5, short, **fields)
+
+
+def test_a_waiting_peer_knows_who_is_drawn_who_is_in_and_until_when() -> None:
+    one, coordinator, request = parked(quorum=3, deadline=600.0)
+    standing = wire.Standing(STATE, tuple(NAMES[:5]), ("alice",))
+    one.handle(events.MessageReceived(coordinator, told(request, True, standing=standing)), 2.0)
+    state = one.state
+    assert isinstance(state, Gathering)
+    assert state.reason == "1 of 5 in, waits for 2 more contributions, until 599 s from now"
+    assert (state.drawn, state.contributed) == (tuple(NAMES[:5]), ("alice",))
+    assert one.shortage.startswith("1 of 3 contributions; drawn, and not in: bob, carol, dave and 1 more")
+    more = wire.Standing(STATE, tuple(NAMES[:5]), ("alice", "bob", "carol"))
+    one.handle(events.MessageReceived(coordinator, told(request, False, standing=more, closes=8.0)), 3.0)
+    one.handle(events.MessageReceived(coordinator, told(request, False, closes=6.0)), 5.0)
+    state = one.state
+    assert isinstance(state, Gathering)
+    assert state.reason == "3 of 5 in, quorum reached, closes in 6 s"
+
+
+def test_a_peer_that_trains_knows_it_too() -> None:
+    one, drawn, _ = roles(5, quorum=2, grace=10.0)
+    coordinator = one._context.peer
+    trains, *others = [name for name in drawn if name != coordinator]
+    trainee = machine(trains, 5, Federated(quorum=2, grace=10.0))
+    for name in others[:2]:
+        joins(one, name, 2.0)
+    invited = alive(one, drawn, 5.0, 2.0)
+    assert trainee.gathering is None
+    [first, *_] = [message for peer, message in sent(invited, wire.Invitation) if peer == trains]
+    trainee.handle(events.MessageReceived(coordinator, first), 3.0)
+    assert isinstance(trainee.state, Idle)
+    for gathering in (trainee.gathering, one.gathering):
+        assert gathering is not None
+        assert (set(gathering.drawn), set(gathering.contributed)) == (set(drawn), set(others[:2]))
+    assert trainee.gathering is not None
+    assert trainee.gathering.reason.startswith("2 of 5 in, quorum reached, closes in ")
+
+
+def test_a_peer_parked_for_minutes_stays_with_a_coordinator_that_speaks_and_leaves_a_silent_one() -> None:
+    one, coordinator, request = parked(grace=100.0)
+    now = 1.0
+    for second in range(1, 1000):
+        now = 1.0 + second * PATIENT_KEEPALIVE
+        actions = one.handle(events.MessageReceived(coordinator, told(request, second < 900)), now)
+        assert not sent(actions, wire.JoinRequest)
+    assert sent(elapse(one, now, now + PATIENT_KEEPALIVE + OVERDUE_SECONDS), wire.JoinRequest)
+
+
+def test_a_coordinator_that_never_closes_is_left_after_grace() -> None:
+    one, coordinator, request = parked(grace=20.0)
+    now, asked = 1.0, list[str]()
+    while not asked and now < 200.0:
+        now += PATIENT_KEEPALIVE
+        actions = one.handle(events.MessageReceived(coordinator, told(request, False)), now)
+        asked = [peer for peer, _ in sent(actions, wire.JoinRequest)]
+    assert asked != [coordinator]
+    assert 20.0 < now - 1.0 <= 20.0 + HOLD_SECONDS + 2 * PATIENT_KEEPALIVE
+
+
+def test_a_coordinator_that_is_killed_is_left_at_once() -> None:
+    one, coordinator, request = parked()
+    one.handle(events.MessageReceived(coordinator, told(request, True)), 2.0)
+    [(peer, again)] = sent(one.handle(events.PeerLost(coordinator), 60.0), wire.JoinRequest)
+    assert peer != coordinator
+    assert again.join == request.join
+
+
+def test_other_peers_lure_nobody_that_waits() -> None:
+    one, coordinator, request = parked()
+    one.handle(events.MessageReceived(coordinator, told(request, True)), 2.0)
+    for at, name in enumerate(name for name in NAMES[:5] if name not in (coordinator, one._context.peer)):
+        actions = one.handle(events.MessageReceived(name, wire.Invitation(RUN, 0)), 2.1 + at / 10)
+        assert not sent(actions, wire.JoinRequest)
+
+
+def test_the_coordinators_draw_counts_and_peers_that_it_thinks_dead_are_asked() -> None:
+    one, coordinator, request = parked(fraction=0.4)
+    own = one.draw(STATE, 1.0)
+    order = draw(NAMES[:5], STATE.lineage, fraction=1.0, minimum=0)
+    theirs = (order[1], order[2])
+    standing = wire.Standing(STATE, theirs, ())
+    actions = one.handle(events.MessageReceived(coordinator, told(request, True, standing=standing)), 2.0)
+    assert one.draw(STATE, 2.0).peers == theirs
+    assert one.draw(StateId(4, "c" * 64), 2.0).peers != theirs or own.live
+    asked = {peer for peer, message in sent(actions, wire.Whereabouts) if message.asks}
+    assert asked == {order[0]} - {one._context.peer}

@@ -1,0 +1,108 @@
+"""Shares against a bisection, and against transfers counted one by one."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from equipoise.averaging.aio.round_driver import group_of
+from equipoise.averaging.manifest import NONCE_BYTES, Join, Manifest
+from equipoise.averaging.options import RunOptions
+from equipoise.averaging.partition import balance, settle
+from equipoise.averaging.schema import Schema
+from equipoise.averaging.spec import RunSpec
+from oracles.averaging import best_butterfly_seconds, butterfly_seconds
+from simulator.matchmaking import signer
+
+bandwidths_and_owners = st.lists(
+    st.tuples(st.floats(1e3, 1e9), st.booleans()), min_size=3, max_size=64
+).filter(lambda members: any(owns for _, owns in members))
+
+
+@given(bandwidths_and_owners)
+def test_no_cut_is_faster(members: list[tuple[float, bool]]) -> None:
+    bandwidths, owns = [one for one, _ in members], [one for _, one in members]
+    fractions = balance(bandwidths, owns)
+    assert math.fsum(fractions) == pytest.approx(1)
+    assert all(fraction >= 0 for fraction in fractions)
+    assert all(owner or fraction == 0 for fraction, owner in zip(fractions, owns, strict=True))
+    best = best_butterfly_seconds(bandwidths, owns)
+    assert butterfly_seconds(fractions, bandwidths) <= best * (1 + 1e-9)
+
+
+def test_the_oracle_finds_no_better_cut_at_random() -> None:
+    chance = random.Random(0)
+    for _ in range(200):
+        bandwidths = [chance.uniform(1, 10) for _ in range(4)]
+        best = best_butterfly_seconds(bandwidths, [True] * 4)
+        for _ in range(50):
+            raw = [chance.random() for _ in range(4)]
+            fractions = [one / sum(raw) for one in raw]
+            assert butterfly_seconds(fractions, bandwidths) >= best * (1 - 1e-9)
+
+
+def test_equal_bandwidths_share_equally() -> None:
+    assert balance([5.0] * 4, [True] * 4) == [0.25] * 4
+
+
+def test_a_slow_member_owns_as_much_as_others_lest_its_contribution_take_longer() -> None:
+    assert balance([10.0, 10.0, 10.0, 1.0], [True] * 4) == pytest.approx([0.25] * 4)
+
+
+def test_the_faster_owners_take_over_for_whom_nobody_can_dial() -> None:
+    fractions = balance([100.0, 1.0, 2.0, 100.0], [False, True, True, False])
+    assert fractions == pytest.approx([0.0, 1 / 3, 2 / 3, 0.0])
+
+
+def test_a_group_is_cut_by_what_its_members_say_they_can_send() -> None:
+    spec = RunSpec.create(
+        "run", Schema.of({"w": torch.zeros(3 << 16)}), RunOptions(codec="fp32", part_values=256)
+    )
+    members = {"a": (100e6, False), "b": (1e6, True), "c": (2e6, True), "d": (100e6, False)}
+    joins = [
+        Join(peer, spec.hash, 0, 1.0, bandwidth, dialable, bytes(NONCE_BYTES), b"", None, b"").signed(
+            signer(peer)
+        )
+        for peer, (bandwidth, dialable) in members.items()
+    ]
+    owned: Counter[int] = Counter()
+    for part in group_of(spec, Manifest.of("b", joins)).parts:
+        owned[part.owner] += part.stop - part.start
+    assert owned == {1: pytest.approx(1 << 16, rel=0.01), 2: pytest.approx(2 << 16, rel=0.01)}
+
+
+def test_a_group_of_two_splits_the_work_evenly() -> None:
+    assert balance([1.0, 100.0], [True, True]) == [0.5, 0.5]
+    assert balance([1.0, 100.0], [True, False]) == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("bandwidth", [5e-324, 1e-310, 1e-9, 1e15])
+@pytest.mark.parametrize("others", [5e-324, 1.0, 1e9, 1e15])
+def test_absurd_bandwidths_cut_a_sound_share(bandwidth: float, others: float) -> None:
+    fractions = balance([bandwidth, others, others], [True] * 3)
+    assert all(math.isfinite(fraction) and fraction >= 0 for fraction in fractions)
+    assert math.fsum(fractions) == pytest.approx(1)
+
+
+def test_the_cut_does_not_depend_on_how_an_interpreter_adds() -> None:
+    """Python's `sum` of floats rounds otherwise since 3.12, and members may run different ones."""
+    bandwidths = [1e15, 1.0, 1.0, 1.0] * 4
+    shuffled = bandwidths[::-1]
+    fractions = balance(bandwidths, [True] * 16)
+    assert balance(shuffled, [True] * 16) == fractions[::-1]
+
+
+def test_members_that_measure_almost_alike_get_equal_shares() -> None:
+    assert settle([24e6, 25e6, 26.5e6, 31e6]) == [25e6] * 4
+    assert settle([6.2e6, 25e6, 24e6, 26e6]) == [6.2e6, 24e6, 24e6, 24e6]
+
+
+def test_who_does_not_know_its_bandwidth_counts_as_the_usual_one() -> None:
+    assert settle([0.0, 25e6, 100e6]) == [25e6, 25e6, 100e6]
+    assert settle([0.0, 0.0]) == [1.0, 1.0]

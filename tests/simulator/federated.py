@@ -1,0 +1,335 @@
+"""Federated rounds in virtual time: peers that train for milliseconds to minutes, die, stop, and see others too late.
+
+The matchmaking machines are the program's. The trainers and the exchange are models: a drawn peer trains once for each
+state, joins with its contribution, and keeps that until a round has taken it or is said to have gone without it. An
+exchange succeeds if more than half of its members and a quorum of its contributors are there to its end.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from random import Random
+
+from equipoise.averaging.manifest import NONCE_BYTES, Manifest
+from equipoise.averaging.matchmaking import events
+from equipoise.averaging.matchmaking.context import Context
+from equipoise.averaging.matchmaking.machine import Matchmaking
+from equipoise.averaging.matchmaking.matchmaker import Matchmaker
+from equipoise.averaging.state import StateId
+from equipoise.averaging.strategy import Federated
+from equipoise.averaging.weights import LEAST_CONTRIBUTION
+from simulator import matchmaking
+from simulator.core import Violation
+from simulator.matchmaking import Weather, World
+
+POLL_SECONDS = 0.5
+"""Between two looks of a trainer at the draw."""
+
+LOOK_SECONDS = 2.0
+"""From a mean to its arrival at a peer that missed it, where no coordinator told the peer so."""
+
+SLACK_SECONDS = 3.0
+"""Most seconds that a round stays open beyond its grace while its coordinator lives."""
+
+BEGINNING = StateId(1, hashlib.sha256(b"beginning").hexdigest())
+
+
+class Trainer(matchmaking.Peer):
+    """One peer and its script.
+
+    Attributes:
+        state: The state that it holds.
+        result: The state for which it has a contribution, if any.
+        trained: The states for which it has trained.
+        late: How often it was told that its contribution came too late.
+    """
+
+    def __init__(self, world: FederatedWorld, context: Context) -> None:
+        super().__init__(world, context)
+        self.state = world.head
+        self.result: StateId | None = None
+        self.trained: set[StateId] = set()
+        self.late = 0
+        self.begun = False
+        self._fed = world
+        self._trains = False
+        self._round: Manifest | None = None
+        self._search = 0
+        self.after(POLL_SECONDS * world.random.random(), self.act)
+
+    def matchmaker(self, world: World, context: Context) -> Matchmaker:
+        """See `matchmaking.Peer.matchmaker`."""
+        assert isinstance(world, FederatedWorld)
+        return Matchmaking(context, world.strategy.policy(context))
+
+    def act(self) -> None:
+        """Do what is due: catch up, train, or join; again and again."""
+        self.after(POLL_SECONDS, self.act)
+        if self._trains or self._round is not None:
+            return
+        self.catch_up(LOOK_SECONDS)
+        assert isinstance(self.machine, Matchmaking)
+        found = self.machine.draw(self.state, self._fed.now)
+        first = self.state == BEGINNING and not self.begun
+        if first and len(found.live) < self._fed.strategy.available:
+            return
+        self.begun = True
+        if self.name in found.peers and self.state not in self.trained:
+            self._train()
+        elif not self.machine.ready:
+            self._join()
+
+    def _train(self) -> None:
+        if self.machine.ready:
+            self.tell(events.Withdrew())
+        self._trains = True
+        self.trained.add(self.state)
+        self._fed.note_training(self.name, self.state)
+        self.after(self._fed.training_seconds(), self._has_trained)
+
+    def _has_trained(self) -> None:
+        self._trains, self.result = False, self.state
+        self._join()
+
+    def _join(self) -> None:
+        self._search += 1
+        patience, nonce = self._fed.strategy.deadline, self._fed.random.randbytes(NONCE_BYTES)
+        weight = 1.0 if self.result == self.state else 0.0
+        self.after(patience, self._give_up, self._search)
+        self.became_ready += 1
+        self.tell(
+            events.BecameReady(weight, nonce, dialable=self.dialable, patience=patience, state=self.state)
+        )
+
+    def _give_up(self, search: int) -> None:
+        if self.machine.ready and search == self._search:
+            self.tell(events.Withdrew())
+
+    def catch_up(self, lag: float) -> None:
+        """Take the means that the group has applied meanwhile, if they are older than `lag` seconds."""
+        before = self.state
+        while (found := self._fed.following.get(self.state)) and self._fed.now - found[1] >= lag:
+            self.state = found[0]
+        if self.state != before:
+            self.result = None
+            if self.machine.ready:
+                self.tell(events.Withdrew())
+
+    def perform(self, action: events.Action) -> None:
+        """Do what the machine asks for."""
+        if isinstance(action, events.Late):
+            self.late += 1
+            if action.seconds <= 0:
+                raise Violation(f"{self.name} is late by {action.seconds} s")
+            self.after(0.0, self.catch_up, 0.0)
+        super().perform(action)
+
+    def form(self, manifest: Manifest) -> None:
+        """Begin a round."""
+        self._round = manifest
+        world = self._fed
+        for member in map(world.peers.__getitem__, manifest.peers):
+            member.after(world.draw(world.weather.latency), member.greet, self, manifest)
+        world.begin(manifest)
+
+    def end(self, manifest: Manifest, after: StateId | None) -> None:
+        """A round has ended; in a mean, if a state follows from it."""
+        if self._round is not manifest and self._round != manifest:
+            return
+        self._round = None
+        if after is not None and self.state == manifest.before:
+            self.state, self.result = after, None
+        self.tell(events.RoundEnded(manifest.round, ok=after is not None))
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of training: most draws are between the first two, some up to the third."""
+
+    least: float
+    usual: float
+    most: float
+
+
+class FederatedWorld(World):
+    """Daemons of one federated run.
+
+    Attributes:
+        strategy: Of the run.
+        head: The last state of the group.
+        following: The state that followed a state, and when.
+        trainings: Who trained for a state.
+        rounds: When rounds ended, their groups, and whether they succeeded.
+        forks: Rounds that succeeded from a state from which another had: views of the run were too different.
+    """
+
+    def __init__(
+        self,
+        names: list[str],
+        strategy: Federated,
+        times: Times,
+        *,
+        seed: int = 0,
+        weather: Weather | None = None,
+    ) -> None:
+        self.strategy = strategy
+        self.head = BEGINNING
+        self.following: dict[StateId, tuple[StateId, float]] = {}
+        self.trainings: dict[StateId, list[str]] = {}
+        self.rounds: list[tuple[float, Manifest, bool]] = []
+        self._times = times
+        self.forks = 0
+        self._begun: set[bytes] = set()
+        self._over: set[bytes] = set()
+        super().__init__(names, 16, seed=seed, weather=weather)
+        self.at(1.0, self._check)
+
+    def make(self, context: Context) -> matchmaking.Peer:
+        """See `World.make`."""
+        context.quorum, context.least = self.strategy.quorum, self.strategy.least
+        return Trainer(self, context)
+
+    @property
+    def trainers(self) -> list[Trainer]:
+        """The living peers."""
+        return [one for one in self.peers.values() if isinstance(one, Trainer) and not one.dead]
+
+    def training_seconds(self) -> float:
+        """How long a training takes."""
+        times, usual = self._times, self.random.random() < 0.9
+        least, most = (times.least, times.usual) if usual else (times.usual, times.most)
+        return float(least * (most / least) ** self.random.random())
+
+    def note_training(self, name: str, state: StateId) -> None:
+        """Note that a peer trains for a state."""
+        self.trainings.setdefault(state, []).append(name)
+
+    def begin(self, manifest: Manifest) -> None:
+        """The first member has begun a round."""
+        if manifest.id in self._begun:
+            if manifest.id in self._over:  # This member was told of its group only now.
+                self.at(self.now + LOOK_SECONDS, self._tell_end, manifest, None, frozenset())
+            return
+        self._begun.add(manifest.id)
+        given = [join for join in manifest.members if join.weight >= LEAST_CONTRIBUTION]
+        if len(given) < self.strategy.quorum:
+            raise Violation(f"round {manifest.round} has {len(given)} contributors, below its quorum")
+        stale = [join.peer for join in given if join.state != manifest.before]
+        if stale:
+            raise Violation(f"round {manifest.round} counts contributions of {stale} to another state")
+        self.at(self.now + self.draw(self.weather.exchange), self._end, manifest)
+
+    def _end(self, manifest: Manifest) -> None:
+        there = [
+            one
+            for one in self.trainers
+            if not one.stopped and any(known.id == manifest.id for _, known in one.formed)
+        ]
+        names = {one.name for one in there}
+        given = [
+            join for join in manifest.members if join.weight >= LEAST_CONTRIBUTION and join.peer in names
+        ]
+        before, after = manifest.before, None
+        ok = 2 * len(there) > len(manifest.members) and len(given) >= self.strategy.quorum
+        if ok:
+            assert before is not None, "contributors claim states"
+            # The members of the smaller side find out in the next round, and take the other's state.
+            self.forks += before in self.following
+        if ok and before is not None and before not in self.following:
+            content = before.lineage + manifest.id.hex()
+            after = StateId(before.epoch + 1, hashlib.sha256(content.encode()).hexdigest())
+            self.following[before], self.head = (after, self.now), after
+        self.rounds.append((self.now, manifest, ok))
+        self._over.add(manifest.id)
+        self._tell_end(manifest, after, frozenset(names))
+
+    def _tell_end(self, manifest: Manifest, after: StateId | None, names: frozenset[str]) -> None:
+        for one in self.trainers:
+            if one.name in manifest.peers:
+                one.happen(False, one.end, manifest, after if one.name in names else None)
+
+    def _check(self) -> None:
+        """No round stays open longer than it may while its coordinator lives and runs."""
+        self.at(self.now + 1.0, self._check)
+        quorum, most = self.strategy.quorum, self.strategy.grace + SLACK_SECONDS
+        for one in self.trainers:
+            assert isinstance(one.machine, Matchmaking)
+            for gathering in one.machine._coordinator._gatherings.values():
+                arrived = sorted(gathering.parked[peer].arrived for peer in gathering.contributors)
+                if one.stopped or len(arrived) < quorum:
+                    continue
+                since = max(arrived[quorum - 1], one.resumed_at)
+                if self.now - since > most and self._is_current(one, gathering.round):
+                    raise Violation(
+                        f"round {gathering.round} at {one.name} is open {self.now - since:.1f} s after its quorum"
+                    )
+
+    def _is_current(self, one: Trainer, round: int) -> bool:
+        assert isinstance(one.machine, Matchmaking)
+        return not one.machine._context.is_past(round, self.now)
+
+
+def fault(world: FederatedWorld, names: list[str], draw: Random) -> None:
+    """One fault, drawn at random; more than a quorum of peers stays alive."""
+    name, kind = draw.choice(names[1:]), draw.random()
+    peer = world.peers[name]
+    alive = sum(not one.dead for one in world.peers.values())
+    if peer.dead:
+        again = world.add(name)
+        assert isinstance(again, Trainer)
+        again.begun = True
+    elif kind < 0.3 and alive > world.strategy.quorum + 1:
+        world.kill(name, draw.choice([0.0, 0.5, None]))
+    elif kind < 0.6:
+        peer.resume() if peer.stopped else peer.stop()
+    elif kind < 0.8:
+        world.sever(*draw.sample(names, 2))
+    else:
+        peer.blind_to = set(draw.sample(names, len(names) // 3)) - {name}
+
+
+def storm(seed: int) -> FederatedWorld:
+    """A run with faults drawn by a seed; then calm, in which all peers must come to further states together.
+
+    Raises:
+        Violation: A promise was broken.
+    """
+    draw = Random(seed)
+    count = draw.randint(3, 9)
+    quorum = draw.randint(2, max(2, count // 2))
+    strategy = Federated(
+        fraction=draw.choice([0.3, 0.5, 1.0]),
+        minimum=quorum,
+        available=count,
+        quorum=quorum,
+        grace=draw.choice([0.0, 2.0, 10.0, 60.0]),
+        deadline=draw.choice([30.0, 120.0]),
+    )
+    times = draw.choice([Times(0.001, 0.5, 5.0), Times(0.5, 5.0, 20.0), Times(0.001, 10.0, 200.0)])
+    weather = Weather(
+        latency=draw.choice([(0.0005, 0.002), (0.02, 0.2)]),
+        directory=draw.choice([(0.01, 0.05), (0.5, 3.0)]),
+        exchange=(0.5, 1.5),
+        loss=draw.choice([0.0, 0.0, 0.01]),
+    )
+    names = [f"peer{index:02}" for index in range(count)]
+    world = FederatedWorld(names, strategy, times, seed=seed, weather=weather)
+    if not world.run(60.0, until=lambda: all(one.begun for one in world.trainers)):
+        raise Violation("not all peers begin")
+    for _ in range(draw.randint(0, 10)):
+        world.run(draw.choice([0.1, 1.0, 5.0, 20.0]) * draw.random())
+        fault(world, names, draw)
+    world.weather = Weather(weather.latency, weather.directory, weather.exchange)
+    for peer in world.peers.values():
+        peer.blind_to = set()
+        if peer.stopped:
+            peer.resume()
+    reach = world.head.epoch + 2
+    bound = 3 * (strategy.deadline + strategy.grace + times.most) + 120.0
+    if not world.run(bound, until=lambda: all(one.state.epoch >= reach for one in world.trainers)):
+        states = {
+            one.name: (one.state.epoch, one.machine.round, one.machine.reason) for one in world.trainers
+        }
+        raise Violation(f"no two rounds within {bound:.0f} s of calm: {states}")
+    return world
