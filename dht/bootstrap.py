@@ -71,6 +71,10 @@ class _Standing:
     def connected(self) -> None:
         self.state, self.reason, self.attempts, self.due = "connected", "connected", 0, None
 
+    def status(self, way: Way, now: float) -> BootstrapStatus:
+        left = None if self.due is None or self.trying else max(0.0, self.due - now)
+        return BootstrapStatus(way.address or way.peer, self.state, self.reason, self.attempts, left)
+
 
 class Joining:
     """Decides which ways are tried now. Sans IO."""
@@ -89,16 +93,12 @@ class Joining:
 
     def status(self, now: float) -> tuple[BootstrapStatus, ...]:
         """Return how each address to join through fares."""
-        return tuple(
-            BootstrapStatus(
-                way.address,
-                one.state,
-                one.reason,
-                one.attempts,
-                None if one.due is None or one.trying else max(0.0, one.due - now),
-            )
-            for way, one in self._given.items()
-        )
+        return tuple(one.status(way, now) for way, one in self._given.items())
+
+    def returning(self, now: float) -> tuple[BootstrapStatus, ...]:
+        """Return how each peer met before fares, under its PeerID, while this peer is alone and tries it."""
+        tried = ((way, one) for way, one in self._remembered.items() if one.due is not None)
+        return tuple(one.status(way, now) for way, one in tried)
 
     def why_alone(self) -> tuple[bool, str]:
         """Return whether there is no network, and why this peer has met nobody, in words that outlast attempts."""

@@ -18,7 +18,7 @@ from equipoise.dht.autonat import Reach
 from equipoise.dht.identity import Identity
 from equipoise.dht.protocol import CallError, RecordProtocol
 from equipoise.dht.records import Entry, Kept, Readiness, key_of, seal, shard_of
-from equipoise.dht.state import PROTOCOL_VERSION, Part
+from equipoise.dht.state import PROTOCOL_VERSION, Part, Tags
 from equipoise.tasks import TaskSet, end, sleep_until
 
 MAX_TARGETS = 64
@@ -111,12 +111,13 @@ class _Own:
 class RunDirectory:
     """Announces this peer in its runs, and knows the others (`averaging.ports.Directory`).
 
-    Its records tell this daemon's `name`, and the `credential` of its direct channels, which that returns.
+    Its records tell this daemon's `name` and `tags`, and the `credential` of its direct channels, which that returns.
     """
 
     def __init__(self, identity: Identity, protocol: RecordProtocol, reach: Reach, sequence: int) -> None:
         """`sequence` is above those of all records that this peer has made before."""
         self.name = ""
+        self.tags: Tags = ()
         self.credential: Callable[[], bytes] = bytes
         self._identity = identity
         self._protocol = protocol
@@ -142,6 +143,7 @@ class RunDirectory:
         reason: str,
         bandwidth: float = 0.0,
         left: bool = False,
+        observes: bool = False,
     ) -> None:
         """Publish this peer's state in `run` until withdrawn, without waiting; raises Malformed beyond a bound."""
         self._publish(
@@ -153,6 +155,7 @@ class RunDirectory:
                 accumulated=accumulated,
                 reason=reason[: records.MAX_REASON_CHARACTERS],
                 bandwidth=bandwidth,
+                observes=observes,
             )
         )
 
@@ -164,7 +167,7 @@ class RunDirectory:
         await own.tasks.stop()
         last = self._seal(self._record(run, state="offline", spec=own.record.spec, round=own.record.round))
         own.publisher.publish(last, self._targets(own))
-        self._protocol.take([last], self._identity.peer)
+        self._protocol.keep(last)
         await own.publisher.close(WITHDRAW_SECONDS)
 
     async def peers(self, run: str) -> Sequence[Readiness]:
@@ -200,6 +203,7 @@ class RunDirectory:
             why=reach.reason[: records.MAX_WHY_CHARACTERS],
             addresses=protocol.addresses,
             name=self.name,
+            tags=self.tags,
             credential=self.credential(),
             **{"dialable": self._reach.dialable, **values},  # type: ignore[arg-type]
         )
@@ -213,7 +217,7 @@ class RunDirectory:
             own.tasks.spawn(self._keep_published(own))
             own.tasks.spawn(self._keep_searched(own))
         own.record, own.kept = record, kept
-        self._protocol.take([kept], self._identity.peer)
+        self._protocol.keep(kept)
         own.changed.set()
 
     def _seal(self, record: Readiness) -> Kept:
@@ -234,7 +238,7 @@ class RunDirectory:
             await asyncio.sleep(PUBLISH_GAP_SECONDS)
 
     def _renew(self, own: _Own) -> None:
-        names = ["state", "spec", "round", "accumulated", "reason", "bandwidth"]
+        names = ["state", "spec", "round", "accumulated", "reason", "bandwidth", "observes"]
         if own.record.ready:
             # The join that this peer has signed says so too: others must not see the two differ.
             names.append("dialable")

@@ -1,7 +1,8 @@
 """The door to hivemind: the only module that imports it, and what this package uses of it.
 
-Importing this takes about 2 s and pulls in torch. hivemind logs to stderr through a handler of its own, with
-tracebacks; here its records go to the logger `equipoise.dht.hivemind`, at DEBUG, without them.
+Importing this takes about 2 s and pulls in torch, unless `hivemind_stub.bare_packages` was called before. hivemind logs
+to stderr through a handler of its own, with tracebacks; here its records go to the logger `equipoise.dht.hivemind`, at
+DEBUG, without them.
 """
 
 from __future__ import annotations

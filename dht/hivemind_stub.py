@@ -1,13 +1,19 @@
-"""hivemind without what nobody here uses: its averager, optimisers and mixture of experts take 50 MB and half a second.
+"""hivemind without its averager, optimisers and mixture of experts, which nothing here uses, and the torch they need.
 
-They are imported by the `__init__` of hivemind and of hivemind.dht. In a process that is ours alone, those two are
-replaced by packages without content, under which the modules that `hivemind_imports` wants are imported by themselves.
+They are imported by the `__init__` of hivemind, of hivemind.dht and of hivemind.utils, and take 2 s and 200 MB. In a
+process that is ours alone, those three are replaced by packages without content, under which the modules that
+`hivemind_imports` wants are imported by themselves.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import sys
+from functools import partial
+from types import ModuleType
+
+UTILITIES = ("logging", "serializer", "timed_storage")
+"""Modules of hivemind.utils whose names its other packages import from hivemind.utils itself; none needs torch."""
 
 
 def bare_packages() -> None:
@@ -15,7 +21,18 @@ def bare_packages() -> None:
 
     Not for a process in which others may want hivemind whole: they would find it empty.
     """
-    for name in ("hivemind", "hivemind.dht"):
+    for name in ("hivemind", "hivemind.dht", "hivemind.utils"):
         spec = importlib.util.find_spec(name) if name not in sys.modules else None
         if spec is not None:
-            sys.modules[name] = importlib.util.module_from_spec(spec)
+            package = sys.modules[name] = importlib.util.module_from_spec(spec)
+            if name == "hivemind.utils":
+                vars(package)["__getattr__"] = partial(_found, name)
+
+
+def _found(package: str, wanted: str) -> object:
+    """The value of a name that is asked of a package, from one of its modules."""
+    modules: list[ModuleType] = [importlib.import_module(f"{package}.{name}") for name in UTILITIES]
+    for module in modules:
+        if not wanted.startswith("_") and hasattr(module, wanted):
+            return getattr(module, wanted)
+    raise AttributeError(f"{package} has no {wanted!r} outside of what needs torch")

@@ -15,10 +15,14 @@ BURST = 200.0
 SIGNATURES_PER_SECOND = 100.0
 SIGNATURES_BURST = 300.0
 """Most records of one sender that are verified, at 0.15 ms each; a run-mate sends 10 a second in each run."""
-HEARSAY_PER_SECOND = 100.0
-HEARSAY_BURST = 600.0
-"""Most records that are verified for all senders together, if the sender is not the author. A peer's own records do not
-count here: strangers that pass on any number of records must not crowd them out."""
+KNOWN_PER_SECOND = 1000.0
+KNOWN_BURST = 2000.0
+"""Most own records of peers whose records are kept already that are verified for all of them together: a sixth of a
+core. A run-mate is told by 64 peers at most, each 10 times a second."""
+UNKNOWN_PER_SECOND = 100.0
+UNKNOWN_BURST = 600.0
+"""Most records verified for all senders together that they pass on; and most of peers that are new here, of which each
+tells its own. Strangers that pass on any number, or come with many PeerIDs, must not crowd out the known."""
 DISTRUST_SECONDS = 60.0
 """Time for which a peer that has sent a forged record is ignored."""
 MAX_PEERS = 4096
@@ -104,14 +108,17 @@ class Scrutiny:
 
     def __init__(self) -> None:
         self._senders = RateLimit(SIGNATURES_PER_SECOND, SIGNATURES_BURST)
-        self._hearsay = RateLimit(HEARSAY_PER_SECOND, HEARSAY_BURST)
+        self._known = RateLimit(KNOWN_PER_SECOND, KNOWN_BURST)
+        self._unknown = RateLimit(UNKNOWN_PER_SECOND, UNKNOWN_BURST)
         self._distrusted: LruDict[str, float] = LruDict(MAX_PEERS)
 
-    def admits(self, sender: str, author: str, now: float) -> bool:
-        """Tell whether to verify a record of `author` that `sender` has sent."""
+    def admits(self, sender: str, author: str, known: bool, now: float) -> bool:
+        """Tell whether to verify a record of `author` that `sender` has sent; `known` if one of its records is kept."""
         if self.distrusts(sender, now) or not self._senders.allow(sender, now):
             return False
-        return sender == author or self._hearsay.allow("", now)
+        if sender == author and known:
+            return self._known.allow("", now)
+        return self._unknown.allow("new" if sender == author else "hearsay", now)
 
     def distrust(self, sender: str, now: float) -> None:
         """Note that `sender` has sent a forged record."""

@@ -8,13 +8,15 @@ decodes within bounds, and keeps only signed readiness records. `DHTNode` uses s
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import logging
 import random
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -26,7 +28,7 @@ from equipoise.dht.hivemind_imports import DHTID, Blacklist, DHTNode, RoutingTab
 from equipoise.dht.identity import public_key_of
 from equipoise.dht.limits import LruDict, RateLimit, Scrutiny, Tally
 from equipoise.dht.p2pd_client import CallHandler, P2pdClient
-from equipoise.dht.records import Addresses, Entry, Forged, Kept, RecordStore
+from equipoise.dht.records import Addresses, Entry, Envelope, Forged, Kept, Readiness, RecordStore, check
 from equipoise.dht.sanitize import Malformed, printable
 from equipoise.dht.state import PROTOCOL_VERSION
 from equipoise.tasks import TaskSet
@@ -261,6 +263,7 @@ class RecordProtocol:
         self.dialer = dialer
         self._limit = RateLimit()
         self._scrutiny = Scrutiny()
+        self._verifier = ThreadPoolExecutor(1, "signatures")
         self._held = Tally()
         # Not DHTNode.create: that registers hivemind's own handlers, and ends in an error without a bootstrap peer.
         self._dht: Any = DHTNode(_initialized_with_create=True)
@@ -278,7 +281,7 @@ class RecordProtocol:
     def handlers(self) -> dict[str, CallHandler]:
         """Return the unary handlers to register with p2pd."""
         return {
-            PING: self._guarded(Hello, lambda peer, _: self._hello(peer)),
+            PING: self._guarded(Hello, self._on_ping),
             FIND: self._guarded(Find, self._on_find),
             STORE: self._guarded(Store, self._on_store),
         }
@@ -326,32 +329,45 @@ class RecordProtocol:
         except CallError as error:
             _log.debug("%s", error)
             return None
-        self.take(answer.records, str(peer))
+        await self.take(answer.records, str(peer))
         found = zip(keys, answer.nearest, strict=False)
         return {key: (None, self._neighbours(nearest)) for key, nearest in found}
 
-    def take(self, records: Iterable[Kept], sender: str) -> int:
-        """Put the valid ones of a sender's records into the record store; return their number."""
-        accepted, now = 0, time.monotonic()
+    def keep(self, own: Kept) -> None:
+        """Put a record of this peer itself into the record store."""
+        if (entry := self.record_store.accept(own, time.monotonic(), self.clock.now())) is not None:
+            self._tell(own, entry)
+
+    async def take(self, records: Iterable[Kept], sender: str) -> int:
+        """Put the valid ones of a sender's records into the record store; return their number.
+
+        A thread verifies the signatures of all peers' records in turn; `Scrutiny` bounds how many wait for it.
+        """
+        accepted, now, news = 0, time.monotonic(), []
         for kept in records:
-            known = sender == self.peer or self.record_store.knows(kept, now)
-            if not known and not self._scrutiny.admits(sender, kept.subkey, now):
-                continue
-            try:
-                entry = self.record_store.accept(kept, now, self.clock.now())
-            except Forged as error:
-                self._scrutiny.distrust(sender, now)
-                self.lose(sender)
-                _log.info("nothing is taken from %s for a while: %s", sender, error)
-                break
-            except Malformed as error:
-                _log.debug("refused a record under %s: %s", printable(kept.subkey, 64), error)
-                continue
-            accepted += 1
-            if entry is not None:
-                self.dialer.learn(kept.subkey, entry.record.addresses)
-                self.on_record(entry)
+            if self.record_store.knows(kept, now):
+                accepted += 1
+            elif self._scrutiny.admits(sender, kept.subkey, self.record_store.has(kept.subkey), now):
+                with _refusing(kept):
+                    if (examined := self.record_store.examine(kept, now, self.clock.now())) is not None:
+                        news.append((kept, *examined))
+        if not news:
+            return accepted
+        loop = asyncio.get_running_loop()
+        genuine, forged = await loop.run_in_executor(self._verifier, _verified, news)
+        for kept, record, _ in news[:genuine]:
+            with _refusing(kept):
+                self._tell(kept, self.record_store.enter(kept, record, time.monotonic()))
+                accepted += 1
+        if forged is not None:
+            self._scrutiny.distrust(sender, time.monotonic())
+            self.lose(sender)
+            _log.info("nothing is taken from %s for a while: %s", sender, forged)
         return accepted
+
+    def _tell(self, kept: Kept, entry: Entry) -> None:
+        self.dialer.learn(kept.subkey, entry.record.addresses)
+        self.on_record(entry)
 
     async def _call(self, peer: str, name: str, request: Any, kind: type[_Answer]) -> _Answer:
         asked = time.time()
@@ -374,7 +390,7 @@ class RecordProtocol:
         self._meet(peer, answer.hello)
         return answer
 
-    def _guarded(self, kind: type[Any], handle: Callable[[str, Any], Any]) -> CallHandler:
+    def _guarded(self, kind: type[Any], handle: Callable[[str, Any], Awaitable[Any]]) -> CallHandler:
         async def guarded(peer: str, data: bytes) -> bytes:
             public_key_of(peer)
             now = time.monotonic()
@@ -388,7 +404,7 @@ class RecordProtocol:
                 # The bare version suffices: the caller itself words the error that says which side is older.
                 return encode(Versioned())
             self._meet(peer, request.hello)
-            return encode(handle(peer, request))
+            return encode(await handle(peer, request))
 
         return guarded
 
@@ -399,14 +415,17 @@ class RecordProtocol:
         with self._held.counting(peer):
             await asyncio.sleep(HELD_SECONDS)
 
-    def _on_find(self, peer: str, request: Find) -> Found:
+    async def _on_ping(self, peer: str, request: Hello) -> Hello:
+        return self._hello(peer)
+
+    async def _on_find(self, peer: str, request: Find) -> Found:
         now = time.monotonic()
         records = [kept for key in dict.fromkeys(request.keys) for kept in self.record_store.under(key, now)]
         nearest = tuple(self._nearest(key, peer) for key in request.keys)
         return Found(hello=self._hello(peer), records=_page(records), nearest=nearest)
 
-    def _on_store(self, peer: str, request: Store) -> Stored:
-        return Stored(hello=self._hello(peer), accepted=self.take(request.records, peer))
+    async def _on_store(self, peer: str, request: Store) -> Stored:
+        return Stored(hello=self._hello(peer), accepted=await self.take(request.records, peer))
 
     def _hello(self, peer: str) -> Hello:
         return Hello(
@@ -480,3 +499,21 @@ def _page(records: list[Kept]) -> tuple[Kept, ...]:
             break
         page.append(kept)
     return tuple(page)
+
+
+@contextlib.contextmanager
+def _refusing(kept: Kept) -> Iterator[None]:
+    try:
+        yield
+    except Malformed as error:
+        _log.debug("refused a record under %s: %s", printable(kept.subkey, 64), error)
+
+
+def _verified(news: list[tuple[Kept, Readiness, Envelope]]) -> tuple[int, Forged | None]:
+    """Verify signatures up to the first that is forged; return how many are genuine, and the fault."""
+    for genuine, (_, record, envelope) in enumerate(news):
+        try:
+            check(record, envelope)
+        except Forged as error:
+            return genuine, error
+    return len(news), None

@@ -23,10 +23,10 @@ from equipoise.dht.address import MAX_ADDRESS_CHARACTERS
 from equipoise.dht.clock import MAX_OFFSET_SECONDS
 from equipoise.dht.identity import Identity, verify
 from equipoise.dht.sanitize import Malformed, decode, printable
-from equipoise.dht.state import PROTOCOL_VERSION, Part, ReachState
+from equipoise.dht.state import PROTOCOL_VERSION, Part, ReachState, Tags
 
-MAX_RECORD_BYTES = 4096
-"""Longest record. A usual one takes 1,100 bytes; four long addresses, a long reason and the largest credential fit."""
+MAX_RECORD_BYTES = 4352
+"""Longest record. A usual one takes 1,100 bytes; long addresses and reasons, a whole credential and all tags fit."""
 TTL_SECONDS = 15.0
 """Longest time that the dead are listed, counted from a record's first arrival. Two renewals in a row may be lost."""
 MAX_RUN_BYTES = 128
@@ -39,8 +39,8 @@ MAX_ADDRESSES = 4
 MAX_CREDENTIAL_BYTES = 1024
 """Equal to `direct.credential.MAX_CREDENTIAL_BYTES`, which this light module does not import; checked by a test."""
 MAX_SEQUENCE = 2**63 - 1
-MAX_RUNS_PER_PEER = 128
-"""Most runs that one peer may have records in: 64 sessions of a daemon, with a run for each of their two purposes."""
+MAX_RUNS_PER_PEER = 132
+"""Most runs that one peer may have records in. A daemon's own bounds follow from it: `peer.session.MAX_RUNS`."""
 SHARDS = 4
 """A run's records are spread over so many keys: one key with 300 records takes 0.3 s to read."""
 MAX_BYTES = 10 * 1024 * 1024
@@ -92,6 +92,8 @@ class Readiness(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         issued: The author's idea of the swarm's clock, seconds since 1970.
         name: What people call it.
         credential: What others need to open direct channels with it (`direct.credential`); verified when it is used.
+        tags: Properties of its machine, in its user's words.
+        observes: Whether it trains nothing in the run: no draw takes it.
     """
 
     version: int
@@ -111,6 +113,8 @@ class Readiness(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     addresses: Addresses = ()
     name: Annotated[str, msgspec.Meta(max_length=MAX_NAME_CHARACTERS)] = ""
     credential: Annotated[bytes, msgspec.Meta(max_length=MAX_CREDENTIAL_BYTES)] = b""
+    tags: Tags = ()
+    observes: bool = False
 
     @property
     def ready(self) -> bool:
@@ -238,6 +242,14 @@ class RecordStore:
         `now` is this machine's monotonic clock, `swarm_time` the swarm's, in seconds since 1970. Raises Forged if the
         author has not signed it, Malformed if it is another peer's, replayed, void, or one too many of its author.
         """
+        news = self.examine(found, now, swarm_time)
+        if news is None:
+            return None
+        check(*news)
+        return self.enter(found, news[0], now)
+
+    def examine(self, found: Kept, now: float, swarm_time: float) -> tuple[Readiness, Envelope] | None:
+        """Decode a record for `check`, after all that is cheaper; the arguments and the rest as of `accept`."""
         if not 0 < found.remaining <= TTL_SECONDS:
             raise Malformed(f"expected 0 to {TTL_SECONDS:.0f} s left to live, got {found.remaining}")
         if self.knows(found, now):
@@ -247,11 +259,22 @@ class RecordStore:
             raise Malformed("expected the subkey to be the record's author")
         if abs(record.issued - swarm_time) > CLOCK_TOLERANCE_SECONDS:
             raise Malformed(f"issued {record.issued - swarm_time:+.0f} s from now by the swarm's clock")
+        self._check_sequence(record)
+        return record, envelope
+
+    def enter(self, found: Kept, record: Readiness, now: float) -> Entry:
+        """Keep a verified record; raises Malformed if a later one has come meanwhile, or for one run too many."""
+        self._check_sequence(record)
+        return self._enter(record, found, now)
+
+    def _check_sequence(self, record: Readiness) -> None:
         known = self._entries.get((record.peer, record.run))
         if known is not None and record.sequence <= known.sequence:
             raise Malformed(f"sequence {record.sequence} is not after {known.sequence}")
-        check(record, envelope)
-        return self._enter(record, found, now)
+
+    def has(self, peer: str) -> bool:
+        """Tell whether a record of `peer` is kept, void ones included."""
+        return peer in self._runs
 
     def current(self, run: str, now: float) -> list[Entry]:
         """Return the entries of `run` that are not void and whose authors have not left, sorted by PeerID."""

@@ -37,7 +37,8 @@ def decode(decoder: msgspec.msgpack.Decoder[_T], data: bytes, limit: int, what: 
 
 def escaped(text: str, kept: str = "\t\n") -> str:
     """Return `text` with control characters, direction overrides and the like escaped, except those in `kept`."""
-    return "".join(c if c.isprintable() or c in kept else c.encode("unicode_escape").decode() for c in text)
+    shown = (c if c.isprintable() or c in kept else c.encode("unicode_escape").decode() for c in text)
+    return text if text.isprintable() else "".join(shown)
 
 
 def printable(text: str, limit: int = MAX_SHOWN_CHARACTERS) -> str:

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
 PROTOCOL_VERSION = 2
 """Of everything this package puts on the wire; peers of different versions do not understand each other."""
+
+MAX_TAGS = 8
+"""Most tags of one daemon: each record of it carries them all."""
+
+MAX_TAG_CHARACTERS = 24
+"""Longest tag, for the same reason."""
+
+Tag = Annotated[str, msgspec.Meta(pattern=rf"\A[A-Za-z0-9_.-]{{1,{MAX_TAG_CHARACTERS}}}\Z")]
+Tags = Annotated[tuple[Tag, ...], msgspec.Meta(max_length=MAX_TAGS)]
+"""Properties of a daemon's machine, in its user's words, such as `gpu`; a run may draw only peers with some tags."""
 
 State = Literal["offline", "searching", "joined", "ready"]
 
@@ -33,10 +43,10 @@ ReachState = Literal["unknown", "direct", "relayed", "unreachable"]
 
 
 class BootstrapStatus(msgspec.Struct, frozen=True):
-    """The standing of one address given to `--join`.
+    """The standing of one way into the swarm.
 
     Attributes:
-        address: As given.
+        address: The address as given to `--join`; the PeerID of a peer met before.
         state: The result of the last attempt.
         reason: The same in words, one line.
         attempts: How often it has been tried since it was last connected.
@@ -112,6 +122,7 @@ class SwarmStatus(msgspec.Struct, frozen=True):
         addresses: Where others reach this peer, in the form that `--join` takes.
         dialable: Whether others can open connections to this peer.
         bootstrap: Each `--join` address.
+        returning: Each peer met before, while this one is alone and tries them again.
         connected: PeerIDs of the peers in contact with this one now, sorted.
         p2pd_pid: Process id of p2pd; None while it is not running.
         p2pd_restarts: How often p2pd has been started again.
@@ -138,3 +149,4 @@ class SwarmStatus(msgspec.Struct, frozen=True):
     direct: DirectStatus | None = None
     reach: ReachStatus | None = None
     warnings: tuple[str, ...] = ()
+    returning: tuple[BootstrapStatus, ...] = ()

@@ -29,7 +29,7 @@ from equipoise.dht.protocol import RecordProtocol
 from equipoise.dht.punch.puncher import Puncher
 from equipoise.dht.records import MAX_ADDRESSES, MAX_NAME_CHARACTERS, Readiness
 from equipoise.dht.sanitize import printable
-from equipoise.dht.state import ReachStatus, State, SwarmStatus
+from equipoise.dht.state import ReachStatus, State, SwarmStatus, Tags
 from equipoise.dht.supervisor import Supervisor
 from equipoise.dht.transport import Libp2pTransport
 from equipoise.tasks import TaskSet
@@ -48,6 +48,7 @@ class SwarmOptions:
 
     Attributes:
         name: What people call this daemon; others show it.
+        tags: Properties of this machine, in its user's words.
         listen: Multiaddrs to accept connections on; by default `DEFAULT_LISTEN`. Port 0 is any free one, and then kept.
         join: Multiaddrs, with PeerID, of daemons that are in the swarm.
         announce: Multiaddrs, without PeerID, to tell others instead of those listened on (port forwarding).
@@ -59,6 +60,7 @@ class SwarmOptions:
     """
 
     name: str = ""
+    tags: Tags = ()
     listen: Sequence[str] = ()
     join: Sequence[str] = ()
     announce: Sequence[str] = ()
@@ -127,6 +129,7 @@ class Swarm:
         self.transport = Libp2pTransport(peer, lambda: reach.dialable, link, dialer, self._runtime)
         self.directory = RunDirectory(self.identity, protocol, reach, self._memory.first_sequence)
         self.directory.name = options.name[:MAX_NAME_CHARACTERS]
+        self.directory.tags = options.tags
         self.directory.credential = lambda: direct.credential
         protocol.on_peer = self._on_peer
         self._contacts = Contacts(link, protocol)
@@ -252,13 +255,15 @@ class Swarm:
     def status(self) -> SwarmStatus:
         """Return a snapshot, without waiting."""
         state, reason = self._standing()
+        joining, now = self._bootstrap.machine, time.monotonic()
         return SwarmStatus(
             state=state,
             reason=reason,
             peer=self.peer,
             addresses=tuple(self.addresses),
             dialable=self.transport.dialable,
-            bootstrap=self._bootstrap.machine.status(time.monotonic()),
+            bootstrap=joining.status(now),
+            returning=joining.returning(now),
             connected=tuple(sorted(self._contacts.alive)),
             p2pd_pid=self._supervisor.pid,
             p2pd_restarts=self._supervisor.restarts,

@@ -57,8 +57,8 @@ BODY = 2
 PIECE_BYTES = 544 * 1024
 """Most bytes of a body in one record: a part of 512 Ki values in int8 (528 KiB) fits. In two records of half the size,
 it took 3 % more processor time in rounds of four."""
-MAX_HEAD_BYTES = 160 * 1024
-"""Longest beginning of a frame: a header of 128 KiB with its prefix, or a small frame whole."""
+MAX_HEAD_BYTES = 224 * 1024
+"""Longest beginning of a frame: a header of 192 KiB with its prefix, or a small frame whole."""
 PREFIX_BYTES = 4
 TAG_BYTES = 16
 MAX_HEAD_RECORD_BYTES = PREFIX_BYTES + MAX_HEAD_BYTES + TAG_BYTES

@@ -1,4 +1,4 @@
-"""What two peers that punch a hole tell each other: where their connections come from, and when to connect.
+"""Messages of two peers that punch a hole: where their connections come from, and when to connect.
 
 Messages are msgpack, bounded, and checked before use; a peer does not try every place that a stranger names.
 """

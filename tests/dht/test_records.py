@@ -9,11 +9,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from equipoise.dht import records
+from equipoise.dht.address import MAX_ADDRESS_CHARACTERS
 from equipoise.dht.identity import Identity, load_or_create, peer_of
 from equipoise.dht.records import (
     CLOCK_TOLERANCE_SECONDS,
+    MAX_ADDRESSES,
+    MAX_CREDENTIAL_BYTES,
+    MAX_NAME_CHARACTERS,
+    MAX_REASON_CHARACTERS,
     MAX_RECORD_BYTES,
+    MAX_RUN_BYTES,
     MAX_RUNS_PER_PEER,
+    MAX_SEQUENCE,
+    MAX_WHY_CHARACTERS,
     REMEMBER_SECONDS,
     Kept,
     Readiness,
@@ -25,7 +33,7 @@ from equipoise.dht.records import (
     unseal,
 )
 from equipoise.dht.sanitize import Malformed, decode, printable
-from equipoise.dht.state import PROTOCOL_VERSION
+from equipoise.dht.state import MAX_TAG_CHARACTERS, MAX_TAGS, PROTOCOL_VERSION
 
 NOW = 1000.0
 SWARM_TIME = 1.8e9
@@ -71,16 +79,46 @@ def test_round_trip(identity: Identity) -> None:
     assert verified(seal(one, identity)) == one
 
 
+def test_the_largest_record_fits(identity: Identity) -> None:
+    longest = {
+        "run": "r" * MAX_RUN_BYTES,
+        "spec": "f" * 64,
+        "reason": "x" * MAX_REASON_CHARACTERS,
+        "round": MAX_SEQUENCE,
+        "accumulated": 0.1,
+        "bandwidth": 0.1,
+        "dialable": True,
+        "reach": "unreachable",
+        "why": "x" * MAX_WHY_CHARACTERS,
+        "addresses": tuple(f"{index:/>{MAX_ADDRESS_CHARACTERS}}" for index in range(MAX_ADDRESSES)),
+        "name": "x" * MAX_NAME_CHARACTERS,
+        "credential": bytes(MAX_CREDENTIAL_BYTES),
+        "tags": tuple(f"{index:.>{MAX_TAG_CHARACTERS}}" for index in range(MAX_TAGS)),
+    }
+    one = record(identity, **longest)
+    assert verified(seal(one, identity)) == one
+
+
 async def test_what_a_peer_can_send_is_announced_and_renewed(members) -> None:
     directory = (await members.start("first")).directory
     await directory.announce(
-        "digits", spec="ab", ready=True, round=1, accumulated=0.0, reason="waits", bandwidth=5e6
+        "digits",
+        spec="ab",
+        ready=True,
+        round=1,
+        accumulated=0.0,
+        reason="waits",
+        bandwidth=5e6,
+        observes=True,
     )
     (first,) = await directory.peers("digits")
+    directory.tags = ("gpu",)
     directory.renew()
     (renewed,) = await directory.peers("digits")
     assert first.sequence < renewed.sequence
     assert first.bandwidth == renewed.bandwidth == 5e6
+    assert (first.tags, renewed.tags) == ((), ("gpu",))
+    assert (first.observes, renewed.observes) == (True, True)
 
 
 def test_unknown_fields_are_ignored(identity: Identity) -> None:
@@ -130,6 +168,9 @@ def test_signed_by_another_is_refused(identity: Identity, stranger: Identity) ->
         {"spec": "x" * 129},
         {"addresses": ("/a",) * 5},
         {"addresses": ("/" * 513,)},
+        {"tags": ("gpu",) * 9},
+        {"tags": ("x" * 25,)},
+        {"tags": ("g p u",)},
         {"version": PROTOCOL_VERSION + 1},
     ],
 )

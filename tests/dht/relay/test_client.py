@@ -1,0 +1,220 @@
+"""Finding and keeping relays while p2pd comes and goes, and trials of them."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from equipoise.dht.address import Address
+from equipoise.dht.autonat import Reach
+from equipoise.dht.identity import peer_of
+from equipoise.dht.p2pd import P2pdError
+from equipoise.dht.p2pd_client import P2pdClientError
+from equipoise.dht.relay import client
+from equipoise.dht.relay.client import MAX_CANDIDATES, RelayClient, RelayError, Trials, _Transfer
+from equipoise.dht.relay.service import Hop, Kind, Status, send
+from equipoise.dht.streams import Stream
+
+RELAY, OWN, OTHER = (peer_of(bytes([number]) * 32) for number in (1, 2, 3))
+PASSED = "1 MB passed in 0.10 s"
+
+
+class World:
+    """A relay client whose p2pd, connections and trials are made up."""
+
+    def __init__(self) -> None:
+        self.answer = Hop(kind=Kind.STATUS, status=Status.OK)
+        self.meanwhile: Callable[[], None] = lambda: None
+        self.broken = False
+        self.ends: list[Stream] = []
+        self.relays = RelayClient(self, self, OWN, self, lambda: (RELAY,))  # type: ignore[arg-type]
+        self.attached = True
+        self.paths: dict[str, tuple[str, ...]] = {}
+
+    async def reach(self, peer: str) -> None:
+        self.paths.setdefault(peer, ("/ip4/44.0.0.1/tcp/4001",))
+
+    async def disconnect(self, peer: str) -> None:
+        del self.paths[peer]
+
+    async def refresh(self) -> None:
+        return None
+
+    def addresses_of(self, peer: str) -> tuple[str, ...]:
+        return (f"/ip4/44.0.0.1/tcp/4001/p2p/{peer}",)
+
+    async def open_stream(self, peer: str, protocol: str, seconds: float) -> Stream:
+        self.meanwhile()
+        if all("p2p-circuit" in path for path in self.paths[peer]):
+            self.answer = Hop(kind=Kind.STATUS, status=Status.PERMISSION_DENIED)
+        if self.broken:
+            raise P2pdClientError("p2pd is gone")
+        near, far = (Stream(one, buffer_bytes=0) for one in socket.socketpair())
+        await send(far, self.answer)
+        self.ends.append(far)
+        return near
+
+    async def conduct(self, address: Address) -> str:
+        self.meanwhile()
+        return PASSED
+
+
+async def hold(world: World) -> None:
+    """Take a place at the relay."""
+    await world.relays._tend()
+    assert list(world.relays.held) == [RELAY]
+
+
+@pytest.fixture
+async def world(monkeypatch) -> AsyncIterator[World]:
+    monkeypatch.setattr(client, "GAP_SECONDS", 0.0)
+    world = World()
+    yield world
+    for end in world.ends:
+        end.close()
+
+
+@pytest.mark.parametrize("broken", [True, False])
+async def test_a_p2pd_that_dies_while_a_place_is_renewed_takes_it_along(
+    world: World, monkeypatch, broken: bool
+) -> None:
+    await hold(world)
+    monkeypatch.setattr(client, "RENEW_SECONDS", -1.0)
+    monkeypatch.setattr(client, "WANTED", 0)
+    world.broken, world.meanwhile = broken, world.relays.lose_all
+    await world.relays._tend()
+    assert not world.relays.held
+    assert not world.relays.refused
+
+
+async def test_a_p2pd_that_dies_during_a_trial_takes_the_place_along(world: World) -> None:
+    world.meanwhile = world.relays.lose_all
+    await world.relays._tend()
+    assert not world.relays.held
+    assert "started again" in world.relays.reason
+
+
+async def test_a_relay_that_came_through_another_relay_is_dialled(world: World) -> None:
+    world.paths[RELAY] = (f"/ip4/44.0.0.2/tcp/4001/p2p/{OTHER}/p2p-circuit",)
+    await hold(world)
+
+
+async def test_a_place_is_given_up_when_only_a_circuit_to_the_relay_is_left(world: World) -> None:
+    await hold(world)
+    world.paths[RELAY] = (f"/ip4/44.0.0.2/tcp/4001/p2p/{OTHER}/p2p-circuit",)
+    await world.relays._tend()
+    assert not world.relays.held
+    assert "not connected" in world.relays.reason
+
+
+async def test_a_place_that_is_not_renewed_is_given_up(world: World, monkeypatch) -> None:
+    await hold(world)
+    monkeypatch.setattr(client, "RENEW_SECONDS", -1.0)
+    world.answer = Hop(kind=Kind.STATUS, status=Status.RESERVATION_REFUSED)
+    await world.relays._tend()
+    assert not world.relays.held
+    assert "reservation refused" in world.relays.reason
+
+
+@pytest.mark.parametrize(
+    ("limit", "why"), [({"seconds": 120}, "after 120 s"), ({"bytes": 131072}, "after 131072 bytes")]
+)
+async def test_a_relay_that_says_it_cuts_is_believed(world: World, limit: dict[str, int], why: str) -> None:
+    world.answer = Hop(kind=Kind.STATUS, limit=limit, status=Status.OK)
+    await world.relays._tend()
+    assert not world.relays.held
+    assert why in world.relays.reason
+
+
+async def test_relays_that_are_gone_make_room_for_others(tmp_path: Path) -> None:
+    link = SimpleNamespace(attached=False)
+    protocol, direct = SimpleNamespace(dialer=None, peer=OWN), SimpleNamespace(port=0)
+    reach = Reach(link, protocol, direct, tmp_path)  # type: ignore[arg-type]
+    for number in range(MAX_CANDIDATES + 1):
+        reach.meet(f"relay {number}", True)
+        reach.meet("relay 0", True)
+    assert len(reach._offers) == MAX_CANDIDATES
+    assert "relay 0" in reach._offers
+    assert "relay 1" not in reach._offers
+    assert f"relay {MAX_CANDIDATES}" in reach._offers
+    reach.meet("relay 0", False)
+    assert "relay 0" not in reach._offers
+
+
+# ---- trials ----
+
+
+@pytest.fixture
+def trials(tmp_path: Path) -> Trials:
+    return Trials(tmp_path)
+
+
+async def receive(trials: Trials, peer: str, relayed: bool, size: int) -> Any:
+    near, far = (Stream(one, buffer_bytes=0) for one in socket.socketpair())
+    task = asyncio.create_task(trials.receive(peer, relayed, near))
+    await far.send(bytes(size))
+    far.close()
+    await asyncio.gather(task, return_exceptions=True)
+    near.close()
+    return task
+
+
+async def test_only_the_trial_under_way_counts(trials: Trials) -> None:
+    transfer = trials._under_way = _Transfer(OTHER)
+    await receive(trials, RELAY, True, 100)
+    await receive(trials, OTHER, False, 100)
+    assert transfer.received == 0
+    await receive(trials, OTHER, True, 100)
+    assert transfer.received == 100
+
+
+async def test_what_an_earlier_trial_sent_does_not_count_for_a_later_one(trials: Trials) -> None:
+    trials._under_way = _Transfer(OTHER)
+    near, far = (Stream(one, buffer_bytes=0) for one in socket.socketpair())
+    task = asyncio.create_task(trials.receive(OTHER, True, near))
+    await far.send(b"x")
+    later = trials._under_way = _Transfer(RELAY)
+    await far.send(bytes(1000))
+    far.close()
+    await asyncio.gather(task, return_exceptions=True)
+    near.close()
+    assert later.received == 0
+
+
+async def test_a_trial_that_rests_is_let_go(trials: Trials, monkeypatch) -> None:
+    monkeypatch.setattr(client, "TRIAL_SECONDS", 0.05)
+    trials._under_way = _Transfer(OTHER)
+    near, far = (Stream(one, buffer_bytes=0) for one in socket.socketpair())
+    with pytest.raises(TimeoutError):
+        await trials.receive(OTHER, True, near)
+    for end in (near, far):
+        end.close()
+
+
+async def fail_to_start(options: object) -> None:
+    raise P2pdError("p2pd does not start: no memory")
+
+
+@pytest.mark.parametrize(
+    ("broken", "how"),
+    [
+        ("P2pd", SimpleNamespace(start=fail_to_start)),
+        ("load_or_create", lambda folder: folder.joinpath("x").open()),
+    ],
+)
+async def test_a_trial_that_cannot_begin_is_one_that_fails(trials: Trials, monkeypatch, broken, how) -> None:
+    monkeypatch.setattr(client, broken, how)
+    with pytest.raises(RelayError, match="it cannot be tried"):
+        await trials.conduct(Address("", OWN, "44.0.0.1", 1, True))
+    assert not list(trials._folder.iterdir())
+
+
+async def test_a_folder_that_cannot_be_made_is_a_trial_that_fails(tmp_path: Path) -> None:
+    with pytest.raises(RelayError, match="it cannot be tried"):
+        await Trials(tmp_path / "none").conduct(Address("", OWN, "44.0.0.1", 1, True))

@@ -1,0 +1,101 @@
+"""Who can be dialled: judged from what others found, who dial nobody but the asker."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+
+from equipoise.dht.autonat import TRUSTED_SECONDS, UNANSWERED_SECONDS, Answer, Reachability, targets
+from equipoise.dht.identity import Identity
+
+YES = Answer(reached=("/ip4/44.0.0.1/tcp/4001",))
+NO = Answer(failed="nobody answers")
+
+
+def test_it_is_unknown_until_somebody_has_tried() -> None:
+    found = Reachability()
+    assert found.verdict == "unknown"
+    assert found.hear("a", YES, 0.0)
+    assert (found.verdict, found.reason) == ("direct", "1 of 1 peer reached it at /ip4/44.0.0.1/tcp/4001")
+    assert found.addresses == ("/ip4/44.0.0.1/tcp/4001",)
+    assert not found.hear("a", YES, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("said", "verdict"),
+    [
+        ([NO], "private"),
+        ([YES, NO], "private"),
+        ([YES, YES, NO], "direct"),
+        ([NO, YES, NO], "private"),
+        ([YES, NO, YES], "direct"),
+    ],
+)
+def test_most_decide_and_a_neighbour_alone_does_not(said: list[Answer], verdict: str) -> None:
+    found = Reachability()
+    for peer, finding in enumerate(said):
+        found.hear(str(peer), finding, 0.0)
+    assert found.verdict == verdict
+    assert ("nobody answers" in found.reason) == (verdict == "private")
+
+
+def test_three_are_asked_and_the_silent_and_the_old_again() -> None:
+    found = Reachability()
+    assert found.whom("abcd", 0.0) == ["a", "b", "c"]
+    assert found.whom("abcd", 1.0) == ["d"]
+    for peer in "bcd":
+        found.hear(peer, YES, 1.0)
+    assert found.whom("abcd", UNANSWERED_SECONDS + 2) == []
+    assert found.whom("abcd", TRUSTED_SECONDS + 2) == ["a", "b", "c"]
+    found.doubt()
+    assert found.whom("dcba", TRUSTED_SECONDS + 3) == ["d", "c", "b"]
+
+
+def test_where_witnesses_have_direct_listeners_is_kept_while_they_are_believed() -> None:
+    found = Reachability()
+    found.hear("a", replace(NO, direct=5001), 0.0)
+    found.hear("b", NO, 0.0)
+    assert found.direct_ports == {"a": 5001}
+    found.whom("", TRUSTED_SECONDS + 1)
+    assert found.direct_ports == {}
+
+
+def test_a_direct_port_that_some_cannot_open_is_told_of() -> None:
+    found = Reachability()
+    found.hear("a", replace(YES, blocked="44.0.0.1:4002: no answer"), 0.0)
+    found.hear("b", NO, 0.0)
+    found.hear("c", YES, 0.0)
+    assert found.verdict == "direct"
+    assert found.reason.endswith("; 1 cannot open a direct channel to it: 44.0.0.1:4002: no answer")
+
+
+def test_one_in_client_mode_asks_nobody() -> None:
+    found = Reachability("it was started in client mode")
+    assert (found.verdict, found.reason) == ("private", "it was started in client mode")
+    assert found.whom("abc", 0.0) == []
+
+
+@pytest.mark.parametrize(
+    ("seen", "hosts", "dialled"),
+    [
+        (["44.0.0.1"], ["44.0.0.1"], [("44.0.0.1", 4001)]),
+        # Behind a NAT that may forward the port.
+        (["44.0.0.1"], ["192.168.1.2"], [("44.0.0.1", 4001)]),
+        # Neither a third party nor the witness's own network.
+        (["44.0.0.1"], ["44.0.0.99", "127.0.0.1", "10.0.0.1"], [("44.0.0.1", 4001)]),
+        # A neighbour.
+        (["192.168.1.2"], ["192.168.1.2", "192.168.9.9"], [("192.168.1.2", 4001), ("192.168.9.9", 4001)]),
+        (["192.168.1.2"], ["44.0.0.99"], [("192.168.1.2", 4001)]),
+        # Neither the witness itself, nor what else it is connected to, nor any machine at all.
+        (["192.168.1.2"], ["127.0.0.1", "172.17.0.2", "0.0.0.0", "224.0.0.1"], [("192.168.1.2", 4001)]),
+        (["127.0.0.1"], ["127.0.0.2", "10.0.0.1"], [("127.0.0.1", 4001), ("127.0.0.2", 4001)]),
+        # Seen through a relay only.
+        ([], ["44.0.0.1"], []),
+    ],
+)
+def test_only_the_asker_is_dialled(
+    identity: Identity, seen: list[str], hosts: list[str], dialled: list[tuple[str, int]]
+) -> None:
+    addresses = [f"/ip4/{host}/tcp/4001/p2p/{identity.peer}" for host in hosts]
+    relayed = f"/ip4/44.0.0.7/tcp/4001/p2p/{identity.peer}/p2p-circuit/p2p/{identity.peer}"
+    assert targets(seen, [relayed, "nonsense", *addresses]) == dialled
