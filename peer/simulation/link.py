@@ -1,0 +1,277 @@
+"""The connection of a simulated peer: it answers a script's requests to its daemon."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import closing
+from typing import Any
+
+from equipoise.averaging.outcome import Gathering, NoPeers, RunState
+from equipoise.averaging.schema import Schema
+from equipoise.averaging.spec import RunSpec
+from equipoise.peer.control import messages
+from equipoise.peer.control.client import ANSWER_SECONDS
+from equipoise.peer.control.messages import Answer, Progress, Request, RunRequest, Welcome
+from equipoise.peer.errors import DaemonLost, EquipoiseError, Refused
+from equipoise.peer.purposes import AVERAGE, STEP, run_specs
+from equipoise.peer.shared_memory import Region, SharedMemory
+from equipoise.peer.simulation.downloads import MeanDownload, SnapshotDownload
+from equipoise.peer.simulation.swarm import Member, SimulatedRun, SimulatedSwarm
+from equipoise.peer.simulation.virtual_time import SimulationError
+
+JOIN_SECONDS = 0.01
+"""Virtual time to join a run, and to agree on terms. Peers that begin together all do so before any of them goes on."""
+
+
+class Part:
+    """A peer's part in one run as its script calls it: a member of a run of the swarm for each purpose.
+
+    Like a real daemon, it takes part among those that average until the script steps.
+    """
+
+    def __init__(
+        self,
+        swarm: SimulatedSwarm,
+        peer: str,
+        tags: frozenset[str],
+        request: messages.JoinRun,
+        region: Region,
+    ) -> None:
+        self._swarm = swarm
+        self._peer = peer
+        self._tags = tags
+        self._region = region
+        self._specs = run_specs(request)
+        self._runs: dict[str, tuple[SimulatedRun, Member]] = {}
+        self._purpose = AVERAGE
+        self._observes = False
+        self._enter(AVERAGE)
+
+    def agree(self, request: messages.AgreeRun) -> None:
+        """See `Run.agree`.
+
+        Raises:
+            Refused: The peers of the run have other terms.
+        """
+        joined = self._specs[STEP]
+        both = Schema((*joined.schema.tensors, *request.buffers.tensors))
+        spec = RunSpec.create(joined.name, both, joined.options, dict(request.terms))
+        if objection := self._swarm.objection(spec, self._peer):
+            raise Refused(f"run {request.run!r}: {objection}", "give the same, or use another name")
+        self._specs[STEP], self._observes = spec, request.observes
+        self.use(STEP)
+
+    def use(self, purpose: str) -> tuple[SimulatedRun, Member]:
+        """The run of the swarm for a purpose, which this peer joins at first use, and this peer's part in it.
+
+        Raises:
+            Refused: There is nothing to step.
+        """
+        if purpose not in self._specs:
+            raise Refused(
+                f"there is nothing to {purpose}", "join the run with parameters that need gradients"
+            )
+        if purpose not in self._runs:
+            self._enter(purpose)
+        self._purpose = purpose
+        return self._runs[purpose]
+
+    def state(self) -> RunState:
+        """See `Run.state`."""
+        run, member = self.use(self._purpose)
+        state = run.state(member)
+        why = self._swarm.difference(run.spec) if isinstance(state, NoPeers) else ""
+        return NoPeers(why) if why else state
+
+    def progress(self) -> Progress:
+        """See `Run.progress`; all peers tell the truth."""
+        run, member = self.use(STEP)
+        swarm = sum(one.accumulated for one in run.present.values())
+        others = (
+            one for one in run.downloads if isinstance(one, SnapshotDownload) and one.member is not member
+        )
+        return Progress(member.accumulated, swarm, min((one.at_least for one in others), default=None))
+
+    def leave(self, reason: str, dead: bool = False) -> None:
+        """Leave the run."""
+        for run, member in self._runs.values():
+            run.leave(member, reason, dead)
+
+    def stop_round(self, why: str) -> None:
+        """End an open search."""
+        for run, member in self._runs.values():
+            run.stop(member, why or "stopped")
+
+    def stop_fetch(self) -> None:
+        """End the open download."""
+        for run, member in self._runs.values():
+            for download in [one for one in run.downloads if one.member is member]:
+                download.stop("cancelled")
+
+    def _enter(self, purpose: str) -> None:
+        run = self._swarm.run(self._specs[purpose])
+        size = run.spec.layout.stored_size
+        vectors = self._region.contribution[:size], self._region.mean[:size]
+        member = Member(self._peer, *vectors, self._tags, self._observes)
+        self._runs[purpose] = run, member
+        run.join(member)
+
+
+class SimulatedLink:
+    """A `Connection` to a simulated daemon.
+
+    Attributes:
+        welcome: Names the peer.
+        tags: Its tags.
+        lost: None: a simulated daemon dies only together with its script.
+    """
+
+    lost: EquipoiseError | None = None
+
+    def __init__(self, swarm: SimulatedSwarm, peer: str) -> None:
+        self.welcome = Welcome(peer, peer, os.getpid())
+        self._swarm = swarm
+        self._time = swarm.time
+        self._parts: dict[str, Part] = {}
+        self._wake = self._time.waker()
+        self._dead = False
+        self.tags: frozenset[str] = frozenset()
+
+    def kill(self) -> None:
+        """End the daemon without a word."""
+        self._dead = True
+        for part in self._parts.values():
+            part.leave("killed", dead=True)
+
+    def start(self, request: Request[Answer], fds: Sequence[int] = ()) -> Future[Answer]:
+        """See `Connection.start`."""
+        reply: Future[Any] = Future()
+        if self._dead:  # The script ends at its next wait. A thread that only tells something goes on.
+            reply.set_exception(DaemonLost("this peer was killed"))
+            return reply
+        try:
+            self._take(request, fds, reply)
+        except (EquipoiseError, ValueError) as error:
+            reply.set_exception(Refused(str(error)))
+        if not reply.done():
+            reply.add_done_callback(lambda _: self._wake())
+        return reply
+
+    def ask(
+        self, request: Request[Answer], timeout: float = ANSWER_SECONDS, fds: Sequence[int] = ()
+    ) -> Answer:
+        """See `Connection.ask`."""
+        reply = self.start(request, fds)
+        if isinstance(request, messages.JoinRun | messages.AgreeRun):
+            self.sleep(JOIN_SECONDS)
+        return self.wait(reply, timeout)
+
+    def wait(self, reply: Future[Answer], timeout: float = ANSWER_SECONDS) -> Answer:
+        """See `Connection.wait`."""
+        if not self.settled(reply, timeout):
+            raise SimulationError(f"a simulated daemon has not answered within {timeout:g} s")
+        return reply.result()
+
+    def settled(self, reply: Future[Any], timeout: float = 0.0) -> bool:
+        """See `Connection.settled`."""
+        return self._time.wait(reply.done, timeout, self._waits)
+
+    def clock(self) -> float:
+        """See `Connection.clock`."""
+        return self._time.now
+
+    def sleep(self, seconds: float) -> None:
+        """See `Connection.sleep`."""
+        self._time.sleep(seconds, self._waits)
+
+    def watch(self, watcher: Callable[[EquipoiseError], None] | None) -> None:
+        """See `Connection.watch`: nothing is to be watched."""
+
+    def close(self) -> None:
+        """See `Connection.close`."""
+        for part in self._parts.values():
+            part.leave("its script has ended")
+
+    def _waits(self) -> str:
+        standing = (part.state() for part in self._parts.values())
+        rounds = (one.reason for one in standing if isinstance(one, Gathering | NoPeers))
+        return next((f"a round: {reason}" for reason in rounds if reason), "a round or a download")
+
+    def _take(self, request: Request[Any], fds: Sequence[int], reply: Future[Any]) -> None:
+        """Perform a request; rounds and downloads answer `reply` later."""
+        match request:
+            case messages.JoinRun(name, size=size):
+                if name in self._parts:
+                    raise Refused(f"this peer takes part in run {name!r} already")
+                region = Region.attach(os.dup(fds[0]), size)
+                self._parts[name] = Part(self._swarm, self.welcome.peer_id, self.tags, request, region)
+            case messages.StartRound(purpose=purpose):
+                run, member = self._part(request).use(purpose)
+                run.start(member, request, reply)
+                return
+            case messages.FetchState() | messages.FetchMean():
+                self._download(request, fds[0], reply)
+                return
+            case messages.AskState():
+                reply.set_result(self._part(request).state())
+                return
+            case messages.AskDraw(state=state):
+                run, _ = self._part(request).use(STEP)
+                reply.set_result(run.draw(state))
+                return
+            case messages.AskProgress():
+                reply.set_result(self._part(request).progress())
+                return
+            case messages.ReportAccumulated(weight=weight):
+                if request.run in self._parts:  # A script that leaves reports last of all.
+                    _, member = self._part(request).use(STEP)
+                    member.accumulated = weight
+            case _:
+                self._change(request, fds)
+        reply.set_result(None)
+
+    def _change(self, request: Request[Any], fds: Sequence[int]) -> None:
+        match request:
+            case messages.AgreeRun():
+                self._part(request).agree(request)
+            case messages.OfferState(state=state, size=size):
+                run, member = self._part(request).use(STEP)
+                with closing(SharedMemory.attach(os.dup(fds[0]), size)) as memory:
+                    member.offered = state, bytes(memory.view(size, writable=False))
+                member.epoch = state.epoch
+                run.serve()
+            case messages.StopRound(why=why):
+                self._part(request).stop_round(why)
+            case messages.StopFetch():
+                self._part(request).stop_fetch()
+            case messages.LeaveRun(run=name):
+                self._part(request).leave("the run was left")
+                del self._parts[name]
+            case messages.TellStatus():
+                pass
+            case _:
+                raise Refused(f"a simulated daemon does not answer {type(request).__name__}")
+
+    def _download(
+        self, request: messages.FetchState | messages.FetchMean, fd: int, reply: Future[Any]
+    ) -> None:
+        run, member = self._part(request).use(STEP)
+        if any(download.member is member for download in run.downloads):
+            raise Refused(f"a state of run {run.spec.name!r} is being fetched already: wait for it")
+        if isinstance(request, messages.FetchState):
+            memory = SharedMemory.attach(os.dup(fd), request.limit)
+            SnapshotDownload(request, run, member, self._time, request.timeout, reply, memory)
+            return
+        if not request.proved:
+            member.epoch = request.after.epoch
+        memory = SharedMemory.attach(os.dup(fd), request.size)
+        MeanDownload(request, run, member, self._time, request.timeout, reply, memory)
+        run.serve()
+
+    def _part(self, request: Request[Any]) -> Part:
+        assert isinstance(request, RunRequest), "it is about a run"
+        if request.run not in self._parts:
+            raise Refused(f"this peer does not take part in run {request.run!r}")
+        return self._parts[request.run]

@@ -1,0 +1,489 @@
+"""The swarm of a simulation: its runs, the groups that form in them, and what their daemons keep for others.
+
+Groups close by the program's own `GroupBuilder`, with one coordinator that sees all peers at once. Simulated peers know
+at once which peers are there, have died, or have ended; real peers learn it by messages.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from random import Random
+
+from msgspec import structs
+
+from equipoise.averaging.aio.buffer_pool import BufferPool
+from equipoise.averaging.draw import Drawn
+from equipoise.averaging.manifest import NONCE_BYTES, Join, Manifest
+from equipoise.averaging.matchmaking.closing import ClosePolicy, LearntWait, QuorumAndGrace
+from equipoise.averaging.matchmaking.context import Context
+from equipoise.averaging.matchmaking.coordinator import LEAST_LATE
+from equipoise.averaging.matchmaking.group_builder import Closing, GroupBuilder, Needs, Outlook, Parked
+from equipoise.averaging.matchmaking.machine import federated
+from equipoise.averaging.matchmaking.membership import MISSES, Membership
+from equipoise.averaging.matchmaking.messages import MAX_HOPS
+from equipoise.averaging.matchmaking.spec_diff import answer_of, differences
+from equipoise.averaging.matchmaking.topology import plan
+from equipoise.averaging.outcome import Exchanging, Gathering, Idle, NoPeers, Outcome, RunState
+from equipoise.averaging.spec import RunSpec
+from equipoise.averaging.state import StateId
+from equipoise.averaging.statesync.server import KEPT_MEANS
+from equipoise.averaging.strategy import Federated
+from equipoise.averaging.timing import GRACE
+from equipoise.peer.control.messages import StartRound
+from equipoise.peer.simulation.downloads import Download
+from equipoise.peer.simulation.exchange import Exchanged, exchange
+from equipoise.peer.simulation.virtual_time import VirtualTime
+
+COORDINATOR = "simulated-coordinator"
+"""PeerID of the coordinator of all groups; it is no member, and lives for ever."""
+
+MAX_PEERS = 512
+"""Most peers of a simulation: each takes a thread, and a descriptor for the tensors of each run."""
+
+JOIN_SECONDS = 0.02
+"""Virtual time from a join to the coordinator's decision. Peers that join at one time are all in before that."""
+
+EXCHANGE_SECONDS = 0.1
+"""Virtual time from the close of a group to the outcomes of its members."""
+
+
+@dataclass
+class Search:
+    """A peer's search for a group.
+
+    Attributes:
+        member: PeerID.
+        request: Its script's request.
+        began: When it began.
+        reply: Gets the outcome.
+        builder: The gathering in which its join is parked.
+    """
+
+    member: str
+    request: StartRound
+    began: float
+    reply: Future[Outcome]
+    builder: GroupBuilder
+
+
+@dataclass
+class Exchange:
+    """A round that goes on, or has ended.
+
+    Attributes:
+        manifest: The group.
+        closed: When the group closed.
+    """
+
+    manifest: Manifest
+    closed: float
+
+
+@dataclass(eq=False)
+class Member:
+    """One peer's part in a run.
+
+    Attributes:
+        peer: PeerID.
+        contribution: Its script's contribution: an encoded vector.
+        result: Gets the encoded mean.
+        tags: Its tags.
+        observes: Whether it trains nothing, so no draw takes it.
+        round: Number of its next round.
+        misses: Rounds in a row in which a group waited for it in vain.
+        accumulated: Weight that its script has accumulated.
+        epoch: Epoch of the state that its script claimed last; None before.
+        search: Its search, if it looks for a group.
+        exchange: Its round, if one goes on.
+        offered: The snapshot that it serves.
+        left: Whether its script has left the run; its daemon still serves.
+        dead: Whether it was killed.
+    """
+
+    peer: str
+    contribution: memoryview
+    result: memoryview
+    tags: frozenset[str] = frozenset()
+    observes: bool = False
+    round: int = 0
+    misses: int = 0
+    accumulated: float = 0.0
+    epoch: int | None = None
+    search: Search | None = None
+    exchange: Exchange | None = None
+    offered: tuple[StateId, bytes] | None = None
+    left: bool = False
+    dead: bool = False
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A mean that daemons keep for peers that missed it.
+
+    Attributes:
+        outcome: The outcome of its round, alike at all members.
+        mean: The encoded mean.
+        holders: The members of its round.
+    """
+
+    outcome: Outcome
+    mean: memoryview
+    holders: tuple[Member, ...]
+
+
+class Company(Membership):
+    """The members of a run as its coordinator sees them: all of them, at once."""
+
+    def __init__(self, run: SimulatedRun) -> None:
+        super().__init__(COORDINATOR, run.spec.hash, run.group_size)
+        self._run = run
+        self.planned: tuple[str, ...] = ()
+
+    def live(self, tags: Iterable[str]) -> tuple[str, ...]:
+        """See `Membership.live`."""
+        wanted = frozenset(tags)
+        there = self._run.present.items()
+        return tuple(sorted(peer for peer, one in there if wanted <= one.tags and not one.observes))
+
+    def expected(self, round: int, now: float) -> set[str]:
+        """See `Membership.expected`."""
+        present = self._run.present
+        there = ((peer, present[peer]) for peer in self.planned if peer in present)
+        return {peer for peer, one in there if one.misses < MISSES and one.round <= round}
+
+
+class SimulatedRun:
+    """One run of the swarm: all peers that joined it on equal terms.
+
+    Attributes:
+        spec: The terms.
+        members: By PeerID, in the order in which they joined; also those that left or died.
+        kept: The last means, by the state to which each was applied.
+        downloads: The downloads that go on.
+        group_size: Most members of a group; a federated run meets in one, however many its peers are.
+    """
+
+    def __init__(self, spec: RunSpec, time: VirtualTime, chance: Random, pool: BufferPool) -> None:
+        self.spec = spec
+        self.members: dict[str, Member] = {}
+        self.kept: dict[StateId, Kept] = {}
+        self.downloads: list[Download] = []
+        self._time = time
+        self._chance = chance
+        self._pool = pool
+        self._began = time.now
+        strategy = spec.strategy
+        self.group_size = MAX_PEERS if isinstance(strategy, Federated) else spec.options.group_size
+        context = Context(
+            run=spec.name,
+            spec=spec.hash,
+            peer=COORDINATOR,
+            group_size=self.group_size,
+            sign=_sign,
+            verify=_verify,
+            quorum=strategy.quorum,
+            least=strategy.least,
+        )
+        self._company = context.membership = Company(self)
+        self._wait = context.straggler_wait
+        self._policy: ClosePolicy = LearntWait(context)
+        if isinstance(strategy, Federated):
+            self._policy = QuorumAndGrace(context, strategy)
+        self._builders: dict[tuple[int, tuple[str, ...]], GroupBuilder] = {}
+        self._beyond: dict[StateId, Exchange] = {}
+        self._looks_at = math.inf
+
+    # ---- peers that come and go ----
+
+    @property
+    def present(self) -> dict[str, Member]:
+        """The members whose scripts take part now, by PeerID."""
+        return {peer: one for peer, one in self.members.items() if not one.left}
+
+    def join(self, member: Member) -> None:
+        """Let a peer take part."""
+        member.round = max((one.round for one in self.present.values()), default=0)
+        self.members[member.peer] = member
+        self._time.progressed()
+        self._look_soon()
+
+    def leave(self, member: Member, reason: str, dead: bool = False) -> None:
+        """End a peer's part; its open search fails. Unless it is `dead`, its daemon still serves."""
+        member.left, member.dead = True, member.dead or dead
+        self.stop(member, reason)
+        self._look_soon()
+
+    def state(self, member: Member) -> RunState:
+        """The state of a member's next round."""
+        others = len(self.present) - 1
+        if member.exchange is not None:
+            return Exchanging(len(member.exchange.manifest.members), member.exchange.manifest.round)
+        if not others:
+            return NoPeers()
+        if member.search is None:
+            return Idle(others)
+        return self._gathering(member.search)
+
+    def draw(self, state: StateId) -> Drawn:
+        """The peers that train from a state."""
+        return self._policy.draw(state, self._time.now)
+
+    # ---- rounds ----
+
+    def start(self, member: Member, request: StartRound, reply: Future[Outcome]) -> None:
+        """Look for a group for a member; `reply` gets the outcome.
+
+        Raises:
+            ValueError: A round of it goes on, or its weight is too large.
+        """
+        if member.search is not None or member.exchange is not None:
+            raise ValueError(f"a round of run {self.spec.name!r} is going on already: wait for its outcome")
+        if request.state is not None:
+            member.epoch = request.state.epoch
+        join = self._join(member, request)
+        search = member.search = Search(member.peer, request, self._time.now, reply, self._builder(member))
+        member.misses = 0
+        self._time.at(self._time.now + request.timeout, lambda: self._expire(member, search))
+        self._park(member, search, join)
+
+    def stop(self, member: Member, why: str, late: float = 0.0) -> None:
+        """End a member's search for a group, if it has none yet; `late` as in `Outcome`."""
+        search, member.search = member.search, None
+        if search is not None:
+            search.builder.drop(member.peer)
+            failed = Outcome(
+                ok=False,
+                reason=why,
+                run=self.spec.name,
+                round=member.round,
+                seconds={"total": self._time.now - search.began},
+                started=search.began,
+                late=late,
+            )
+            search.reply.set_result(failed)
+
+    def _park(self, member: Member, search: Search, join: Join) -> None:
+        """Have a member's join wait for its group; end the search if the contribution is too late for any."""
+        beyond = self._beyond.get(join.bound) if join.bound is not None else None
+        if beyond is not None and member.peer not in beyond.manifest.peers:
+            late = max(self._time.now - beyond.closed, LEAST_LATE)
+            told = f"the group of round {beyond.manifest.round} has closed"
+            self.stop(member, f"too late by {late:.3g} s: {told}", late)
+            return
+        search.builder = self._builder(member)
+        search.builder.park(Parked(join, self._time.now, search.request.timeout, MAX_HOPS, answered=True))
+        self._look_soon()
+
+    def serve(self) -> None:
+        """Go on with the downloads that can go on."""
+        for download in list(self.downloads):
+            download.look()
+
+    def _look(self) -> None:
+        """Close the groups that are complete, and go on with downloads."""
+        now = self._time.now
+        for key, builder in list(self._builders.items()):
+            if not builder.parked:
+                del self._builders[key]
+                continue
+            outlook = self._outlook(builder)
+            closing = builder.decide(outlook, now)
+            if closing is not None:
+                del self._builders[key]
+                self._close(builder, closing)
+                continue
+            builder.invite(outlook, now)
+            builder.speak(outlook, now)
+            due = min(builder.deadline(outlook), self._began + GRACE if outlook.strangers else math.inf)
+            self._look_at(max(due, now + JOIN_SECONDS))
+            if outlook.holds:
+                self._look_soon()
+        self.serve()
+
+    def _look_soon(self) -> None:
+        """Look when all joins of this time have been considered."""
+        self._look_at(self._time.now + JOIN_SECONDS)
+
+    def _look_at(self, at: float) -> None:
+        if at < self._looks_at:
+            self._looks_at = at
+            self._time.at(at, self._look_again)
+
+    def _look_again(self) -> None:
+        if self._time.now >= self._looks_at:
+            self._looks_at = math.inf
+            self._look()
+
+    def _expire(self, member: Member, search: Search) -> None:
+        if member.search is search:
+            waited = f"no group within {search.request.timeout:g} s"
+            self.stop(member, f"{waited}: {self._gathering(search).reason}")
+
+    def _gathering(self, search: Search) -> Gathering:
+        """The peers that the group of a search waits for, in words."""
+        builder, now = search.builder, self._time.now
+        outlook = self._outlook(builder)
+        standing = self._policy.standing(builder, now)
+        if standing is not None:
+            closes_in = outlook.limit.at - now
+            gives_up = search.began + search.request.timeout - now
+            quorum = self.spec.strategy.quorum
+            return federated(standing, quorum, closes_in if math.isfinite(closes_in) else None, gives_up)
+        target = max(len(outlook.expected | builder.parked.keys()), 2)
+        return Gathering(len(builder.parked), target, self._policy.describe(builder, outlook.expected))
+
+    def _join(self, member: Member, request: StartRound) -> Join:
+        return Join(
+            peer=member.peer,
+            spec=self.spec.hash,
+            round=member.round,
+            weight=request.weight,
+            bandwidth=0.0,
+            dialable=True,
+            nonce=self._chance.randbytes(NONCE_BYTES),
+            credential=b"",
+            state=request.state,
+            signature=b"",
+            fit=request.metrics,
+            evaluation=request.evaluation,
+        ).signed(_sign)
+
+    def _planned(self, round: int, peer: str) -> tuple[str, ...]:
+        """The peers that are to meet in a round with a peer."""
+        present = self.present
+        if len(present) <= self.group_size:
+            return tuple(present)
+        return next((group for group in plan(present, round, self.group_size) if peer in group), (peer,))
+
+    def _builder(self, member: Member) -> GroupBuilder:
+        round = member.round
+        parked = (one for (number, _), one in self._builders.items() if number == round)
+        planned = self._planned(round, member.peer)
+        fitting = (one for one in parked if not one.parked.keys().isdisjoint(planned))
+        builder = next(fitting, None)
+        if builder is None:
+            needs = Needs(self.group_size, self.spec.strategy.quorum, self.spec.strategy.least)
+            policy = self._policy
+            builder = GroupBuilder(round, needs, policy.keepalive, policy.patient)
+            self._builders[round, planned] = builder
+        return builder
+
+    def _outlook(self, builder: GroupBuilder) -> Outlook:
+        now, parked = self._time.now, next(iter(builder.parked), None)
+        self._company.planned = self._planned(builder.round, parked) if parked else ()
+        expected, missing = self._policy.awaited(builder, now)
+        joined = max((one.arrived for one in builder.parked.values()), default=now)
+        holds = self._policy.holds(builder, now) or now < joined + JOIN_SECONDS
+        # All peers begin at once, one after another.
+        begins = now < self._began + GRACE
+        group, limit = frozenset(self._company.planned), self._policy.limit(builder, now)
+        return Outlook(group, frozenset(), expected, missing, limit, begins, holds)
+
+    # ---- the exchange ----
+
+    def _close(self, builder: GroupBuilder, closing: Closing) -> None:
+        manifest = Manifest.of(min(join.peer for join in closing.members), closing.members)
+        going = Exchange(manifest, self._time.now)
+        self._wait.learn(closing.lateness)
+        for peer in closing.absent:
+            self.members[peer].misses += 1
+        for peer in {*manifest.peers, *closing.absent, *self._company.planned}:
+            self.members[peer].round = max(self.members[peer].round, builder.round + 1)
+        contributions, searches = {}, {}
+        for peer in manifest.peers:
+            member = self.members[peer]
+            assert member.search is not None, "it is parked"
+            member.exchange, searches[peer], member.search = going, member.search, None
+            contributions[peer] = member.contribution
+        found = exchange(self.spec, manifest, contributions, self._pool)
+        if found.before is not None:
+            self._beyond[found.before] = going
+        self._time.at(self._time.now + EXCHANGE_SECONDS, lambda: self._end(going, searches, found))
+        for join in closing.left_over:
+            member = self.members[join.peer]
+            assert member.search is not None, "it is parked"
+            self._park(member, member.search, self._join(member, member.search.request))
+
+    def _end(self, going: Exchange, searches: Mapping[str, Search], found: Exchanged) -> None:
+        """Give the members of a group their outcomes."""
+        outcome, mean, before = found
+        if outcome.ok:
+            self._time.progressed()
+        if before is not None:
+            self.kept[before] = Kept(outcome, mean, tuple(self.members[peer] for peer in outcome.group))
+            for oldest in list(self.kept)[:-KEPT_MEANS]:
+                del self.kept[oldest]
+        for peer, search in searches.items():
+            member = self.members[peer]
+            member.exchange = None
+            if member.dead:
+                continue
+            if outcome.ok:
+                member.result[:] = mean
+            search.reply.set_result(self._measured(outcome, going, search))
+        self.serve()
+
+    def _measured(self, outcome: Outcome, going: Exchange, search: Search) -> Outcome:
+        """Add the times of one member, and the bytes of a butterfly in which all members own equal shares."""
+        members = len(outcome.group)
+        share = self.spec.layout.encoded_size * (members - 1) // members
+        gives = search.member in outcome.contributors
+        scattered = self.spec.layout.encoded_size * (len(outcome.contributors) - gives) // members
+        return structs.replace(
+            outcome,
+            bytes_sent=share * (1 + gives),
+            bytes_received=share + scattered,
+            seconds={
+                "matchmaking": going.closed - search.began,
+                "exchange": self._time.now - going.closed,
+                "total": self._time.now - search.began,
+            },
+            started=search.began,
+        )
+
+
+def _sign(content: bytes) -> bytes:
+    return b"simulated"
+
+
+def _verify(peer: str, content: bytes, signature: bytes) -> bool:
+    return True
+
+
+class SimulatedSwarm:
+    """All runs of a simulation.
+
+    Args:
+        time: The simulation's time.
+        seed: Seed of the nonces of joins, from which digests, lineages and draws follow.
+    """
+
+    def __init__(self, time: VirtualTime, seed: int) -> None:
+        self.time = time
+        self._chance = Random(seed)
+        self._pool = BufferPool()
+        self._runs: dict[RunSpec, SimulatedRun] = {}
+
+    def run(self, spec: RunSpec) -> SimulatedRun:
+        """The run of these terms."""
+        if spec not in self._runs:
+            self._runs[spec] = SimulatedRun(spec, self.time, self._chance, self._pool)
+        return self._runs[spec]
+
+    def objection(self, spec: RunSpec, peer: str) -> str:
+        """Return why a peer should not take part on these terms, one line; empty if it may: see `Run.agree`."""
+        most = self._others(spec)
+        alike = len(self.run(spec).present.keys() - {peer})
+        return self.difference(spec) if most is not None and len(most.present) > alike else ""
+
+    def difference(self, spec: RunSpec) -> str:
+        """Return how the terms of most other peers of a run's name differ, one line; empty if there are none."""
+        most = self._others(spec)
+        return differences(spec, answer_of(most.spec, spec.marks, 0.0)) if most is not None else ""
+
+    def _others(self, spec: RunSpec) -> SimulatedRun | None:
+        named = (one for one in self._runs.values() if one.spec.name == spec.name and one.spec != spec)
+        return max((one for one in named if one.present), key=lambda one: len(one.present), default=None)

@@ -1,0 +1,269 @@
+"""Federated rounds of simulated peers: client drift in closed form, who trains, deaths, late ones, a hundred peers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+from equipoise.averaging.draw import draw
+from equipoise.peer.simulation import SimulatedPeer, partition, simulate
+from equipoise.peer.training import Federated, Task
+from equipoise.peer.training.image import digest
+from equipoise.peer.training.lineage import beginning, follow
+
+CURVES, MINIMA, SAMPLES = (1.0, 4.0, 10.0), (-1.0, 0.5, 3.0), (1.0, 2.0, 3.0)
+ETA = 0.05
+
+
+def drifted(steps: int, mu: float = 0.0) -> list[float]:
+    """What three peers with f_i = a_i / 2 (w - b_i)^2 come to after many rounds of local steps."""
+
+    def work(peer: SimulatedPeer, index: int) -> float:
+        w = torch.zeros(1, requires_grad=True)
+
+        def fit(task: Task) -> tuple[float, dict[str, float]]:
+            for _ in range(steps):
+                loss = CURVES[index] / 2 * (w - MINIMA[index]).square().sum()
+                (gradient,) = torch.autograd.grad(loss + task.proximal(), w)
+                with torch.no_grad():
+                    w.sub_(ETA * gradient)
+            return SAMPLES[index], {}
+
+        with peer.join("drift", {"w": w}, strategy="federated:quorum=3,available=3,minimum=3") as run:
+            Federated(run, fit, rounds=45, proximal=mu).run()
+        return float(w.detach())
+
+    return [one for one in simulate(work, 3, codec="fp32") if one is not None]
+
+
+def limit(pulls: list[float]) -> float:
+    """sum p c b / sum p c."""
+    weights = [samples * pull for samples, pull in zip(SAMPLES, pulls, strict=True)]
+    return sum(weight * b for weight, b in zip(weights, MINIMA, strict=True)) / sum(weights)
+
+
+@pytest.mark.parametrize("steps", [1, 5, 20, 100])
+def test_client_drift_has_its_closed_form(steps: int) -> None:
+    expected = limit([1 - (1 - ETA * a) ** steps for a in CURVES])
+    assert drifted(steps) == pytest.approx([expected] * 3, abs=1e-5)
+
+
+def test_fedprox_has_its_closed_form() -> None:
+    mu = 2.0
+    assert drifted(100, mu) == pytest.approx([limit([a / (a + mu) for a in CURVES])] * 3, abs=1e-5)
+
+
+def fits(
+    strategy: str, seconds: Mapping[int, float], rounds: int, peers: int, observer: int = -1, **options: Any
+) -> tuple[list[Any], list[tuple[float, int, int]]]:
+    """Histories of peers whose training takes some virtual seconds, and who trained when for which round."""
+    trained: list[tuple[float, int, int]] = []
+
+    def work(peer: SimulatedPeer, index: int) -> Any:
+        peer.tags = ("gpu",) if index % 2 == 0 else ()
+        w = torch.zeros(300)
+
+        def fit(task: Task) -> tuple[float, dict[str, float]]:
+            trained.append((peer.clock(), index, task.number))
+            peer.compute(seconds.get(index, 1.0))
+            w.add_(index + 1)
+            return 1.0, {"index": float(index)}
+
+        def evaluate(task: Task) -> tuple[float, dict[str, float]]:
+            return 1.0, {"w": float(w.mean())}
+
+        with peer.join("fits", [w], strategy=strategy, codec="fp32") as run:
+            federated = Federated(run, None if index == observer else fit, evaluate, rounds=rounds)
+            history = federated.run()
+        return history, federated.member.id, w
+
+    return simulate(work, peers, **options), trained
+
+
+def alike(ends: list[Any]) -> list[Any]:
+    """The history that all living peers have, alike, with models that are bit by bit the same."""
+    living = [one for one in ends if one is not None]
+    assert len({state for _, state, _ in living}) == 1
+    assert all(torch.equal(model, living[0][2]) for _, _, model in living)
+    agreed = [
+        [(r.number, r.contributors, r.metrics, r.evaluation, r.digest) for r in h] for h, _, _ in living
+    ]
+    assert all(one == agreed[0] for one in agreed)
+    return list(living[0][0])
+
+
+def test_the_drawn_train_and_nobody_else() -> None:
+    ends, trained = fits("federated:fraction=0.5", {}, rounds=4, peers=6)
+    history = alike(ends)
+    names = [f"simulated-peer-{index:05}" for index in range(6)]
+    for record in history:
+        assert len(record.drawn) == 3
+        assert set(record.contributors) == set(record.drawn)
+        assert record.drawn == draw(names, record_seed(ends, record), fraction=0.5, minimum=2)
+        told = {names[index] for _, index, number in trained if number == record.number}
+        assert told == set(record.drawn)
+    assert len(trained) == 12
+    assert len({record.drawn for record in history}) > 1
+
+
+def record_seed(ends: list[Any], record: Any) -> str:
+    """The lineage from which a round was drawn."""
+    lineage = beginning(digest({"0": torch.zeros(300)})).lineage
+    for one in list(ends[0][0])[: record.number - 1]:
+        lineage = follow(lineage, f"mean {one.digest}")
+    return lineage
+
+
+def test_only_peers_that_carry_the_tags_train() -> None:
+    ends, trained = fits("federated:tags=gpu", {}, rounds=2, peers=5)
+    assert {index for _, index, _ in trained} == {0, 2, 4}
+    assert [len(record.contributors) for record in alike(ends)] == [3, 3]
+
+
+def test_a_peer_without_fit_is_never_drawn() -> None:
+    ends, trained = fits("federated:fraction=0.5", {}, rounds=8, peers=6, observer=2)
+    history = alike(ends)
+    assert [len(record.drawn) for record in history] == [2] * 8
+    assert all("simulated-peer-00002" not in record.drawn for record in history)
+    assert 2 not in {index for _, index, _ in trained}
+
+
+def test_a_round_closes_some_seconds_after_its_quorum_and_tells_the_late_how_late() -> None:
+    seconds = {0: 0.0, 1: 0.0, 2: 0.5, 3: 3.0, 4: 12.0, 5: 12.0}
+    ends, trained = fits("federated:quorum=3,grace=4", seconds, rounds=1, peers=6)
+    history = alike(ends)
+    began = min(at for at, _, _ in trained)
+    assert len(history[0].contributors) == 4
+    assert ends[0][0][-1].seconds == pytest.approx(began + 4.5, abs=0.5)
+    assert [round(one[0][-1].late, 1) for one in ends] == [0, 0, 0, 0, 7.5, 7.5]
+    assert sorted(index for _, index, _ in trained) == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("late", ["drop", "next"])
+def test_a_late_contribution_counts_never_or_once_at_its_discount(late: str) -> None:
+    strategy = f"federated:quorum=2,grace=1,late={late}"
+    ends, trained = fits(strategy, {2: 5.0}, rounds=6, peers=3)
+    history = alike(ends)
+    assert "simulated-peer-00002" not in history[0].contributors
+    counted = [one.contributors["simulated-peer-00002"] for one in history if len(one.contributors) == 3]
+    assert len(counted) <= sum(index == 2 for _, index, _ in trained)
+    assert counted == ([] if late == "drop" else [pytest.approx(3**-0.5)] * 2)
+
+
+def test_a_drawn_peer_that_dies_is_replaced_and_nobody_trains_twice_for_one_state() -> None:
+    strategy = "federated:fraction=0.5,minimum=3,quorum=3,grace=5"
+    first = fits(strategy, {}, rounds=1, peers=6)[1]
+    dies = first[0][1]
+    ends, trained = fits(strategy, {dies: 30.0}, rounds=3, peers=6, kill={dies: 3.0})
+    history = alike(ends)
+    assert ends[dies] is None
+    assert [len(record.contributors) >= 2 for record in history] == [True] * 3
+    assert len({(index, number) for _, index, number in trained}) == len(trained)
+
+
+def learns_digits(peers: int, rounds: int, seed: int) -> list[Any]:
+    """Digest and accuracy of each peer, after federated rounds in which a tenth of them is drawn."""
+    from equipoise.peer.demo.trainer import split_digits  # Loads scikit-learn, which takes seconds.
+
+    training, _ = split_digits()
+    parts = partition(training.labels.numpy(), peers, "dirichlet:alpha=1", seed=3)
+
+    def work(peer: SimulatedPeer, index: int) -> tuple[str, float]:
+        torch.manual_seed(1)
+        model = torch.nn.Linear(64, 10)
+        mine = training.pick(torch.from_numpy(parts[index]))
+
+        def fit(task: Task) -> tuple[float, dict[str, float]]:
+            inner = torch.optim.SGD(model.parameters(), 0.5)
+            for _ in range(2):
+                inner.zero_grad()
+                torch.nn.functional.cross_entropy(model(mine.pixels), mine.labels).backward()
+                inner.step()
+            peer.compute(len(mine.labels) / 10)
+            return max(len(mine.labels), 1), {}
+
+        def evaluate(task: Task) -> tuple[float, dict[str, float]]:
+            hits = (model(mine.pixels).argmax(1) == mine.labels).float()
+            return len(hits), {"accuracy": float(hits.mean()) if len(hits) else 0.0}
+
+        with peer.join("digits", model, strategy="federated:fraction=0.1,minimum=2") as run:
+            history = Federated(run, fit, evaluate, rounds=rounds).run()
+        return history[-1].digest, history[-1].evaluation["accuracy"]
+
+    return simulate(work, peers, seed=seed)
+
+
+def test_the_same_seed_gives_the_same_digest_and_another_gives_another() -> None:
+    first, again, other = (
+        alike(fits("federated:fraction=0.5", {}, 3, 6, seed=seed)[0]) for seed in (0, 0, 1)
+    )
+    assert first == again
+    assert first[-1].digest != other[-1].digest
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_hundred_peers_learn_digits_in_twenty_rounds() -> None:
+    first, again = (learns_digits(100, 20, 0) for _ in range(2))
+    assert len(set(first)) == 1
+    assert first == again
+    assert first[0][1] > 0.7
+
+
+def test_more_peers_contribute_than_a_real_group_may_have() -> None:
+    ends, _ = fits("federated:minimum=70", {}, rounds=1, peers=70)
+    (record,) = alike(ends)
+    assert len(record.contributors) == 70
+
+
+def assert_sound(seed: int) -> None:
+    """Some peers train for times drawn by chance, begin late or die; the others end alike, and none trains twice."""
+    chance = Random(seed)
+    peers, scale = chance.randint(3, 9), chance.choice([0.0, 0.5, 5.0])
+    late, fraction, grace = (
+        chance.choice(["drop", "next"]),
+        chance.choice([0.3, 0.5, 1]),
+        chance.choice([0, 1, 5]),
+    )
+    doomed = chance.sample(range(peers), chance.randint(0, peers - 3))
+    kill = {index: chance.uniform(0, 30) for index in doomed}
+    begins = [chance.choice([0, 0, 0, chance.uniform(0, scale)]) for _ in range(peers)]
+
+    def work(peer: SimulatedPeer, index: int) -> Any:
+        own, w, trained = Random(seed * 100 + index), torch.zeros(300), []
+        peer.compute(begins[index])
+
+        def fit(task: Task) -> tuple[float, dict[str, float]]:
+            trained.append(federated.member.id)
+            peer.compute(own.uniform(0, scale))
+            w.add_(index + 1)
+            return 1.0 + index, {"index": float(index)}
+
+        def evaluate(task: Task) -> tuple[float, dict[str, float]]:
+            peer.compute(own.uniform(0, 0.1))
+            return 1.0, {"w": float(w.mean())}
+
+        strategy = f"federated:fraction={fraction},minimum=2,grace={grace},late={late}"
+        with peer.join("sound", [w], strategy=strategy) as run:
+            federated = Federated(run, fit, evaluate, "fedadam", rounds=8)
+            history = federated.run()
+        assert len(trained) == len(set(trained))
+        return history, federated.member.id, w
+
+    assert len(alike(simulate(work, peers, seed=seed, kill=kill))) == 8
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_faults_leave_all_peers_alike(seed: int) -> None:
+    assert_sound(seed)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_any_faults_leave_all_peers_alike() -> None:
+    for seed in range(5, 300):
+        assert_sound(seed)
