@@ -74,21 +74,21 @@ class Accumulator:
         self.weight += other.weight
         self._bound += other._bound
 
+    def mean(self) -> dict[str, torch.Tensor]:
+        """The sum / weight, fp32, by name; zeros where nothing has been accumulated."""
+        if self._bare:
+            return {name: torch.zeros_like(total) for name, total in self._sums.items()}
+        return {name: total / self.weight for name, total in self._sums.items()}
+
     def clear(self) -> None:
         """Back to zero."""
         self.weight = self._bound = 0.0
         self._bare = True
 
-    def mean_into(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Write sum / weight, or zeros where nothing has been accumulated, into fp32 tensors."""
-        with torch.no_grad():
-            for name, total in self._sums.items():
-                if self._bare:
-                    tensors[name].zero_()
-                elif tensors[name].device == total.device:
-                    torch.div(total, self.weight, out=tensors[name])
-                else:
-                    tensors[name].copy_(total).div_(self.weight)
+    @property
+    def sums(self) -> Mapping[str, torch.Tensor]:
+        """The sums, fp32, by name; undefined while `weight` is 0."""
+        return self._sums
 
     def _checked(self, gradients: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
         present, count = {}, len(self._sums)

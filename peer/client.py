@@ -17,7 +17,7 @@ from equipoise.averaging.strategy import parse_strategy
 from equipoise.averaging.weights import CAPPED
 from equipoise.compression import parse_codec
 from equipoise.peer.config import find_home
-from equipoise.peer.control.client import ANSWER_SECONDS, START_SECONDS, Link, open_link
+from equipoise.peer.control.client import ANSWER_SECONDS, START_SECONDS, Connection, open_link
 from equipoise.peer.control.messages import AgreeRun, AskPeers, AskRounds, AskStatus, JoinRun
 from equipoise.peer.errors import DaemonLost, EquipoiseError, NoDaemon
 from equipoise.peer.purposes import AVERAGE, swarm_name
@@ -26,8 +26,9 @@ from equipoise.peer.shared_memory import Region
 from equipoise.peer.status import PeerRow, Status
 from equipoise.peer.tensors import Binding, Tensors
 
-JOIN_SECONDS = 20.0
-"""Longest time to map the memory and announce the run; joining does not wait for the network."""
+JOIN_SECONDS = 60.0
+"""Longest time to load the kernels, map the memory and announce the run; joining does not wait for the network. Kernels
+are compiled once per machine, in 5 s of processor time, and the machine may be busy."""
 
 FIRST_PAUSE = 0.25
 """Seconds from the loss of a daemon to the first look for another; the pause doubles after each look."""
@@ -48,7 +49,7 @@ class Client:
     looks for a daemon on the same home, joins the runs again on their terms, and reports the accumulated weight.
     """
 
-    def __init__(self, link: Link, reopen: Callable[[], Link] | None = None) -> None:
+    def __init__(self, link: Connection, reopen: Callable[[], Connection] | None = None) -> None:
         """`reopen` connects to a daemon in place of a lost one; without it, a lost daemon is not replaced."""
         self._link = link
         self._reopen = reopen
@@ -93,7 +94,9 @@ class Client:
                 gradients of the parameters that require them; `step` leaves buffers alone.
             strategy: The form of the groups. `allreduce:quorum=2`: all that are ready, or as many as a group holds,
                 round by round. `gossip:topology=random`: pairs, whenever two are free; also `exponential` and `ring`.
-            rule: The rule that makes one vector of the contributions: `mean`.
+                `federated:fraction=1,quorum=2,grace=10`: rounds of peers that train for minutes, for
+                `equipoise.peer.training.Federated`; `averaging.strategy.Federated` tells all options.
+            rule: The rule that makes one vector of the contributions: `mean`, `median` or `trimmed:beta=0.2`.
             codec: The encoding of values: `fp32`, `fp16`, `bf16`, `int8`, with options as in `int8:block=256`. Tensors
                 of fewer than 256 values, and a module's buffers, always travel in fp32. None takes the strategy's own:
                 `int8`, and `fp16` for gossip, which exchanges parameters.
@@ -124,9 +127,10 @@ class Client:
     def _join(self, options: RunOptions, name: str, tensors: Tensors) -> Run:
         binding = Binding(tensors, parse_codec(options.codec))
         options = RunSpec.create(swarm_name(name, AVERAGE), binding.schema, options).options
-        request = JoinRun(name, options, binding.schema, binding.gradients, binding.values)
+        request = JoinRun(name, options, binding.schema, binding.gradients, binding.size)
         link = self._link
         run = Run(link, request, binding, _share(link, request), self._join)
+        binding.prepare()
         with self._lock:
             self._joined = [*(one for one in self._joined if not one.left), run]
         return run
@@ -174,7 +178,7 @@ class Client:
         )
         search.start()
 
-    def _reconnect(self, reopen: Callable[[], Link]) -> None:
+    def _reconnect(self, reopen: Callable[[], Connection]) -> None:
         """Look for a daemon on the home until one has taken this client and its runs."""
         pause, refusals = FIRST_PAUSE, Counter[str]()
         while not self._closing.wait(pause):
@@ -189,7 +193,7 @@ class Client:
                 if refusals[str(error)] == WEATHER_LOOKS:
                     log.warning("a daemon is back, but this script cannot use it yet: %s", error)
 
-    def _renew(self, link: Link) -> None:
+    def _renew(self, link: Connection) -> None:
         """Replace the lost link by `link` for all runs; for none of them if one run is refused."""
         with self._lock:
             joined = [run for run in self._joined if not run.left]
@@ -230,9 +234,9 @@ def connect(home: str | os.PathLike[str] | None = None, timeout: float = ANSWER_
     return Client(link, functools.partial(open_link, place, timeout, patience=0.0))
 
 
-def _share(link: Link, request: JoinRun, agreed: AgreeRun | None = None) -> Region:
+def _share(link: Connection, request: JoinRun, agreed: AgreeRun | None = None) -> Region:
     """Join a run with new shared memory, on terms that were agreed before."""
-    region = Region.create(request.values)
+    region = Region.create(request.size)
     try:
         link.ask(request, JOIN_SECONDS, [region.memory.fd])
     finally:

@@ -17,7 +17,7 @@ import msgspec
 import platformdirs
 
 from equipoise.dht.sanitize import read_regular
-from equipoise.dht.state import BootstrapStatus
+from equipoise.dht.state import MAX_TAG_CHARACTERS, MAX_TAGS, BootstrapStatus, Tags
 from equipoise.peer.errors import ConfigError, FlagError
 
 ENV_PREFIX = "EQUIPOISE_"
@@ -49,6 +49,9 @@ CHANNELS = ("aead", "tls")
 UNENCRYPTED = "plain"
 """A third one, for measurements only: it is no flag, and is refused wherever another machine could connect."""
 
+CPU = "cpu"
+"""Name of the device on which a daemon reduces by default."""
+
 Address = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
 Addresses = Annotated[tuple[Address, ...], msgspec.Meta(max_length=MAX_ADDRESSES)]
 
@@ -70,6 +73,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         relay_bandwidth: Bytes per second that are relayed at most.
         log_level: Least severe of what is logged.
         bandwidth: Bytes per second that this machine can send; 0 if unknown.
+        device: Where the daemon computes means: "cpu", "cuda" or "cuda:N". Other rules than the mean stay on the CPU.
+        tags: Properties of this machine, as "gpu"; a federated run may draw only peers that carry its tags.
     """
 
     home: str
@@ -85,6 +90,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     relay_bandwidth: Annotated[float, msgspec.Meta(gt=0)] = 12.5e6
     log_level: str = "info"
     bandwidth: Annotated[float, msgspec.Meta(ge=0, le=MAX_BANDWIDTH)] = 0.0
+    device: Annotated[str, msgspec.Meta(pattern=r"\A(cpu|cuda(:[0-9]{1,2})?)\Z")] = CPU
+    tags: Tags = ()
 
 
 class Setting(msgspec.Struct, frozen=True):
@@ -114,6 +121,9 @@ class Loaded(msgspec.Struct, frozen=True):
 KEYS = tuple(field for field in Config.__struct_fields__ if field != "home")
 _TYPES = {field.name: field.type for field in msgspec.structs.fields(Config)}
 _BOOLEANS = (bool, bool | None)
+_LISTS = (Addresses, Tags)
+_FLAGS = {"tags": "tag"}
+"""Flags that are not called as their keys."""
 _CHOICES = {"log_level": LOG_LEVELS, "channel": CHANNELS}
 
 
@@ -208,7 +218,7 @@ def _from_environment(environ: Mapping[str, str]) -> list[tuple[str, Any, str]]:
         text = environ.get(name)
         if text:
             value: Any = text
-            if _TYPES[key] is Addresses:
+            if _TYPES[key] in _LISTS:
                 value = text.replace(",", " ").split()
             elif _TYPES[key] in _BOOLEANS:
                 value = RawConfigParser.BOOLEAN_STATES.get(text.strip().lower(), text)
@@ -222,7 +232,7 @@ def _from_flags(flags: Mapping[str, Any], style: str) -> list[tuple[str, Any, st
             raise ConfigError(f"unknown setting {key[:64]!r}", _closest(key, ("home", *KEYS)))
     given = {key: value for key, value in flags.items() if value not in (None, ()) and key != "home"}
     return [
-        (key, value, style + (key.replace("_", "-") if style.endswith("-") else key))
+        (key, value, style + (_FLAGS.get(key, key.replace("_", "-")) if style.endswith("-") else key))
         for key, value in given.items()
     ]
 
@@ -247,6 +257,8 @@ def _checked(key: str, value: Any, origin: str) -> Any:
     except ValueError:
         if key in RATES and re.search(r"[kKmMgGtT]i?b(/s)?$", str(value).strip()):
             hint = "write B for bytes or bit for bits"
+        if key == "device":
+            hint = "leave it out to reduce on the CPU"
         # The name of a flag or a variable identifies the setting.
         place = f"{origin}: {key}" if origin.startswith("file ") else origin
         raise _wrong(place, f"expected {_expected(key)}, got {_shown(value)}", hint) from None
@@ -259,8 +271,13 @@ def _expected(key: str) -> str:
         return " or ".join(_CHOICES[key])
     if _TYPES[key] in _BOOLEANS:
         return "true or false"
+    if key == "device":
+        return "cpu, cuda or cuda:N"
     if _TYPES[key] is Addresses:
         return f'a list of at most {MAX_ADDRESSES} addresses, such as ["ADDRESS"]'
+    if _TYPES[key] is Tags:
+        word = f"1 to {MAX_TAG_CHARACTERS} letters, digits, dots, dashes or underscores"
+        return f'a list of at most {MAX_TAGS} words of {word}, such as ["gpu"]'
     return "1 to 64 printable characters"
 
 

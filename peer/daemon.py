@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 import msgspec
 import psutil
 
-from equipoise.compression import kernels
 from equipoise.dht.sanitize import escaped
 from equipoise.dht.state import AddressState, BootstrapStatus, SwarmStatus
 from equipoise.peer.config import Loaded
@@ -26,9 +25,10 @@ from equipoise.peer.history import History
 from equipoise.peer.home import LOG_FILE, Home
 from equipoise.peer.logs import close_log, open_log
 from equipoise.peer.session import Service
-from equipoise.peer.status import Kernels, Status
+from equipoise.peer.status import Status
 
 if TYPE_CHECKING:
+    from equipoise.compression.device_reduce import DeviceReducer
     from equipoise.dht.swarm import Swarm
 
 STOP_SECONDS = 8.0
@@ -66,6 +66,7 @@ class Daemon:
     service: Service
     history: History
     _swarm: Swarm
+    _reducer: DeviceReducer | None
     _home: Home
 
     def __init__(
@@ -145,7 +146,7 @@ class Daemon:
             clients=self.server.clients,
             swarm=swarm,
             runs=tuple(session.status() for session in self.service.sessions),
-            kernels=Kernels(kernels().name, kernels().reason),
+            kernels=self.service.kernels,
             versions={name: _version(name) for name in PACKAGES},
             settings=self._loaded.settings,
             log=str(self._home.path / LOG_FILE),
@@ -160,28 +161,33 @@ class Daemon:
         for warning in self._loaded.warnings:
             log.warning(warning)
             self._say(f"warning: {warning}")
-        log.info("kernels: %s (%s)", kernels().name, kernels().reason)
         self.history = History(self._home.path)
         self._ending.callback(self.history.close)
-        from equipoise.peer.wiring import start_parts  # It imports hivemind, while the home is taken already.
+        from equipoise.peer import wiring  # It imports hivemind, while the home is taken already.
 
-        self._swarm, router = await start_parts(self._config)
+        self._reducer = wiring.reducer_for(self._loaded)
+        if self._reducer is not None:
+            self._ending.callback(self._reducer.executor.shutdown, wait=False, cancel_futures=True)
+        self._swarm, router = await wiring.start_parts(self._config, self._reducer)
         self._ending.push_async_callback(_bounded, self._swarm.stop, "leaving the swarm")
         self._ending.push_async_callback(_bounded, router.stop, "stopping the router")
-        self.service = Service(router, self._swarm)
+        self.service = Service(router, self._swarm, self._reducer)
         self._ending.push_async_callback(_bounded, lambda: self.server.stop(self._why), "leaving the runs")
         self.server.start(self._home.listen())
         log.info("peer %s, process %d, home %s", self._swarm.peer, os.getpid(), self._home.path)
         self._ending.callback(asyncio.create_task(self._watch()).cancel)
 
     def _standing(self) -> SwarmStatus:
-        """The swarm's status, with the addresses that it was not given, and with the next step for a person."""
+        """The swarm's status, with the addresses that it was not given, the next step, and a device's failure."""
         status = self._swarm.status()
         malformed = self._loaded.malformed
         self._met |= status.state in ("joined", "ready")
         alone = status.state == "searching" and not status.bootstrap and bool(malformed)
         reason = malformed[0].reason if alone else _advised(status.reason, status.bootstrap)
-        return msgspec.structs.replace(status, reason=reason, bootstrap=status.bootstrap + malformed)
+        trouble = (self._reducer.trouble,) if self._reducer and self._reducer.trouble else ()
+        return msgspec.structs.replace(
+            status, reason=reason, bootstrap=status.bootstrap + malformed, warnings=status.warnings + trouble
+        )
 
     async def _watch(self) -> None:
         addresses: tuple[str, ...] = ()

@@ -12,11 +12,11 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
-from msgspec import field
+from msgspec import field, structs
 
 from equipoise.averaging.outcome import FetchOutcome, MeanOutcome, Outcome
 from equipoise.peer.control import messages
-from equipoise.peer.control.client import Link
+from equipoise.peer.control.client import Connection
 from equipoise.peer.errors import DaemonLost, EquipoiseError
 from equipoise.peer.shared_memory import SharedMemory
 
@@ -38,8 +38,8 @@ class Pending(ABC, Generic[Ended]):
     grace: ClassVar[float]
     """Seconds past its deadline in which the daemon must have answered."""
 
-    def __init__(self, link: Link, reply: concurrent.futures.Future[Any], deadline: float) -> None:
-        """`deadline` is on the monotonic clock."""
+    def __init__(self, link: Connection, reply: concurrent.futures.Future[Any], deadline: float) -> None:
+        """`deadline` is on the clock of `link`."""
         self._link = link
         self._reply = reply
         self._deadline = deadline
@@ -48,11 +48,11 @@ class Pending(ABC, Generic[Ended]):
 
     def done(self) -> bool:
         """Return whether `result` returns at once."""
-        return self._reply.done()
+        return self._link.settled(self._reply)
 
     def wait(self, timeout: float) -> bool:
         """Wait, collecting nothing, until `done` or for `timeout` seconds; returns whether it is done."""
-        return bool(concurrent.futures.wait([self._reply], timeout).done)
+        return self._link.settled(self._reply, timeout)
 
     def result(self, timeout: float | None = None) -> Ended:
         """Wait for the end.
@@ -64,7 +64,7 @@ class Pending(ABC, Generic[Ended]):
             TimeoutError: It is still going on; call again later.
             Refused: The daemon did not begin it.
         """
-        limit = max(self._deadline + self.grace - time.monotonic(), 0.0)
+        limit = max(self._deadline + self.grace - self._link.clock(), 0.0)
         if timeout is not None and timeout < limit and not self.wait(timeout):
             raise TimeoutError(f"the {self.what} has not ended within {timeout:g} s; call result() again")
         with self._lock:
@@ -91,15 +91,20 @@ class PendingRound(Pending[Outcome]):
 
     def __init__(
         self,
-        link: Link,
+        link: Connection,
         request: messages.StartRound,
         deadline: float,
         settle: Callable[[Outcome | None], None],
+        encoding: float,
     ) -> None:
-        """Begin it; `settle` is called once, with None if the daemon refused the round."""
+        """Begin it; `settle` is called once, with None if the daemon refused the round.
+
+        To encode the contribution has taken `encoding` seconds.
+        """
         super().__init__(link, link.start(request), deadline)
         self._run = request.run
         self._settle = settle
+        self._encoding = encoding
         self._started = time.time()
 
     def stop_search(self, why: str) -> None:
@@ -112,12 +117,17 @@ class PendingRound(Pending[Outcome]):
         try:
             outcome: Outcome = self._link.wait(self._reply, limit)
         except DaemonLost as error:
-            outcome = Outcome(ok=False, reason=str(error), run=self._run, started=self._started)
+            # The daemon may have voted for a mean that the others hold by now.
+            outcome = Outcome(
+                ok=False, reason=str(error), run=self._run, started=self._started, in_doubt=True
+            )
         except EquipoiseError as error:
             self._settle(None)
             return error
+        began = self._link.clock()
         self._settle(outcome)
-        return outcome
+        decoding = {"decode": self._link.clock() - began} if outcome.ok else {}
+        return structs.replace(outcome, seconds={"encode": self._encoding, **outcome.seconds, **decoding})
 
 
 class Fetched(FetchOutcome, frozen=True, kw_only=True):
@@ -134,7 +144,7 @@ class Recovered(MeanOutcome, frozen=True, kw_only=True):
     """The outcome of a download of a mean that this peer missed, and the mean.
 
     Attributes:
-        values: Values of the parameters' gradients, by name, fp32, in shared memory. Empty if not ok.
+        values: Values of the parameters' gradients, by name, fp32. Empty if not ok.
         buffers: Values of the module's buffers, by name, fp32.
     """
 
@@ -150,7 +160,7 @@ class Download(Pending[Ended]):
 
     def __init__(
         self,
-        link: Link,
+        link: Connection,
         request: messages.FetchState | messages.FetchMean,
         size: int,
         take: Callable[[Any, SharedMemory], Ended],
@@ -160,7 +170,7 @@ class Download(Pending[Ended]):
 
         `take` makes the result of the daemon's answer and the memory, `lost` of the reason why the daemon has gone.
         """
-        deadline = time.monotonic() + check_timeout(request.timeout)
+        deadline = link.clock() + check_timeout(request.timeout)
         self._run = request.run
         self._take = take
         self._lost = lost

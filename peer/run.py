@@ -9,11 +9,14 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Literal, Self, Unpack, overload
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, overload
 
 import torch
 from msgspec import structs
 
+from equipoise.averaging.draw import Drawn
+from equipoise.averaging.metrics import Evaluation, report_of, values_of
 from equipoise.averaging.options import RunOptions
 from equipoise.averaging.outcome import (
     Exchanging,
@@ -29,15 +32,16 @@ from equipoise.averaging.schema import Schema
 from equipoise.averaging.spec import check_terms
 from equipoise.averaging.state import StateId
 from equipoise.averaging.strategy import Strategy, parse_strategy
+from equipoise.compression import kernels_for
 from equipoise.peer.accumulate import Accumulator
 from equipoise.peer.control import messages
-from equipoise.peer.control.client import Link
+from equipoise.peer.control.client import Connection
 from equipoise.peer.control.messages import Progress
 from equipoise.peer.errors import DaemonLost, EquipoiseError, Refused, RoundPending
 from equipoise.peer.futures import Download, Fetched, PendingRound, Recovered, check_timeout
 from equipoise.peer.purposes import AVERAGE, STEP
-from equipoise.peer.shared_memory import VALUE_BYTES, Region, SharedMemory, shared_copy
-from equipoise.peer.tensors import Binding, Gradients, Tensors, named_gradients
+from equipoise.peer.shared_memory import Region, SharedMemory, shared_copy
+from equipoise.peer.tensors import Binding, Gradients, Tensors, copies_of, named_gradients
 
 if TYPE_CHECKING:
     from equipoise.peer.training.checkpoint import Checkpoints
@@ -89,7 +93,7 @@ class Run:
 
     def __init__(
         self,
-        link: Link,
+        link: Connection,
         request: messages.JoinRun,
         binding: Binding,
         region: Region,
@@ -123,7 +127,7 @@ class Run:
         self.terms: Mapping[str, str] = {}
         self.agreed: messages.AgreeRun | None = None
 
-    def agree(self, terms: Mapping[str, str], buffers: bool = False) -> None:
+    def agree(self, terms: Mapping[str, str], buffers: bool = False, observes: bool = False) -> None:
         """Let `step` meet only peers that give the same terms; call it before the first `accumulate` and `step`.
 
         This peer is refused if more live peers of the run have other terms than the same terms. Of two single peers,
@@ -135,6 +139,7 @@ class Run:
             buffers: Whether the module's persistent floating-point buffers, such as BatchNorm's statistics, travel
                 behind the gradients, in fp32 with any codec. `step` sends their values at its call; collecting its
                 outcome overwrites them by their weighted mean. Integer buffers, such as counters, never travel.
+            observes: Whether this peer trains nothing: a federated run never draws it.
 
         Raises:
             Refused: The peers of the run have other terms; the error names them. Or the run has accumulated or stepped.
@@ -149,7 +154,7 @@ class Run:
                 hint = "agree after join, before the first accumulate and step"
                 raise Refused(f"run {self.name!r} {happened}", hint)
             carried = self._binding.buffer_schema() if buffers else Schema(())
-            request = messages.AgreeRun(self.name, agreed, carried)
+            request = messages.AgreeRun(self.name, agreed, carried, observes)
             self._link.ask(request, AGREE_SECONDS)
             self._binding.carry(carried)
             self.terms, self.agreed = dict(agreed), request
@@ -222,15 +227,33 @@ class Run:
 
     @overload
     def step(
-        self, timeout: float = ..., wait: Literal[True] = ..., state: StateId | None = ...
+        self,
+        timeout: float = ...,
+        wait: Literal[True] = ...,
+        state: StateId | None = ...,
+        *,
+        metrics: Mapping[str, float] = ...,
+        evaluation: Evaluation | None = ...,
     ) -> Outcome: ...
     @overload
     def step(
-        self, timeout: float = ..., *, wait: Literal[False], state: StateId | None = ...
+        self,
+        timeout: float = ...,
+        *,
+        wait: Literal[False],
+        state: StateId | None = ...,
+        metrics: Mapping[str, float] = ...,
+        evaluation: Evaluation | None = ...,
     ) -> PendingRound: ...
 
     def step(
-        self, timeout: float = 30.0, wait: bool = True, state: StateId | None = None
+        self,
+        timeout: float = 30.0,
+        wait: bool = True,
+        state: StateId | None = None,
+        *,
+        metrics: Mapping[str, float] = MappingProxyType({}),
+        evaluation: Evaluation | None = None,
     ) -> Outcome | PendingRound:
         """Exchange the accumulated gradients for the mean of all gradients that the group has accumulated.
 
@@ -243,27 +266,41 @@ class Run:
             timeout: Seconds after which the round has ended one way or the other.
             wait: Whether to wait for the outcome. If not, `mean` is written by `PendingRound.result`.
             state: The state of the run that this peer holds; the outcome has the states of all members that gave one.
+            metrics: The metrics of the training that made the contribution, as {"loss": 0.3}: at most 8 finite numbers,
+                with names of up to 24 characters of printable ASCII. `Outcome.metrics` holds the average over the
+                contributors, by the weights that counted; of any name over those that gave it.
+            evaluation: The scores of the state before the round on this peer's data, with a weight, as the number of
+                samples, as (1000, {"accuracy": 0.9}). `Outcome.evaluation` holds the average over all members that gave
+                one, observers too. Where the run's rule is not the mean, both are medians.
 
         Raises:
-            ValueError: The timeout is out of range.
+            ValueError: The timeout is out of range, or a metric is not valid: the error names it.
             SchemaError: The parameters have changed since the run was joined, or a buffer is not finite.
             RoundPending: A round of this run has not been collected.
         """
-        deadline = time.monotonic() + check_timeout(timeout)
+        deadline = self.clock() + check_timeout(timeout)
+        reported = values_of(metrics), None if evaluation is None else report_of(evaluation)
         with self._lock:
             self._require_idle()
             self._stepping = True
-            stepped = self._binding.stepped()
-            weight = self._accumulated.weight if self._accumulated else 0.0
-            self._binding.write_step(self._region.contribution, self._accumulated)
-            self._contributed, self._accumulated = self._accumulated, None
-            settle = partial(self._stepped, tensors=stepped, region=self._region, me=self.peer)
+            stepped, accumulated, region = self._binding.stepped(), self._accumulated, self._region
+            weight, clamped, began = accumulated.weight if accumulated else 0.0, 0, self.clock()
+            if accumulated is not None and weight > 0:
+                clamped = self._binding.write_step(accumulated, region.contribution)
+            self._contributed, self._accumulated = accumulated, None
+            settle = partial(self._stepped, tensors=stepped, region=region, me=self.peer)
             try:
-                pending = self._start(STEP, weight, deadline, settle, state)
+                pending = self._start(STEP, weight, deadline, settle, began, state, *reported, clamped)
             except EquipoiseError:
                 self._keep()
                 raise
         return pending.result() if wait else pending
+
+    @property
+    def kernels(self) -> str:
+        """The kernels that encode and decode, one line for all devices of the tensors, and why if not the best."""
+        devices = {tensor.device for tensor in self._binding.tensors().values()}
+        return "; ".join(sorted(kernels_for(device) for device in devices))
 
     @property
     def group_size(self) -> int:
@@ -274,6 +311,14 @@ class Run:
     def strategy(self) -> Strategy:
         """The strategy of the run."""
         return parse_strategy(self.options.strategy)
+
+    def clock(self) -> float:
+        """Seconds on a steady clock, by which the run's timeouts count."""
+        return self._link.clock()
+
+    def sleep(self, seconds: float) -> None:
+        """Let time pass on that clock."""
+        self._link.sleep(seconds)
 
     @property
     def accumulated(self) -> float:
@@ -287,7 +332,7 @@ class Run:
         If the daemon has gone, it is `NoPeers` with that reason.
         """
         asked = self._asked or self._link.start(messages.AskState(self.name))
-        if not concurrent.futures.wait([asked], STATE_SECONDS).done:
+        if not self._link.settled(asked, STATE_SECONDS):
             self._asked = asked
             return self._state
         self._asked = None
@@ -305,11 +350,11 @@ class Run:
         Raises:
             ValueError: The timeout is out of range.
         """
-        deadline = time.monotonic() + check_timeout(timeout)
+        deadline = self.clock() + check_timeout(timeout)
         while _others(self.state) < peers:
-            if time.monotonic() >= deadline:
+            if self.clock() >= deadline:
                 return False
-            time.sleep(LOOK_SECONDS)
+            self._link.sleep(LOOK_SECONDS)
         return True
 
     def progress(self, target: float | None = None) -> Progress:
@@ -328,6 +373,20 @@ class Run:
         except DaemonLost:
             return Progress(local, local, None)
         return Progress(local, max(answer.swarm - answer.local, 0.0) + local, answer.wanted)
+
+    def draw(self, state: StateId) -> Drawn:
+        """Ask which peers train from this state, as far as this peer sees now.
+
+        All peers draw alike among the same live peers, and the next in order stand for those that die. A run that is
+        not federated draws all. If the daemon has gone, no peer is drawn and no peer lives.
+
+        Args:
+            state: The state that the group has agreed on.
+        """
+        try:
+            return self._link.ask(messages.AskDraw(self.name, state))
+        except DaemonLost:
+            return Drawn((), ())
 
     def offer(self, state: StateId, image: bytes | bytearray | memoryview) -> None:
         """Let the daemon serve a snapshot to newcomers, in place of the last one; costs one copy here.
@@ -395,12 +454,12 @@ class Run:
             ValueError: The timeout is out of range.
             Refused: The machine has not enough memory.
         """
-        size = VALUE_BYTES * self._binding.stepping.size
+        size = self._binding.stepping.stored_size
         request = messages.FetchMean(self.name, after, size, timeout, circle, proved, patient)
 
         def take(found: MeanOutcome, memory: SharedMemory) -> Recovered:
-            flat = torch.frombuffer(memory.view(size, writable=True), dtype=torch.float32)
-            values, buffers = self._binding.named(flat) if found.round.ok else ({}, {})
+            ok = found.round.ok
+            values, buffers = self._binding.named(memory.view(size, writable=False)) if ok else ({}, {})
             return Recovered(**structs.asdict(found), values=values, buffers=buffers)
 
         def lost(reason: str) -> Recovered:
@@ -472,16 +531,15 @@ class Run:
         """The daemon's home; empty if that is a temporary one."""
         return self._link.welcome.home
 
-    def branch(self, name: str, tensors: Tensors, strategy: str | None = None) -> Run:
-        """Join a run that is a part of this one, with another name, tensors and perhaps strategy, else its options.
+    def branch(self, name: str, tensors: Tensors, **changes: Any) -> Run:
+        """Join a run that is a part of this one, with another name, other tensors, and its options but for `changes`.
 
         Raises:
             SchemaError: One of the tensors cannot be averaged; names it.
             Refused: The daemon takes part in the run already, or in too many.
             DaemonLost: The daemon has gone.
         """
-        options = self.options if strategy is None else structs.replace(self.options, strategy=strategy)
-        branch = self._join(options, name, tensors)
+        branch = self._join(structs.replace(self.options, **changes), name, tensors)
         branch._is_branch = True
         self._branches.append(branch)
         return branch
@@ -514,7 +572,7 @@ class Run:
             if self.pending is not None:
                 self.pending.wait(SETTLE_SECONDS)
 
-    def renew(self, link: Link, region: Region) -> None:
+    def renew(self, link: Connection, region: Region) -> None:
         """Go on through a new daemon, with new shared memory: the lost daemon may still write into the old one."""
         with self._lock:
             if self.left:
@@ -573,39 +631,49 @@ class Run:
         weight: float,
         deadline: float,
         settle: Callable[[Outcome | None], None],
-        state: StateId | None = None,
+        began: float,
+        *stated: Any,
     ) -> PendingRound:
-        timeout = max(deadline - time.monotonic(), SHORTEST_TIMEOUT)
-        request = messages.StartRound(self.name, purpose, weight, timeout, state)
-        self.pending = PendingRound(self._link, request, deadline, settle)
+        """Start a round whose contribution is there; its encoding `began` then."""
+        now = self.clock()
+        request = messages.StartRound(
+            self.name, purpose, weight, max(deadline - now, SHORTEST_TIMEOUT), *stated
+        )
+        self.pending = PendingRound(self._link, request, deadline, settle, now - began)
         return self.pending
 
     def _start_average(self, weight: float, timeout: float, moves: bool) -> PendingRound:
         """Contribute the tensors; if the round is ok, they become the mean, or move by its difference."""
-        deadline = time.monotonic() + check_timeout(timeout)
+        deadline = self.clock() + check_timeout(timeout)
         weight = check_weight(weight)
         with self._lock:
             self._require_idle()
             tensors, region = self._binding.tensors(), self._region
-            if weight > 0:
-                self._binding.averaged.flatten(tensors, region.contribution)
-            else:
-                region.contribution.zero_()  # An observer's tensors may hold NaN: the mean will replace it.
-            settle = partial(self._averaged, tensors=tensors, region=region, moves=moves)
-            return self._start(AVERAGE, weight, deadline, settle)
+            clamped, began, copies = 0, self.clock(), {}
+            if weight > 0:  # An observer's tensors may hold NaN: the mean will replace it.
+                clamped = self._binding.write_average(tensors, region.contribution)
+            if moves:
+                copies = copies_of(tensors)
+            settle = partial(self._averaged, tensors=tensors, region=region, copies=copies)
+            return self._start(AVERAGE, weight, deadline, settle, began, None, (), None, clamped)
 
     def _averaged(
-        self, outcome: Outcome | None, tensors: Mapping[str, torch.Tensor], region: Region, moves: bool
+        self,
+        outcome: Outcome | None,
+        tensors: Mapping[str, torch.Tensor],
+        region: Region,
+        copies: dict[str, torch.Tensor],
     ) -> None:
+        """Let the tensors be the mean, or move them by its difference from their `copies`."""
         with self._lock:
             self._collected(outcome)
             if outcome is not None and outcome.ok:
                 # The tensors may have been reshaped; a partial write must not happen.
                 self._binding.schema.check(tensors)
-                if moves:
-                    self._binding.averaged.shift(region.contribution, region.result, tensors)
+                if copies:
+                    self._binding.shift(region.mean, tensors, copies)
                 else:
-                    self._binding.averaged.unflatten(region.result, tensors)
+                    self._binding.read_average(region.mean, tensors)
 
     def _stepped(
         self, outcome: Outcome | None, tensors: Mapping[str, torch.Tensor], region: Region, me: str
@@ -619,7 +687,7 @@ class Run:
             else:
                 self._keep()
             if outcome is not None and outcome.ok:
-                self._binding.read_step(region.result, tensors, self.mean, not self.trained_by)
+                self._binding.read_step(region.mean, tensors, self.mean, not self.trained_by)
             self._report()
 
     def _report(self) -> None:

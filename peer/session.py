@@ -14,35 +14,45 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
-import torch
 
+from equipoise.averaging.aio.router import MAX_LEFTOVERS
+from equipoise.averaging.draw import Drawn
+from equipoise.averaging.encoded_vector import Vectors
 from equipoise.averaging.options import Terms
 from equipoise.averaging.outcome import FetchOutcome, MeanOutcome, NoPeers, Outcome, RunState
 from equipoise.averaging.ports import Candidate
 from equipoise.averaging.schema import Schema
 from equipoise.averaging.spec import RunSpec
-from equipoise.averaging.state import MAX_EPOCH
+from equipoise.averaging.state import MAX_EPOCH, StateId
+from equipoise.averaging.strategy import Federated
+from equipoise.averaging.weights import ATTENDANCE_LIMIT
+from equipoise.compression import kernels
 from equipoise.dht.records import MAX_RUNS_PER_PEER
 from equipoise.peer.control.messages import MAX_TEXT, FetchMean, FetchState, JoinRun, Progress, StartRound
 from equipoise.peer.errors import Refused
 from equipoise.peer.purposes import AVERAGE, PURPOSES, STEP, run_specs
-from equipoise.peer.shared_memory import VALUE_BYTES, Region, SharedMemory
-from equipoise.peer.status import Exchanges, PeerRow, RunStatus
+from equipoise.peer.shared_memory import Region, SharedMemory
+from equipoise.peer.status import Exchanges, Kernels, PeerRow, RunStatus
 
 if TYPE_CHECKING:
     from equipoise.averaging.aio.router import Router
     from equipoise.averaging.aio.run_driver import RunDriver
     from equipoise.averaging.aio.transfer import Transfer
+    from equipoise.compression.device_reduce import DeviceReducer
     from equipoise.dht.swarm import Swarm
 
-MAX_RUNS = MAX_RUNS_PER_PEER // len(PURPOSES)
-"""Most runs of one daemon: others keep `MAX_RUNS_PER_PEER` records of it, and each purpose of a run has its own."""
+MAX_RUNS = (MAX_RUNS_PER_PEER - MAX_LEFTOVERS) // len(PURPOSES)
+"""Most runs of one daemon. Others keep `MAX_RUNS_PER_PEER` records of it: each purpose of a run has its own, and so has
+each run that was left and is still served."""
 
 ANNOUNCE_SECONDS = 0.5
 """Longest time for a script to agree on terms; after that, its run is announced to the peers that average."""
 
 OVERTIME = 0.5
 """Seconds that a round may exceed its timeout before the session gives it up: half of the caller's grace."""
+
+WITHDRAW_SECONDS = 0.1
+"""Longest time for the outcome of a round that the session gives up; only a part that is just reduced takes any."""
 
 REPORT_SECONDS = 0.02
 """Least time between two reports, each a signed record to other peers: a script may accumulate 1,000 times a second."""
@@ -58,6 +68,8 @@ LEAVE_SECONDS = 5.0
 
 SPREAD_EXCHANGES = 20
 """Number of last exchanges over which the spread is averaged: few, so that it shows the present spread."""
+
+NO_KERNELS = Kernels("none", "they are chosen when the first run is joined")
 
 JUST_JOINED = "it has just been joined"
 
@@ -90,16 +102,18 @@ class Session:
         self._run_drivers: dict[str, RunDriver] = {}
         self._purpose = AVERAGE
         self._told: dict[str, str] = {}
+        self._observes = False
         self._joining = asyncio.Lock()
         self._round: asyncio.Task[Outcome] | None = None
         self._stopped = ""
         self._leaving: asyncio.Task[None] | None = None
         self._accumulated = 0.0
+        self._held: StateId | None = None
         self._reporting: asyncio.TimerHandle | None = None
         self._announcing = asyncio.create_task(self._announce())
 
-    async def agree(self, terms: Terms, buffers: Schema) -> None:
-        """Let `step` meet only peers of the same terms, and carry `buffers` behind the gradients.
+    async def agree(self, terms: Terms, buffers: Schema, observes: bool = False) -> None:
+        """Let `step` meet only peers of the same terms, and carry `buffers` behind the gradients; see `Run.agree`.
 
         Raises:
             Refused: The peers of the run have other terms. Or the run has stepped on other terms, or has no gradients.
@@ -114,7 +128,7 @@ class Session:
             if STEP in self._run_drivers and agreed != self._specs[STEP]:
                 hint = "agree before the first accumulate and step, or leave the run and join it again"
                 raise Refused(f"run {self.name!r} has stepped on other terms", hint)
-            self._specs[STEP] = agreed
+            self._specs[STEP], self._observes = agreed, observes
             self._announcing.cancel()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(SEARCH_SECONDS):
@@ -195,6 +209,20 @@ class Session:
         """State of the next round of the purpose used last."""
         return (await self._run_driver(self._purpose)).state
 
+    async def draw(self, state: StateId) -> Drawn:
+        """The peers that train from this state, and all that live, as far as this peer sees."""
+        self._held = state
+        return (await self._use(STEP)).draw(state)
+
+    def _draw(self, run_driver: RunDriver) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The peers that train in the next round of a federated run, and those that have contributed to it."""
+        gathering = run_driver.gathering
+        if gathering is not None and gathering.drawn:
+            return gathering.drawn, gathering.contributed
+        if self._held is not None and isinstance(self._specs[self._purpose].strategy, Federated):
+            return run_driver.draw(self._held).peers, ()
+        return (), ()
+
     async def progress(self, target: float | None) -> Progress:
         """Weight accumulated towards the next step: by this peer, and by all, as far as the others' claims count."""
         others = await (await self._use(STEP)).others_accumulated(target)
@@ -231,13 +259,13 @@ class Session:
             ValueError: A download of this run is going on already.
         """
         transfer = await self.transfer()
-        size = transfer.values * VALUE_BYTES
+        size = transfer.size
         if memory.capacity != size:
             raise Refused(f"expected shared memory of {size} bytes, got {memory.capacity}")
 
-        def result() -> torch.Tensor:
+        def result() -> memoryview:
             memory.allocate(size)
-            return torch.frombuffer(memory.view(size, writable=True), dtype=torch.float32)
+            return memory.view(size, writable=True)
 
         after, circle = request.after, frozenset(request.circle)
         return await transfer.recover(after, request.timeout, result, circle, request.proved, request.patient)
@@ -262,15 +290,19 @@ class Session:
         )
         if run_driver is None:
             return shown
+        drawn, contributed = self._draw(run_driver)
+        gathering = run_driver.gathering
         return msgspec.structs.replace(
             shown,
             state=run_driver.state,
-            reason=run_driver.reason,
+            reason=run_driver.reason if gathering is None else gathering.reason,
             round=run_driver.round,
             rounds_ok=run_driver.rounds_ok,
             rounds_failed=run_driver.rounds_failed,
             last=run_driver.history[-1] if run_driver.history else None,
             exchanges=_exchanges(run_driver) if spec.strategy.pairs else None,
+            drawn=drawn,
+            contributed=contributed,
         )
 
     def _row(self, spec: RunSpec, run_driver: RunDriver, found: Candidate) -> PeerRow:
@@ -289,6 +321,7 @@ class Session:
             why=reach.reason,
             differs=run_driver.difference(found.peer),
             name=self._swarm.name(found.peer),
+            tags=found.tags,
         )
 
     async def leave(self, reason: str) -> None:
@@ -313,7 +346,7 @@ class Session:
             if purpose not in self._run_drivers:
                 if self._leaving is not None:
                     raise Refused(f"run {self.name!r} is being left", "join it again")
-                self._run_drivers[purpose] = await self._router.join(self._specs[purpose])
+                self._run_drivers[purpose] = await self._router.join(self._specs[purpose], self._observes)
             return self._run_drivers[purpose]
 
     async def _disagree(self, run_driver: RunDriver) -> None:
@@ -339,10 +372,12 @@ class Session:
             transfer.reach(state.epoch)
         if self._stopped:  # `stop_round` was called before the search began.
             return self._failed(self._stopped)
-        values = self._specs[request.purpose].layout.size
-        contribution, result = region.contribution[:values], region.result[:values]
-        outcome = await run_driver.average(contribution, result, request.weight, request.timeout, state)
-        if state is not None and outcome.ok and outcome.state == state:
+        size = self._specs[request.purpose].layout.stored_size
+        vectors = Vectors(region.contribution[:size], region.mean[:size], request.clamped)
+        reported = request.metrics, request.evaluation
+        outcome = await run_driver.average(vectors, request.weight, request.timeout, state, *reported)
+        changes = any(weight > ATTENDANCE_LIMIT for weight in outcome.contributors.values())
+        if state is not None and changes and outcome.state == state:
             transfer.reach(state.epoch + 1)
         return outcome
 
@@ -350,8 +385,14 @@ class Session:
         done, _ = await asyncio.wait({round_}, timeout=timeout + OVERTIME)
         if not done:
             log.error("run %r: a round exceeded its timeout of %g s and was given up", self.name, timeout)
-            round_.cancel()
-            return self._failed(f"the daemon gave the round up after {timeout:g} s")
+            reason = f"the daemon gave the round up after {timeout:g} s"
+            for run_driver in self._run_drivers.values():
+                run_driver.withdraw(reason)
+            # The round knows whether it has voted, or has even ended just now.
+            await asyncio.wait({round_}, timeout=WITHDRAW_SECONDS)
+            if not round_.done():
+                round_.cancel()
+                return msgspec.structs.replace(self._failed(reason), in_doubt=True)
         if round_.cancelled():
             return self._failed("the run was left before the round ended")
         return round_.result()
@@ -360,9 +401,9 @@ class Session:
         return Outcome(ok=False, reason=reason, run=self.name)
 
     def _require_room(self, spec: RunSpec) -> None:
-        if self._region is not None and spec.layout.size > self._region.values:
-            needed, room = spec.layout.size, self._region.values
-            raise Refused(f"expected shared memory of {needed} values for run {spec.name!r}, it holds {room}")
+        if self._region is not None and spec.layout.stored_size > self._region.size:
+            needed, room = spec.layout.stored_size, self._region.size
+            raise Refused(f"expected shared memory of {needed} bytes for run {spec.name!r}, it holds {room}")
 
     async def _leave(self, reason: str) -> None:
         self._announcing.cancel()
@@ -382,11 +423,17 @@ class Session:
 
 
 class Service:
-    """Joins, serves and leaves runs on behalf of clients."""
+    """Joins, serves and leaves runs on behalf of clients.
 
-    def __init__(self, router: Router, swarm: Swarm) -> None:
+    Attributes:
+        kernels: What encodes and decodes.
+    """
+
+    def __init__(self, router: Router, swarm: Swarm, reducer: DeviceReducer | None = None) -> None:
+        self.kernels = NO_KERNELS
         self._router = router
         self._swarm = swarm
+        self._reducer = reducer
         self._sessions: dict[str, Session] = {}
 
     @property
@@ -400,7 +447,8 @@ class Service:
         Raises:
             ValueError: An option, the schema or the memory is not valid, or the run has a client already.
         """
-        region = Region.attach(fd, request.values)
+        region = Region.attach(fd, request.size)
+        await self._load_kernels()
         await self._make_room(request.run)
         session = self._sessions[request.run] = Session(self._router, self._swarm, request, region, client)
         return session
@@ -414,6 +462,19 @@ class Service:
     async def peers(self) -> list[PeerRow]:
         """All known peers of the open runs, in both of their purposes."""
         return [row for session in self.sessions for row in await session.peers()]
+
+    async def _load_kernels(self) -> None:
+        """Choose the kernels at the first join, in a thread: a daemon without a run does not need their libraries."""
+        if self.kernels is NO_KERNELS:
+            chosen = await asyncio.to_thread(kernels)
+            # What is here are arrays: where no compiled kernels work on those, numpy does.
+            name, reason = chosen.name if chosen.arrays else "numpy", chosen.reason
+            if self._reducer is not None:
+                device = str(self._reducer.device)
+                there = await asyncio.to_thread(kernels, device)
+                name, reason = f"{name}; {there.name} on {device}", f"{reason}; {there.reason}"
+            self.kernels = Kernels(name, reason)
+            log.info("kernels: %s (%s)", name, reason)
 
     async def _make_room(self, name: str) -> None:
         other = self._sessions.get(name)
@@ -430,13 +491,13 @@ class Service:
 
 def _exchanges(run_driver: RunDriver) -> Exchanges:
     """The exchanges of a gossip run, in figures."""
-    outcomes = list(run_driver.history)
-    apart = [one.apart for one in outcomes[-SPREAD_EXCHANGES:] if one.apart is not None]
+    last = list(run_driver.history)[-SPREAD_EXCHANGES:]
+    apart = [one.apart for one in last if one.apart is not None]
     return Exchanges(
         partners=run_driver.others,
         ok=run_driver.rounds_ok,
         failed=run_driver.rounds_failed,
-        in_doubt=sum(one.in_doubt for one in outcomes),
+        in_doubt=run_driver.rounds_in_doubt,
         spread=sum(apart) / len(apart) if apart else None,
     )
 

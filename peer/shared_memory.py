@@ -1,6 +1,6 @@
 """Memory that a training script shares with its daemon, behind one descriptor.
 
-A run has a `Region`: two flat fp32 vectors. A state travels as bytes: a script writes an offered image once, and the
+A run has a `Region`: two encoded vectors. A state travels as bytes: a script writes an offered image once, and the
 daemon only reads it. A fetched image is written by the daemon, into memory that gets its pages once its size is known.
 
 The memory is anonymous: it lives as long as a process has it mapped or holds the descriptor, so nothing is left behind
@@ -19,11 +19,8 @@ import tempfile
 from pathlib import Path
 
 import psutil
-import torch
 
 from equipoise.peer.errors import Refused
-
-VALUE_BYTES = 4
 
 SEALED = hasattr(os, "memfd_create")
 """Whether memory can be sealed against resizing. Interpreters that were built for old systems cannot, on any Linux."""
@@ -116,44 +113,43 @@ class SharedMemory:
 
 
 class Region:
-    """Two vectors of `values` fp32 values in shared memory: [contribution f32 D][result f32 D].
+    """Two encoded vectors of `size` bytes in shared memory: first the contribution, then the mean.
 
-    The mapping goes when the last tensor that aliases it goes; nothing may unmap it earlier.
+    The mapping goes when the last view of it goes; nothing may unmap it earlier.
 
     Attributes:
-        contribution: f32 [values], written by the client before a round.
-        result: f32 [values], written by the daemon during a round and valid if its outcome is ok.
-        values: Length of each vector.
+        contribution: u8 [size], written by the client before a round.
+        mean: u8 [size], written by the daemon during a round and valid if its outcome is ok.
+        size: Bytes of each vector.
         memory: The memory of both vectors.
     """
 
-    def __init__(self, memory: SharedMemory, values: int) -> None:
+    def __init__(self, memory: SharedMemory) -> None:
         mapped = memory.view(memory.capacity, writable=True)
         self.memory = memory
-        self.values = values
-        both = torch.frombuffer(mapped, dtype=torch.float32)
-        self.contribution, self.result = both[:values], both[values:]
+        self.size = memory.capacity // 2
+        self.contribution, self.mean = mapped[: self.size], mapped[self.size :]
 
     @classmethod
-    def create(cls, values: int) -> Region:
-        """Make new memory for two vectors of `values` values.
+    def create(cls, size: int) -> Region:
+        """Make new memory for two vectors of `size` bytes.
 
         Raises:
             Refused: The machine has not enough memory.
         """
-        memory = SharedMemory.reserve(2 * values * VALUE_BYTES)
+        memory = SharedMemory.reserve(2 * size)
         memory.allocate(memory.capacity)
-        return cls(memory, values)
+        return cls(memory)
 
     @classmethod
-    def attach(cls, fd: int, values: int) -> Region:
+    def attach(cls, fd: int, size: int) -> Region:
         """Check and map memory that a client made; takes over `fd` and closes it.
 
         Raises:
             Refused: It has another size, can be resized, or cannot be mapped.
         """
-        with contextlib.closing(SharedMemory.attach(fd, 2 * values * VALUE_BYTES)) as memory:
-            return cls(memory, values)
+        with contextlib.closing(SharedMemory.attach(fd, 2 * size)) as memory:
+            return cls(memory)
 
 
 def shared_copy(image: memoryview) -> SharedMemory:

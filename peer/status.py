@@ -48,6 +48,8 @@ class RunStatus(msgspec.Struct, frozen=True):
         last: Outcome of the last round.
         strategy: Strategy of the run.
         exchanges: Exchanges of a run whose peers meet in pairs; None for others.
+        drawn: PeerIDs of the peers that train in the next round of a federated run, in the order of the draw.
+        contributed: PeerIDs of those whose contributions are in, as far as this peer knows.
     """
 
     name: str
@@ -67,6 +69,8 @@ class RunStatus(msgspec.Struct, frozen=True):
     last: Outcome | None = None
     strategy: str = ""
     exchanges: Exchanges | None = None
+    drawn: tuple[str, ...] = ()
+    contributed: tuple[str, ...] = ()
 
 
 class Kernels(msgspec.Struct, frozen=True):
@@ -93,6 +97,7 @@ class PeerRow(msgspec.Struct, frozen=True):
         why: The reason, one line: an open channel, the result of a try, or the peer's own word.
         differs: Its options that differ, here and there, one line; empty if none do, or that is not known.
         name: Its name for people, by its own word; empty if it does not say.
+        tags: Properties of its machine, by its own word.
     """
 
     run: str
@@ -108,6 +113,7 @@ class PeerRow(msgspec.Struct, frozen=True):
     why: str
     differs: str = ""
     name: str = ""
+    tags: tuple[str, ...] = ()
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
@@ -129,7 +135,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
         versions: Versions of what it is made of.
         settings: Its configuration, each value with its origin.
         log: Its log file.
-        warnings: Problems of its settings and of the swarm for a person to solve; one line each.
+        warnings: Problems of its settings, its device and the swarm for a person to solve; one line each.
     """
 
     name: str

@@ -11,6 +11,7 @@ from equipoise.averaging.layout import Layout
 from equipoise.averaging.schema import Schema, SchemaError, TensorSpec, tensors_by_name
 from equipoise.compression import Codec
 from equipoise.peer.accumulate import Accumulator
+from equipoise.peer.encoding import Encoder
 
 Tensors = torch.nn.Module | Mapping[str, torch.Tensor] | Sequence[torch.Tensor]
 Gradients = torch.nn.Module | Mapping[str, torch.Tensor | None] | Sequence[torch.Tensor | None]
@@ -36,12 +37,18 @@ class Binding:
         self.buffers = Schema(())
         self.averaged = Layout(self.schema, codec)
         self.stepping = Layout(self.gradients, codec)
+        self._averages, self._steps = Encoder(self.averaged), Encoder(self.stepping)
         self.sparse = sparse_gradients(tensors) if isinstance(tensors, torch.nn.Module) else frozenset()
 
     @property
-    def values(self) -> int:
-        """Length of the longer of the two flat vectors."""
-        return max(self.averaged.size, self.stepping.size)
+    def size(self) -> int:
+        """Bytes of the longer of the two encoded vectors."""
+        return max(self.averaged.stored_size, self.stepping.stored_size)
+
+    def prepare(self) -> None:
+        """Encode for the first time, which loads kernels and takes a second: the first round must not wait for that."""
+        codec = self.averaged.codec
+        codec.encode(torch.zeros(1, dtype=torch.float32), bytearray(codec.encoded_size(1)))
 
     def buffer_schema(self) -> Schema:
         """The schema of the module's buffers, for `carry`: in fp32, whatever they are.
@@ -61,6 +68,7 @@ class Binding:
         self.buffers = buffers
         both = Schema((*self.gradients.tensors, *buffers.tensors))
         self.stepping = Layout(both, self.stepping.codec)
+        self._steps = Encoder(self.stepping)
 
     def carried(self) -> dict[str, torch.Tensor]:
         """The present buffers that travel behind the gradients.
@@ -96,28 +104,45 @@ class Binding:
         _require_unchanged("parameters that require gradients", self.gradients, fp32_schema(named))
         return named
 
-    def write_step(self, contribution: torch.Tensor, accumulated: Accumulator | None) -> None:
-        """Write the contribution of `step`, f32 [`values` or more]: mean gradients, then buffers.
+    def write_average(self, tensors: Mapping[str, torch.Tensor], contribution: memoryview) -> int:
+        """Encode the contribution of `average`, u8 [`size`]; returns how many values were clamped.
 
-        An observer, which has `accumulated` nothing, writes zeros: its tensors may hold anything.
+        Raises:
+            SchemaError: A tensor is not finite.
+        """
+        return self._averages.encode(tensors, contribution)
+
+    def read_average(self, mean: memoryview, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Decode the mean of an `average`, u8 [`size`], into the tensors, in place."""
+        self._averages.decode(mean, tensors)
+
+    def shift(
+        self, mean: memoryview, tensors: Mapping[str, torch.Tensor], copies: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Move the tensors, in place, by the difference of a mean, u8 [`size`], from their copies: += mean - copy."""
+        means = {name: torch.empty_like(copy) for name, copy in copies.items()}
+        self._averages.decode(mean, means)
+        with torch.no_grad():
+            for name, tensor in tensors.items():
+                tensor.add_(means[name].sub_(copies[name]))
+
+    def write_step(self, accumulated: Accumulator, contribution: memoryview) -> int:
+        """Encode the contribution of `step`, u8 [`size`]: mean gradients, then buffers; returns as `write_average`.
 
         Raises:
             SchemaError: A buffer has changed since join, or is not finite.
         """
-        if accumulated is None or accumulated.weight == 0:
-            contribution[: self.stepping.size].zero_()
-            return
-        self.stepping.flatten(self.carried(), contribution)
-        accumulated.mean_into(self._gradients_in(contribution))
+        sums = accumulated.sums
+        return self._steps.encode({**sums, **self.carried()}, contribution, accumulated.weight, sums)
 
     def read_step(
         self,
-        result: torch.Tensor,
+        result: memoryview,
         stepped: Mapping[str, torch.Tensor],
         mean: dict[str, torch.Tensor],
         hand_back: bool = True,
     ) -> None:
-        """Take over the result of a step, a flat vector, f32, into `mean`: by name, fp32, on the tensors' devices.
+        """Decode the result of a step, u8 [`size`], into `mean`: by name, fp32, on the tensors' devices.
 
         The gradients were those of the tensors `stepped`; `hand_back` overwrites the `.grad` of a module's parameters.
 
@@ -125,22 +150,22 @@ class Binding:
             SchemaError: A buffer has changed since join; nothing was written.
         """
         carried = self.carried()
-        for name, value in self._gradients_in(result).items():
-            tensor = stepped[name]
+        for name, tensor in stepped.items():
             if name not in mean or mean[name].device != tensor.device:
-                mean[name] = torch.empty(value.shape, dtype=torch.float32, device=tensor.device)
-            mean[name].copy_(value)
-            if hand_back and isinstance(self.source, torch.nn.Module):
+                mean[name] = torch.empty(tensor.shape, dtype=torch.float32, device=tensor.device)
+        self._steps.decode(result, {**mean, **carried})
+        if hand_back and isinstance(self.source, torch.nn.Module):
+            for name, tensor in stepped.items():
                 _hand_back(tensor, mean[name], name in self.sparse)
-        self.stepping.unflatten(result, carried)
 
-    def named(self, result: torch.Tensor) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """The flat vector of a step, f32, as gradients and buffers by name, sharing its memory."""
-        carried = {tensor.name for tensor in self.buffers.tensors}
-        return self._gradients_in(result), self.stepping.views(result, carried)
-
-    def _gradients_in(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-        return self.stepping.views(flat, {tensor.name for tensor in self.gradients.tensors})
+    def named(self, result: memoryview) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """Decode the result of a step, u8 [`size`]: gradients and buffers by name, fp32, on the CPU."""
+        gradients, buffers = (
+            {tensor.name: torch.empty(tensor.shape, dtype=torch.float32) for tensor in schema.tensors}
+            for schema in (self.gradients, self.buffers)
+        )
+        self._steps.decode(result, {**gradients, **buffers})
+        return gradients, buffers
 
 
 def named_tensors(tensors: Tensors) -> dict[str, torch.Tensor]:
@@ -159,6 +184,11 @@ def named_tensors(tensors: Tensors) -> dict[str, torch.Tensor]:
         if isinstance(tensor, torch.Tensor):
             _require_writable(name, tensor)
     return named
+
+
+def copies_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Copies of the tensors as they are now, fp32, on their devices."""
+    return {name: tensor.detach().to(torch.float32, copy=True) for name, tensor in tensors.items()}
 
 
 def stepped_tensors(tensors: Tensors) -> dict[str, torch.Tensor]:

@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import cast
 
 from equipoise.averaging.aio.router import Router
+from equipoise.compression.device_reduce import DeviceReducer
+from equipoise.compression.late_torch import torch
 from equipoise.dht.direct.handshake import Layer
 from equipoise.dht.identity import IDENTITY_FILE, Identity, IdentityError, verify
 from equipoise.dht.p2pd import P2pdError
 from equipoise.dht.swarm import Swarm, SwarmOptions
-from equipoise.peer.config import Config
-from equipoise.peer.errors import EquipoiseError, HomeError, unusable
+from equipoise.peer.config import CPU, Config, Loaded
+from equipoise.peer.errors import ConfigError, EquipoiseError, HomeError, unusable
 
 SIGNATURE_DOMAIN = "averaging"
 """Keeps signatures made for rounds from being taken for signatures of records."""
@@ -32,8 +34,32 @@ class Signer:
         return verify(peer, SIGNATURE_DOMAIN, data, signature)
 
 
-async def start_parts(config: Config) -> tuple[Swarm, Router]:
+def reducer_for(loaded: Loaded) -> DeviceReducer | None:
+    """Return the reducer of the configured device; None for the CPU, which needs neither that nor torch.
+
+    Raises:
+        ConfigError: torch finds no such device on this machine.
+    """
+    name = loaded.config.device
+    if name == CPU:
+        return None
+    index, count = torch.device(name).index or 0, torch.cuda.device_count()
+    if index < count:
+        return DeviceReducer(torch.device("cuda", index))
+    (origin,) = (setting.origin for setting in loaded.settings if setting.key == "device")
+    if torch.version.cuda is None and torch.version.hip is None:
+        found, hint = f"torch {torch.__version__} is built without CUDA", "install torch for CUDA"
+    else:
+        found, hint = f"torch finds {count} CUDA devices", "look with nvidia-smi"
+    raise ConfigError(
+        f"{origin}: expected a device of this machine, got {name!r}: {found}", f"{hint}, or give {CPU}"
+    )
+
+
+async def start_parts(config: Config, reducer: DeviceReducer | None = None) -> tuple[Swarm, Router]:
     """Start libp2p and put a router on it; returns without waiting for other peers.
+
+    `reducer` computes the means of rounds, if they are not to be computed on the CPU.
 
     Raises:
         HomeError: A file of the home cannot be used: an identity file that others can read, a full disk.
@@ -41,6 +67,7 @@ async def start_parts(config: Config) -> tuple[Swarm, Router]:
     """
     options = SwarmOptions(
         name=config.name,
+        tags=tuple(sorted(set(config.tags))),
         listen=config.listen,
         join=config.join,
         announce=config.announce,
@@ -62,5 +89,5 @@ async def start_parts(config: Config) -> tuple[Swarm, Router]:
     except OSError as error:
         raise unusable(f"use {error.filename or 'the directory for sockets'}", error) from error
     signer = Signer(swarm.identity)
-    router = Router(swarm.transport, swarm.directory, signer, config.bandwidth, direct=swarm.direct)
+    router = Router(swarm.transport, swarm.directory, signer, config.bandwidth, swarm.direct, reducer)
     return swarm, router

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -34,8 +34,14 @@ SHOWN_ENTRIES = 2
 SHOWN_WARNINGS = 3
 """Most rows of each kind that `status` shows without `--all`, so that all kinds fit one screen."""
 
+SHOWN_PEERS = 3
+"""Most drawn peers that `status` names without `--all`, and as many that have contributed: they fit one line."""
+
 SHOWN_WEIGHTS = 4
 """Most weights that a row of `rounds` lists; of more it tells the least and the greatest."""
+
+SHOWN_METRICS = 4
+"""Most metrics of one kind that a row of `rounds` lists; of more it tells how many there are."""
 
 TODAY_SECONDS = 20 * 3600.0
 """Age from which a round is shown with its date: the time of day alone would be ambiguous."""
@@ -65,7 +71,7 @@ def print_status(status: Status, everything: bool = False) -> None:
 
 
 def print_peers(peers: Sequence[PeerRow]) -> None:
-    """Print one line for each peer of each run, then one for the way by which each peer is reached."""
+    """Print one line for each peer of each run, then for each peer the way by which it is reached, and its tags."""
     if not peers:
         _print([Text("no peers: no script takes part in a run")])
         return
@@ -75,24 +81,27 @@ def print_peers(peers: Sequence[PeerRow]) -> None:
         state = "other options" if not row.same_spec else "ready" if row.ready else "computing"
         rows.append((name, _short(row.peer), row.run, state, str(row.round), f"{row.accumulated:g}"))
     titles = ("name", "peer", "run", "state", "round", "accumulated")
-    told = [(row, f"{row.reach}: {row.why}") for row in {row.peer: row for row in peers}.values()]
+    once = {row.peer: row for row in peers}.values()
+    told = [(row, f"{row.reach}: {row.why}") for row in once]
+    told += [(row, f"tags: {', '.join(row.tags)}") for row in once if row.tags]
     told += [(row, f"{row.run}: other options: {row.differs}") for row in peers if row.differs]
     lines = [_line(f"{row.name} {_short(row.peer)}".strip(), line) for row, line in told]
     _print([_table(titles, rows), Text(), *lines])
 
 
 def print_rounds(rounds: Sequence[Outcome]) -> None:
-    """Print one line for each outcome."""
+    """Print one line for each outcome; where an ok round has metrics, they stand in place of its reason."""
     if not rounds:
         _print([Text("no rounds yet")])
         return
     rows = []
     for one in rounds:
-        result = f"ok, {len(one.contributors)} of {len(one.group)}" if one.ok else "failed"
         took = f"{one.seconds.get('total', 0.0):.3f} s"
-        rows.append((_when(one.started), one.run, str(one.round), result, _weights(one), took, one.reason))
-    titles = ("when", "run", "round", "result", "weights", "took", "why")
-    _print([_table(titles, rows, prose="why")])
+        told = _measured(one) or one.reason
+        rows.append((_when(one.started), one.run, str(one.round), _result(one), _weights(one), took, told))
+    last = "metrics or why" if any(map(_measured, rounds)) else "why"
+    titles = ("when", "run", "round", "result", "weights", "took", last)
+    _print([_table(titles, rows, prose=("weights", last))])
 
 
 def _headline(status: Status, warnings: int = SHOWN_WARNINGS) -> Iterator[RenderableType]:
@@ -109,9 +118,11 @@ def _overview(status: Status) -> Iterator[RenderableType]:
     process = f"{_short(status.peer_id)}, pid {status.pid}, up {_duration(status.uptime)}"
     connected = f"{_count(len(status.swarm.connected), 'peer')}, {_count(status.clients, 'client')}"
     rows = [("daemon", process), ("connected", connected)]
-    entries = sorted(status.swarm.bootstrap, key=lambda row: row.state == "connected")
-    for row in entries[:SHOWN_ENTRIES]:  # The reason why one leads nowhere names its host and port.
-        rows.append(("joins through", row.address if row.state == "connected" else _why(row)))
+    given = sorted(status.swarm.bootstrap, key=lambda row: row.state == "connected")
+    # The reason why one leads nowhere names its host and port.
+    entries = [("joins through", row.address if row.state == "connected" else _why(row)) for row in given]
+    entries += [("met before", f"{_short(row.address)}, {_why(row)}") for row in status.swarm.returning]
+    rows += entries[:SHOWN_ENTRIES]
     if status.swarm.reach is not None:
         rows.append(("reached", f"{status.swarm.reach.state}: {status.swarm.reach.reason}"))
     if not status.runs:
@@ -120,8 +131,8 @@ def _overview(status: Status) -> Iterator[RenderableType]:
     if status.runs:
         yield Text()
         titles = ("run", "state", "round", "ok", "why")
-        yield _table(titles, map(_run, status.runs[:SHOWN_RUNS]), prose="why", one_line=True)
-        yield _grid([line for run in status.runs[:SHOWN_RUNS] for line in _told(run)])
+        yield _table(titles, map(_run, status.runs[:SHOWN_RUNS]), prose=("why",), one_line=True)
+        yield _grid([line for run in status.runs[:SHOWN_RUNS] for line in _told(run, status.peer_id)])
     hidden = len(entries[SHOWN_ENTRIES:]) + len(status.runs[SHOWN_RUNS:])
     more = f"{_count(hidden, 'row')} more, " if hidden else ""
     yield Text(f"{more}addresses, settings, versions: equipoise status --all", style="dim")
@@ -134,6 +145,7 @@ def _details(status: Status) -> Iterator[RenderableType]:
     yield _line("peer", status.peer_id)
     yield from (_line("address", address) for address in swarm.addresses)
     yield from (_line("joins through", f"{row.address} ({_why(row)})") for row in swarm.bootstrap)
+    yield from (_line("met before", f"{row.address} ({_why(row)})") for row in swarm.returning)
     yield from (_line("reached", line) for line in _reach(swarm.reach))
     yield _line("connected", f"{_count(len(swarm.connected), 'peer')}, {_count(status.clients, 'client')}")
     yield from (_line("direct", line) for line in _direct(swarm.direct))
@@ -148,7 +160,7 @@ def _details(status: Status) -> Iterator[RenderableType]:
         name, state, number, ok, why = _run(run)
         values = f"{run.values:,} values in {run.codec}"
         yield _line(name, f"{state}: {why}; round {number}, ok {ok}; {values}{last}")
-        yield from (_line(name, line) for _, line in _told(run))
+        yield from (_line(name, line) for _, line in _told(run, status.peer_id, everything=True))
     if not status.runs:
         yield _line("runs", "none: a training script joins them")
 
@@ -185,9 +197,24 @@ def _run(run: RunStatus) -> tuple[str, ...]:
     return run.name, type(run.state).__name__, str(run.round), ok, run.reason
 
 
-def _told(run: RunStatus) -> list[tuple[str, str]]:
+def _told(run: RunStatus, me: str, everything: bool = False) -> list[tuple[str, str]]:
     told = [f"{topic}: {told}" for topic, told in sorted(run.told.items())]
-    return [(run.name, line) for line in (_exchanges(run.exchanges), run.transfer, *told) if line]
+    lines = (_exchanges(run.exchanges), _drawn(run, me, everything), run.transfer, *told)
+    return [(run.name, line) for line in lines if line]
+
+
+def _drawn(run: RunStatus, me: str, everything: bool) -> str:
+    """The peers that a federated round waits for, and those whose contributions are in."""
+
+    def named(title: str, peers: Sequence[str]) -> str:
+        shown = peers if everything else peers[:SHOWN_PEERS]
+        names = ["this one" if peer == me else peer if everything else _short(peer) for peer in shown]
+        more = f" and {len(peers) - len(shown)} more" if len(peers) > len(shown) else ""
+        return f"{title}: {', '.join(names)}{more}" if peers else ""
+
+    missing = [peer for peer in run.drawn if peer not in run.contributed]
+    title = "drawn, not in" if run.contributed else "drawn"
+    return "; ".join(filter(None, (named(title, missing), named("in", run.contributed))))
 
 
 def _exchanges(told: Exchanges | None) -> str:
@@ -216,6 +243,24 @@ def _weights(outcome: Outcome) -> str:
     return ", ".join(map(outcome.weight, outcome.contributors))
 
 
+def _result(outcome: Outcome) -> str:
+    if outcome.ok:
+        return f"ok, {len(outcome.contributors)} of {len(outcome.group)}"
+    return "late" if outcome.late else "failed"
+
+
+def _measured(outcome: Outcome) -> str:
+    """The metrics of the training, and the scores of the state before the round."""
+    before = _metrics(outcome.evaluation)
+    return "; ".join(filter(None, (_metrics(outcome.metrics), f"before: {before}" if before else "")))
+
+
+def _metrics(values: Mapping[str, float]) -> str:
+    shown = [f"{name} {values[name]:.4g}" for name in list(values)[:SHOWN_METRICS]]
+    hidden = len(values) - len(shown)
+    return ", ".join([*shown, f"{hidden} more"] if hidden else shown)
+
+
 def _when(started: float) -> str:
     """The local time of a moment in unix seconds; empty for 0, which outcomes of no round have."""
     if not started:
@@ -242,15 +287,15 @@ def _print(lines: Iterable[RenderableType], one_screen: bool = False) -> None:
 
 
 def _table(
-    titles: Sequence[str], rows: Iterable[Sequence[str]], prose: str = "", one_line: bool = False
+    titles: Sequence[str], rows: Iterable[Sequence[str]], prose: tuple[str, ...] = (), one_line: bool = False
 ) -> Table:
-    """A row for each of `rows`; where the terminal is too narrow, the column `prose` is wrapped, or cut to one line."""
+    """A row for each of `rows`; where the terminal is too narrow, columns of `prose` wrap, or are cut to one line."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title in titles:
-        table.add_column(title, no_wrap=title != prose)
+        table.add_column(title, no_wrap=title not in prose)
     for row in rows:
         cells = zip(titles, row, strict=True)
-        table.add_row(*(_cell(text, one_line and title == prose) for title, text in cells))
+        table.add_row(*(_cell(text, one_line and title in prose) for title, text in cells))
     return table
 
 

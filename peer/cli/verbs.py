@@ -172,6 +172,12 @@ _DAEMON_OPTIONS = [
     ),
     home_option,
     click.option("--name", metavar="NAME", help="What people call this daemon.  [default: the host's name]"),
+    _several(
+        "--tag",
+        "tags",
+        metavar="WORD",
+        help="What this machine is or has, as gpu: a run may draw peers by it. May be repeated.",
+    ),
     _switch("--client-mode/--no-client-mode", help="This machine cannot be dialled by others."),
     _switch(
         "--relay/--no-relay",
@@ -179,6 +185,11 @@ _DAEMON_OPTIONS = [
     ),
     _rate("--relay-bandwidth", help="What is relayed at most, as 10MB/s or 80Mbit/s.  [default: 12.5MB/s]"),
     _rate("--bandwidth", help="What this machine can send, as 10MB/s or 80Mbit/s.  [default: measured]"),
+    click.option(
+        "--device",
+        metavar="DEVICE",
+        help="Where means are computed: cpu, or a GPU as cuda or cuda:0. Other rules stay on the CPU.  [default: cpu]",
+    ),
     click.option("--log-level", type=click.Choice(LOG_LEVELS), help="Least severe of what is logged."),
 ]
 
@@ -254,10 +265,38 @@ def launch(command: tuple[str, ...], resume: bool, **flags: Any) -> None:
 )
 @click.option("--kill", default=0, show_default=True, metavar="K", help="SIGKILL K daemons half-way.")
 @click.option(
-    "--strategy", default="allreduce", show_default=True, help="Who meets whom: allreduce or gossip."
+    "--strategy",
+    default="allreduce",
+    show_default=True,
+    help="Who meets whom: allreduce, gossip or federated, with options as in federated:fraction=0.5.",
+)
+@click.option(
+    "--rule",
+    default="mean",
+    show_default=True,
+    help="Rule that makes one vector of the contributions: mean, median or trimmed.",
+)
+@click.option(
+    "--outer",
+    default="",
+    show_default="average",
+    help="Outer step of federated rounds: fedavgm, fedadagrad, fedadam or fedyogi, as in fedyogi:eta=0.03.",
+)
+@click.option(
+    "--split",
+    default="iid",
+    show_default=True,
+    help="How the images are dealt: iid, dirichlet:alpha=0.3 or classes:each=2.",
+)
+@click.option(
+    "--plot",
+    default="",
+    metavar="FILE",
+    show_default="equipoise-demo.svg",
+    help="PNG or SVG for the accuracy by federated round.",
 )
 @json_option
-def demo(peers: int, rounds: int, codec: str, kill: int, strategy: str, as_json: bool) -> None:
+def demo(as_json: bool, **options: Any) -> None:
     """Run a whole swarm on this machine: real processes, real data, a minute or so.
 
     Each trainer has its own share of scikit-learn's handwritten digits. The summary compares the swarm with a peer that
@@ -268,8 +307,11 @@ def demo(peers: int, rounds: int, codec: str, kill: int, strategy: str, as_json:
     equipoise demo --peers 8 --codec fp32
     equipoise demo --kill 1
     equipoise demo --strategy gossip
+    equipoise demo --strategy federated:fraction=0.5 --split classes:each=5
+
+    In federated rounds the drawn peers train by themselves, and all make the same step with the mean of their models.
+    At the end there is a plot of the accuracy by round.
     """
     from equipoise.peer.demo import DemoOptions, run_demo
 
-    options = DemoOptions(peers=peers, rounds=rounds, codec=codec, kill=kill, strategy=strategy)
-    sys.exit(0 if run_demo(options, json=as_json).ok else 1)
+    sys.exit(0 if run_demo(DemoOptions(**options), json=as_json).ok else 1)

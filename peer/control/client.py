@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import psutil
@@ -41,6 +41,47 @@ END_SECONDS = 0.5
 
 LOOK_SECONDS = 0.02
 """Time between two looks whether it is gone."""
+
+
+class Connection(Protocol):
+    """The needs of runs: answers of their daemon, and the time that passes meanwhile.
+
+    `Link` is the real one. In `equipoise.peer.simulation`, daemon and time are simulated.
+    """
+
+    @property
+    def welcome(self) -> Welcome:
+        """The daemon's answer to the greeting."""
+
+    @property
+    def lost(self) -> EquipoiseError | None:
+        """Why the daemon is lost, once it is."""
+
+    def start(self, request: Request[Answer], fds: Sequence[int] = ()) -> concurrent.futures.Future[Answer]:
+        """See `Link.start`."""
+
+    def ask(
+        self, request: Request[Answer], timeout: float = ANSWER_SECONDS, fds: Sequence[int] = ()
+    ) -> Answer:
+        """See `Link.ask`."""
+
+    def wait(self, reply: concurrent.futures.Future[Answer], timeout: float = ANSWER_SECONDS) -> Answer:
+        """See `Link.wait`."""
+
+    def settled(self, reply: concurrent.futures.Future[Any], timeout: float = 0.0) -> bool:
+        """Wait for a reply, at most `timeout` seconds, and leave it there; returns whether it has come."""
+
+    def clock(self) -> float:
+        """Seconds on a steady clock."""
+
+    def sleep(self, seconds: float) -> None:
+        """Let time pass."""
+
+    def watch(self, watcher: Callable[[EquipoiseError], None] | None) -> None:
+        """See `Link.watch`."""
+
+    def close(self) -> None:
+        """See `Link.close`."""
 
 
 class Link:
@@ -141,6 +182,13 @@ class Link:
         except concurrent.futures.TimeoutError:
             self._lose(self._silent(round(timeout, 1)))
             return reply.result()  # It has one now, or gets one from the reader at this moment.
+
+    def settled(self, reply: concurrent.futures.Future[Any], timeout: float = 0.0) -> bool:
+        """See `Connection.settled`."""
+        return reply.done() or (timeout > 0 and bool(concurrent.futures.wait([reply], timeout).done))
+
+    clock = staticmethod(time.monotonic)
+    sleep = staticmethod(time.sleep)
 
     def watch(self, watcher: Callable[[EquipoiseError], None] | None) -> None:
         """Have `watcher`, if any, called from any thread when the daemon is lost: at once if it is lost already."""

@@ -17,6 +17,8 @@ from typing import Annotated, Any, Generic, Literal, TypeVar, get_args
 
 import msgspec
 
+from equipoise.averaging.draw import Drawn
+from equipoise.averaging.metrics import Report, Values
 from equipoise.averaging.options import RunOptions, Terms
 from equipoise.averaging.outcome import FetchOutcome, MeanOutcome, Outcome, RunState
 from equipoise.averaging.schema import Schema
@@ -24,7 +26,7 @@ from equipoise.averaging.state import StateId
 from equipoise.peer.errors import ControlError
 from equipoise.peer.status import PeerRow, Status
 
-CONTROL_VERSION = 6
+CONTROL_VERSION = 8
 
 MAX_FRAME_BYTES = 2 * 1024 * 1024
 """The largest messages are a schema (10,000 tensors with names of 60 characters take half of it) and 64 outcomes."""
@@ -43,6 +45,9 @@ Topic = Literal["training", "checkpoints"]
 
 Weight = Annotated[float, msgspec.Meta(ge=0, le=sys.float_info.max)]
 """A finite number; what is decoded needs no other check."""
+
+Count = Annotated[int, msgspec.Meta(ge=0)]
+"""A number of values; what is decoded needs no other check."""
 
 Timeout = Annotated[float, msgspec.Meta(gt=0, le=MAX_TIMEOUT)]
 """Seconds; what is decoded needs no other check."""
@@ -80,32 +85,46 @@ class Hello(Request[Welcome], frozen=True):
 class JoinRun(RunRequest[None], frozen=True):
     """Take part in a run: `tensors` is the schema of `average`, `gradients` that of `step`.
 
-    The shared memory, of two vectors of `values` values, comes beside this frame.
+    The shared memory, of two encoded vectors of `size` bytes, comes beside this frame.
     """
 
     options: RunOptions
     tensors: Schema
     gradients: Schema
-    values: int
+    size: int
 
 
 class AgreeRun(RunRequest[None], frozen=True):
     """Have `step` meet only peers with these terms, and with `buffers` behind their gradients.
 
-    Refused if the peers of the run have other terms.
+    A peer that `observes` is never drawn. Refused if the peers of the run have other terms.
     """
 
     terms: Terms
     buffers: Schema
+    observes: bool = False
 
 
 class StartRound(RunRequest[Outcome], frozen=True):
-    """Average what the shared memory holds; `state` is what this peer holds."""
+    """Average the content of the shared memory.
+
+    Attributes:
+        purpose: Whether it is encoded tensors or gradients.
+        weight: Of the contribution; 0 observes.
+        timeout: Seconds for everything.
+        state: The state of the run that this peer holds.
+        metrics: The metrics of its training.
+        evaluation: The scores of that state on its data.
+        clamped: Number of values that were clamped when the contribution was encoded.
+    """
 
     purpose: Purpose
     weight: Weight
     timeout: Timeout
     state: StateId | None = None
+    metrics: Values = ()
+    evaluation: Report | None = None
+    clamped: Count = 0
 
 
 class ReportAccumulated(RunRequest[None], frozen=True):
@@ -123,6 +142,12 @@ class TellStatus(RunRequest[None], frozen=True):
 
 class AskState(RunRequest[RunState], frozen=True):
     """Ask for the standing of the next round of the run."""
+
+
+class AskDraw(RunRequest[Drawn], frozen=True):
+    """Ask which peers train from this state, and which live."""
+
+    state: StateId
 
 
 class Progress(msgspec.Struct, frozen=True):
@@ -176,7 +201,7 @@ class StopFetch(RunRequest[None], frozen=True):
 
 
 class FetchMean(RunRequest[MeanOutcome], frozen=True):
-    """Get the mean that the group applied to the state `after`, into the `size` bytes of shared memory, f32.
+    """Get the mean that the group applied to the state `after`, into the `size` bytes of shared memory, encoded.
 
     Attributes:
         circle: PeerIDs of the peers that vouch for that state.

@@ -184,8 +184,8 @@ class Connection:
 
     async def _do_in(self, session: Session, request: RunRequest[Any]) -> object:
         match request:
-            case messages.AgreeRun(_, terms, buffers):
-                await session.agree(terms, buffers)
+            case messages.AgreeRun(_, terms, buffers, observes):
+                await session.agree(terms, buffers, observes)
             case messages.StartRound():
                 outcome = await session.start_round(request)
                 self._daemon.history.add(outcome)
@@ -200,6 +200,8 @@ class Connection:
                 session.tell(topic, line)
             case messages.AskState():
                 return await session.state()
+            case messages.AskDraw(_, state):
+                return await session.draw(state)
             case messages.AskProgress(_, target):
                 return await session.progress(target)
             case messages.LeaveRun(run):

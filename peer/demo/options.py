@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from pathlib import Path
 
 import msgspec
 
@@ -22,6 +23,9 @@ SECONDS, FEW_PEERS = 85.0, 4
 SECONDS_PER_PEER = 20.0
 """Time for each peer more: eight need 80 s of two busy cores."""
 
+CLASSES = 10
+"""Labels of the images."""
+
 BATCH = 32
 """Samples that a trainer adds to what it contributes at a time."""
 
@@ -30,6 +34,14 @@ BATCHES_PER_PEER = 2
 
 EXCHANGE_STEPS = 4
 """Local steps from one exchange to the next, where the peers gossip."""
+
+FIT_EPOCHS = 2
+"""Times that a peer drawn for a federated round goes through its own images."""
+
+PLOT = "equipoise-demo.svg"
+"""The file of a federated demo's plot, unless the user names another."""
+
+PLOT_FORMATS = (".png", ".svg")
 
 
 class DemoUsageError(EquipoiseError, ValueError):
@@ -51,6 +63,10 @@ class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
         codec: Codec spec in which values travel; empty for that of the strategy.
         kill: Daemons to SIGKILL half-way, the one that the others joined through among them.
         strategy: Strategy of the run.
+        rule: Rule of the run.
+        outer: Outer step of federated rounds; empty for `average`.
+        split: How the training images are dealt to the peers, as `partition` takes it.
+        plot: File for the plot of a federated demo; empty for `PLOT`.
     """
 
     peers: int = 4
@@ -58,6 +74,10 @@ class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
     codec: str = ""
     kill: int = 0
     strategy: str = "allreduce"
+    rule: str = "mean"
+    outer: str = ""
+    split: str = "iid"
+    plot: str = ""
 
     def check(self) -> DemoOptions:
         """Refuse what cannot work before anything is started; returns the options with their codec named.
@@ -76,21 +96,55 @@ class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
                 raise DemoUsageError(
                     f"expected --{name} from {allowed[0]} to {allowed[-1]}{why}, got {given}"
                 )
+        told = self._named()
+        if importlib.util.find_spec("sklearn") is None:
+            raise DemoError(
+                "the demo's data comes with scikit-learn; install it: pip install 'equipoise[demo]'"
+            )
+        return told
+
+    def _named(self) -> DemoOptions:
+        """The options with every default that depends on the strategy; refuses what the swarm would refuse later."""
         # They import torch, which the command line does without until the demo really runs.
-        from equipoise.averaging.strategy import parse_strategy
+        from equipoise.averaging.outer import parse_outer
+        from equipoise.averaging.rules import parse_rule
+        from equipoise.averaging.strategy import Federated, parse_strategy
         from equipoise.compression import parse_codec
+        from equipoise.peer.simulation import partition
 
         option = "strategy"
         try:
-            codec = parse_strategy(self.strategy).codec
-            option, codec = "codec", self.codec or codec
+            strategy = parse_strategy(self.strategy)
+            option, codec = "codec", self.codec or strategy.codec
             parse_codec(codec)
+            option = "rule"
+            parse_rule(self.rule)
+            option, outer = "outer", self.outer or "average"
+            parse_outer(outer)
+            option = "split"
+            partition(range(CLASSES), self.peers, self.split)
         except ValueError as error:
             raise DemoUsageError(f"--{option}: {error}") from error
-        if importlib.util.find_spec("sklearn") is None:
-            told = "the demo's data comes with scikit-learn; install it: pip install 'equipoise[demo]'"
-            raise DemoError(told)
-        return msgspec.structs.replace(self, codec=codec)
+        if not isinstance(strategy, Federated):
+            for name, given in (("outer", self.outer), ("plot", self.plot)):
+                if given:
+                    raise DemoUsageError(f"--{name} needs --strategy federated, got {self.strategy}")
+            return msgspec.structs.replace(self, codec=codec)
+        for name, needed, there in (
+            ("available", strategy.available, self.peers),
+            ("quorum", strategy.quorum, self.peers - self.kill),
+        ):
+            if needed > there:
+                raise DemoUsageError(f"--strategy: expected {name} of at most {there} peers, got {needed}")
+        plot = self.plot or PLOT
+        if Path(plot).suffix not in PLOT_FORMATS:
+            raise DemoUsageError(f"--plot: expected a file name that ends in .png or .svg, got {plot!r}")
+        return msgspec.structs.replace(self, codec=codec, outer=outer, plot=plot)
+
+    @property
+    def federated(self) -> bool:
+        """Whether the rounds are federated; of options that `check` has returned."""
+        return bool(self.outer)
 
     @property
     def limit(self) -> float:

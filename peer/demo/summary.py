@@ -23,6 +23,8 @@ class Stepped(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         bytes_sent: Bytes that its daemon sent.
         bytes_saved: Fewer bytes than the values take in fp32; headers count against the codec.
         seconds: Duration of the round with its matchmaking.
+        drawn: Number of peers drawn to train, in a federated round.
+        accuracy: Of the model from which a federated round began, as all peers agreed on it; None if none told.
     """
 
     update: int
@@ -32,6 +34,8 @@ class Stepped(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     bytes_sent: int
     bytes_saved: int
     seconds: float
+    drawn: int = 0
+    accuracy: float | None = None
 
 
 class Failed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -45,9 +49,9 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The trainer has made all its updates.
 
     Attributes:
-        digest: BLAKE3 in hex of its parameters.
+        digest: BLAKE3 in hex of its parameters; in federated rounds, of all that peers hold alike.
         accuracy: On the test images, 0 to 1.
-        alone: The accuracy of the same network after as many updates from its own samples alone.
+        alone: The accuracy of the same network after as much training on its own samples alone.
     """
 
     digest: str
@@ -74,6 +78,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
         bytes_sent: By all daemons in rounds that succeeded.
         bytes_saved: Fewer bytes than the values take in fp32; headers count against the codec.
         seconds: Duration of the whole demo.
+        curve: (rounds made, accuracy) of the model of federated rounds.
     """
 
     ok: bool
@@ -88,6 +93,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     bytes_sent: int
     bytes_saved: int
     seconds: float
+    curve: tuple[tuple[int, float], ...] = ()
 
 
 class Ledger:
@@ -98,6 +104,7 @@ class Ledger:
         self._updates: dict[int, int] = {}
         self._failed = 0
         self._sent = self._saved = 0
+        self._curve: dict[int, float] = {}
         self.finished: dict[int, Finished] = {}
 
     def add(self, trainer: int, report: Report) -> bool:
@@ -108,6 +115,8 @@ class Ledger:
             case Failed():
                 self._failed += 1
             case Stepped(update=update):
+                if report.accuracy is not None:
+                    self._curve[update - 1] = report.accuracy
                 first = update > max(self._updates.values(), default=0)
                 self._updates[trainer] = update
                 self._sent += report.bytes_sent
@@ -126,6 +135,8 @@ class Ledger:
         done = [self.finished[index] for index in survivors if index in self.finished]
         accuracy = fmean(report.accuracy for report in done) if done else 0.0
         alone = fmean(report.alone for report in done) if done else 0.0
+        if done and self._curve:
+            self._curve[options.rounds] = accuracy
         digests = {report.digest for report in done}
         found = list(problems)
         for index in survivors:
@@ -153,4 +164,5 @@ class Ledger:
             bytes_sent=self._sent,
             bytes_saved=self._saved,
             seconds=seconds,
+            curve=tuple(sorted(self._curve.items())),
         )

@@ -16,6 +16,7 @@ from rich.console import Console
 
 from equipoise.peer.demo.display import LiveTable, PlainLines, render_summary
 from equipoise.peer.demo.options import DemoError, DemoOptions
+from equipoise.peer.demo.plot import write_plot
 from equipoise.peer.demo.processes import STOP_SECONDS, Child, Family, daemon_command
 from equipoise.peer.demo.summary import Failed, Ledger, Report, Stepped, Summary
 
@@ -172,13 +173,15 @@ def run_demo(options: DemoOptions, json: bool = False) -> Summary:
         Family(Path(folder)) as family,
         LiveTable(console, options)
         if console.is_terminal and not json
-        else nullcontext(PlainLines(console, rounds=not json)) as display,
+        else nullcontext(PlainLines(console, options, rounds=not json)) as display,
     ):
         summary = DemoSwarm(options, family, Path(folder), display).run()
     if json:
         sys.stdout.write(msgspec.json.encode(summary).decode() + "\n")
     else:
         console.print(render_summary(summary, options))
+    if options.federated:
+        PlainLines(console, options).note(write_plot(summary, options))
     return summary
 
 

@@ -2,14 +2,17 @@
 
 It uses the public client only, as any training script would: connect, join, wrap the optimizer, train. Its learner is a
 small network, AdamW, and batches drawn from its own share of the data: scikit-learn's handwritten digits, half of them
-for the test, the rest dealt out to the peers.
+for the test, the rest dealt out to the peers. In federated rounds the learner is a softmax regression with plain SGD:
+peers that each have a few classes pull a deeper network too far apart for so few rounds.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import fmean
 from typing import NamedTuple
 
 import msgspec
@@ -18,9 +21,17 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 from equipoise.peer import Outcome, Run, connect
-from equipoise.peer.demo.options import BATCH, BATCHES_PER_PEER, EXCHANGE_STEPS, DemoOptions
+from equipoise.peer.demo.options import (
+    BATCH,
+    BATCHES_PER_PEER,
+    CLASSES,
+    EXCHANGE_STEPS,
+    FIT_EPOCHS,
+    DemoOptions,
+)
 from equipoise.peer.demo.summary import Failed, Finished, Report, Stepped
-from equipoise.peer.training import Gossip
+from equipoise.peer.simulation import partition
+from equipoise.peer.training import Federated, Gossip, Task
 from equipoise.peer.training.image import digest
 
 TEST_FRACTION = 0.5
@@ -31,8 +42,12 @@ SPLIT_SEED = 0
 
 MAX_PIXEL = 16.0
 
+PIXEL_MEAN, PIXEL_DEVIATION = 0.3, 0.38
+"""Of all pixels, from 0 to 1: SGD wants its inputs about 0, with a deviation of 1."""
+
 HIDDEN = 256
 LEARNING_RATE = 5e-3
+FIT_RATE = 0.1
 
 MODEL_SEED = 1
 """All peers start from the same parameters, as the peer that trains alone does."""
@@ -64,9 +79,14 @@ def split_digits() -> tuple[Digits, Digits]:
     return digits.pick(order[tests:]), digits.pick(order[:tests])
 
 
-def deal(training: Digits, index: int, peers: int) -> Digits:
-    """Peer `index`'s own share of the training images: each image belongs to exactly one of `peers`."""
-    return training.pick(torch.arange(index, len(training.labels), peers))
+def standardised(digits: Digits) -> Digits:
+    """The images with pixels about 0, with a deviation of about 1."""
+    return Digits((digits.pixels - PIXEL_MEAN) / PIXEL_DEVIATION, digits.labels)
+
+
+def deal(images: Digits, index: int, peers: int, split: str = "iid") -> Digits:
+    """Peer `index`'s own share of the images, dealt by `split`: each image belongs to one of `peers` at most."""
+    return images.pick(torch.as_tensor(partition(images.labels, peers, split)[index]))
 
 
 class Learner:
@@ -75,14 +95,22 @@ class Learner:
     Attributes:
         model: The network.
         optimizer: Steps it, by itself or wrapped by a run.
+        samples: Images of its share.
     """
 
-    def __init__(self, share: Digits, seed: int) -> None:
+    def __init__(self, share: Digits, seed: int, federated: bool = False) -> None:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(MODEL_SEED)
             inner = (nn.Linear(64, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, HIDDEN), nn.ReLU())
-            self.model = nn.Sequential(*inner, nn.Linear(HIDDEN, 10))
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE)
+            deep = nn.Sequential(*inner, nn.Linear(HIDDEN, CLASSES))
+            self.model: nn.Module = nn.Linear(64, CLASSES) if federated else deep
+        parameters = self.model.parameters()
+        self.optimizer: torch.optim.Optimizer = (
+            torch.optim.SGD(parameters, lr=FIT_RATE)
+            if federated
+            else torch.optim.AdamW(parameters, lr=LEARNING_RATE)
+        )
+        self.samples = len(share.labels)
         self._batches = _batches(share, torch.Generator().manual_seed(seed))
 
     def backward(self, batches: int = 1) -> tuple[float, int]:
@@ -94,6 +122,14 @@ class Learner:
         loss.backward()  # type: ignore[no-untyped-call]
         return loss.item(), len(labels)
 
+    def fit(self) -> float:
+        """Train as a drawn peer does, `FIT_EPOCHS` times through its share; returns the mean loss."""
+        losses = []
+        for _ in range(FIT_EPOCHS * math.ceil(self.samples / BATCH)):
+            losses.append(self.backward()[0])
+            self.optimizer.step()
+        return fmean(losses)
+
     def accuracy(self, test: Digits) -> float:
         """Fraction of `test` that is classified correctly, 0 to 1."""
         with torch.no_grad():
@@ -104,10 +140,14 @@ class Learner:
         return digest(dict(self.model.named_parameters()))
 
 
-def train_alone(share: Digits, seed: int, updates: int) -> Learner:
-    """A learner that has made `updates` from its own share alone, each from a peer's part of the target batch."""
-    learner = Learner(share, seed)
+def train_alone(share: Digits, seed: int, updates: int, federated: bool = False) -> Learner:
+    """A learner that has made `updates` from its own share alone: each as a drawn peer trains in a federated round, or
+    from a peer's part of the target batch."""
+    learner = Learner(share, seed, federated)
     for _ in range(updates):
+        if federated:
+            learner.fit()
+            continue
         learner.backward(BATCHES_PER_PEER)
         learner.optimizer.step()
     return learner
@@ -158,23 +198,65 @@ def gossip(run: Run, learner: Learner, options: DemoOptions) -> None:
         _say(Failed(update=options.rounds, reason=finished.reason))
 
 
+def federated(run: Run, learner: Learner, options: DemoOptions, test: Digits) -> str:
+    """Train when drawn, evaluate on `test`, and report each round; returns the digest of the agreed state."""
+
+    def fit(task: Task) -> tuple[float, dict[str, float]]:
+        return float(learner.samples), {"loss": learner.fit()}
+
+    def evaluate(task: Task) -> tuple[float, dict[str, float]]:
+        return float(len(test.labels)), {"accuracy": learner.accuracy(test)}
+
+    wait_for = options.peers - 1
+    trained = Federated(run, fit, evaluate, options.outer, rounds=options.rounds, wait_for=wait_for)
+    while not trained.ended:
+        record = trained.step()
+        if not record.ok:
+            _say(Failed(update=record.number, reason=record.reason))
+            continue
+        outcome = trained.member.last or Outcome(ok=True, reason=record.reason)
+        report = _stepped(learner, record.number, record.metrics.get("loss", 0.0), outcome)
+        _say(
+            msgspec.structs.replace(
+                report,
+                contributors=len(record.contributors),
+                seconds=record.seconds,
+                drawn=len(record.drawn),
+                accuracy=record.evaluation.get("accuracy"),
+            )
+        )
+    trained.finish()
+    return digest({"state": trained.member.image()})
+
+
 def main() -> None:
     """Train as told by the arguments HOME INDEX OPTIONS, and report on standard output."""
     home, index = Path(sys.argv[1]), int(sys.argv[2])
     options = msgspec.json.decode(sys.argv[3], type=DemoOptions)
     torch.set_num_threads(1)
     training, test = split_digits()
-    share = deal(training, index, options.peers)
-    learner = Learner(share, seed=index)
+    if options.federated:
+        training, test = standardised(training), standardised(test)
+    share = deal(training, index, options.peers, options.split)
+    learner = Learner(share, index, options.federated)
     with (
         connect(home=home) as peer,
         peer.join(
-            "digits", learner.model, strategy=options.strategy, codec=options.codec, group_size=options.peers
+            "digits",
+            learner.model,
+            strategy=options.strategy,
+            rule=options.rule,
+            codec=options.codec,
+            group_size=options.peers,
         ) as run,
     ):
-        (gossip if run.strategy.pairs else train)(run, learner, options)
-    alone = train_alone(share, index, options.rounds).accuracy(test)
-    _say(Finished(digest=learner.digest(), accuracy=learner.accuracy(test), alone=alone))
+        agreed = ""
+        if options.federated:
+            agreed = federated(run, learner, options, deal(test, index, options.peers))
+        else:
+            (gossip if run.strategy.pairs else train)(run, learner, options)
+    alone = train_alone(share, index, options.rounds, options.federated).accuracy(test)
+    _say(Finished(digest=agreed or learner.digest(), accuracy=learner.accuracy(test), alone=alone))
 
 
 def _stepped(learner: Learner, update: int, loss: float, outcome: Outcome) -> Stepped:

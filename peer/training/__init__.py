@@ -1,17 +1,20 @@
 """Training together: any torch optimizer by the whole swarm's batches, or local steps with an exchange now and then.
 
 `Run.optimizer` makes a `SwarmOptimizer`. `LocalSGD`, `DiLoCo` and `Gossip` are context managers around your own loop.
+`Federated` calls your functions, round by round.
 """
 
 from equipoise.averaging.outer import Average, Nesterov
 from equipoise.averaging.state import StateId
 from equipoise.peer.training.checkpoint import CheckpointError, Checkpoints
 from equipoise.peer.training.dcp import SwarmState
+from equipoise.peer.training.federated import Federated, Task
 from equipoise.peer.training.gossip import Gossip
+from equipoise.peer.training.history import History, Record
 from equipoise.peer.training.image import Stateful
 from equipoise.peer.training.local import DiLoCo, LocalSGD
 from equipoise.peer.training.optimizer import SwarmOptimizer
-from equipoise.peer.training.options import GossipOptions, LocalOptions, Options
+from equipoise.peer.training.options import FederatedOptions, GossipOptions, LocalOptions, Options
 from equipoise.peer.training.safetensors_io import ImageError
 
 __all__ = [
@@ -19,15 +22,20 @@ __all__ = [
     "CheckpointError",
     "Checkpoints",
     "DiLoCo",
+    "Federated",
+    "FederatedOptions",
     "Gossip",
     "GossipOptions",
+    "History",
     "ImageError",
     "LocalOptions",
     "LocalSGD",
     "Nesterov",
     "Options",
+    "Record",
     "StateId",
     "Stateful",
     "SwarmOptimizer",
     "SwarmState",
+    "Task",
 ]

@@ -17,10 +17,11 @@ import secrets
 import shutil
 import stat
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from urllib.parse import quote
 
 import msgspec
@@ -28,6 +29,7 @@ import numpy as np
 import torch
 from blake3 import blake3
 
+from equipoise.averaging.metrics import values_of
 from equipoise.averaging.state import StateId
 from equipoise.peer.config import RESUME_ENV
 from equipoise.peer.errors import EquipoiseError
@@ -45,6 +47,12 @@ IMAGE_FILE = "state.safetensors"
 PARTIAL = ".partial-"
 """Prefix of the name of a directory that is being written or removed."""
 
+BEST = "best"
+"""Name of the directory of the best checkpoint; no resume starts from it."""
+
+NEW_BEST = ".new-best"
+"""Name of a directory that is whole, and is about to take the place of the best one."""
+
 MAX_MANIFEST_BYTES = 64 * 1024
 """Longest manifest that is read: a manifest with all terms of a run at their longest takes 12 kB."""
 
@@ -59,6 +67,9 @@ MAX_FOLDER_CHARS = 120
 Read = Callable[[torch.Tensor], Image]
 
 _NAME = re.compile(r"\Aepoch-(\d{12,16})-[0-9a-f]{8}\Z")
+
+ENDS = frozenset({"rounds", "until", "patience"})
+"""Terms that say only when a training ends: a state fits a training that goes on for longer."""
 
 log = logging.getLogger(__name__)
 
@@ -103,6 +114,7 @@ class Manifest(msgspec.Struct, frozen=True):
         state: Epoch and lineage.
         size: Length of the image in bytes.
         digest: BLAKE3 of the image, 64 hexadecimal characters.
+        scores: Of the best checkpoint, its value of the metric by which it is the best; empty of others.
     """
 
     format: int
@@ -111,6 +123,7 @@ class Manifest(msgspec.Struct, frozen=True):
     state: StateId
     size: int
     digest: str
+    scores: dict[str, float] = {}
 
 
 class Folder:
@@ -131,6 +144,7 @@ class Folder:
         self._lock = _lock(path)
         for left in path.glob(PARTIAL + "*"):
             shutil.rmtree(left, ignore_errors=True)  # Tried again at the next start.
+        self._put_best()
 
     def close(self) -> None:
         """Let other processes write there; idempotent."""
@@ -148,6 +162,35 @@ class Folder:
         write_checkpoint(place, self._subject, state, image.numpy().data)
         self._prune(place)
         return place
+
+    def write_best(self, state: StateId, image: torch.Tensor, metric: str, value: float) -> Path:
+        """Write the best checkpoint so far, in place of the one before; return its directory.
+
+        Raises:
+            OSError: The disk is full, say; the one before is there still.
+        """
+        new = self.path / NEW_BEST
+        write_checkpoint(new, self._subject, state, image.numpy().data, {metric: value})
+        self._put_best()
+        return self.path / BEST
+
+    def best(self, metric: str) -> float | None:
+        """Value of the metric of the best checkpoint that is there; None without one of this training.
+
+        It counts for a training that starts anew, too: a user may have forgotten to resume.
+        """
+        with contextlib.suppress(Damaged):
+            manifest = read_manifest(self.path / BEST)
+            return manifest.scores.get(metric) if manifest.subject == self._subject else None
+        return None
+
+    def _put_best(self) -> None:
+        """Put a new best checkpoint, which is whole, into its place; after a crash the next start does."""
+        new, best = self.path / NEW_BEST, self.path / BEST
+        if new.exists():
+            if best.exists():
+                self._remove(best)
+            new.rename(best)
 
     def load(self, limit: int, read: Read) -> tuple[StateId, str] | None:
         """Load the newest checkpoint that is sound, of at most `limit` bytes, if there is one.
@@ -194,10 +237,13 @@ class Folder:
         kept = {latest, *sound[:1], *written[: self._keep]}
         for _, path in self._listed():
             if path not in kept:
-                # A half-removed checkpoint must not be taken for a damaged one.
-                gone = path.rename(path.with_name(PARTIAL + path.name))
-                shutil.rmtree(gone, ignore_errors=True)
+                self._remove(path)
         self._damaged.clear()
+
+    def _remove(self, path: Path) -> None:
+        # A half-removed checkpoint must not be taken for a damaged one.
+        gone = path.rename(path.with_name(PARTIAL + path.name))
+        shutil.rmtree(gone, ignore_errors=True)
 
 
 @dataclass(frozen=True)
@@ -213,17 +259,23 @@ class Checkpoints:
         keep: Number of checkpoints to keep.
         directory: Parent of the runs' directories, for one peer alone; by default `checkpoints` in the home.
         resume: Whether to start from the newest sound checkpoint; by default as `equipoise launch --resume` says.
+        best: Name of a metric: the checkpoint with the best value of it is kept as well, in the directory `best` beside
+            the others. Less is better of a name that begins with "loss", or ends with "loss" or "error"; of others,
+            more. Only trainers that evaluate the agreed model know one, as `Federated` does. Empty: none is kept.
 
     Raises:
-        ValueError: A number is out of its range.
+        ValueError: A number is out of its range, or `best` is no name of a metric.
     """
 
     every: int = 10
     keep: int = 3
     directory: str | os.PathLike[str] | None = None
     resume: bool | None = None
+    best: str = ""
 
     def __post_init__(self) -> None:
+        if self.best:
+            values_of({self.best: 0.0})
         for name, number in (("every", self.every), ("keep", self.keep)):
             if isinstance(number, bool) or not isinstance(number, int) or number < 1:
                 told = f"checkpoints: expected {name} to be a whole number of at least 1, got {number!r}"
@@ -240,7 +292,8 @@ class Checkpoints:
             raise CheckpointError("cannot write checkpoints to a temporary home", hint)
         parent = Path(home) / CHECKPOINTS if self.directory is None else Path(self.directory)
         resume = os.environ.get(RESUME_ENV) == "1" if self.resume is None else self.resume
-        return Recorder(Folder(parent / folder_name(subject.run), subject, self.keep), self.every, resume)
+        folder = Folder(parent / folder_name(subject.run), subject, self.keep)
+        return Recorder(folder, self.every, resume, self.best)
 
 
 class Recorder:
@@ -250,10 +303,11 @@ class Recorder:
         path: The run's directory.
         resume: Whether training starts from the newest sound checkpoint.
         recorded: The state that was written last; None before.
+        metric: Name of the metric by which the best checkpoint is kept as well; empty if none is.
         tell: Called with a line about each attempt, from the thread that writes.
     """
 
-    def __init__(self, folder: Folder, every: int, resume: bool) -> None:
+    def __init__(self, folder: Folder, every: int, resume: bool, metric: str = "") -> None:
         self.path = folder.path
         self.resume = resume
         self.recorded: StateId | None = None
@@ -263,6 +317,9 @@ class Recorder:
         self._last = 0
         self._late = -1
         self._thread: threading.Thread | None = None
+        self.metric = metric
+        self._best = folder.best(metric) if metric else None
+        self._best_thread: threading.Thread | None = None
 
     def restore(self, limit: int, read: Read) -> None:
         """Load the newest sound checkpoint, if training is to resume and there is one; see `Folder.load`.
@@ -306,10 +363,26 @@ class Recorder:
         self._thread = threading.Thread(target=self._write, args=(state, lambda: image), name="checkpoint")
         self._thread.start()
 
+    def record_if_best(self, state: StateId, image: torch.Tensor, value: float) -> None:
+        """Write this state's image in a thread, if its value of the metric is better than that of all before."""
+        less_is_better = self.metric.lower().startswith("loss") or self.metric.lower().endswith(
+            ("loss", "error")
+        )
+        if self._best is not None and (value >= self._best if less_is_better else value <= self._best):
+            return
+        if self._best_thread is not None:
+            self._best_thread.join()
+        self._best = value
+        self._best_thread = threading.Thread(
+            target=self._write_best, args=(state, image, value), name="best checkpoint"
+        )
+        self._best_thread.start()
+
     def settle(self) -> None:
-        """Wait until the thread has written its checkpoint."""
-        if self._thread is not None:
-            self._thread.join()
+        """Wait until the threads have written their checkpoints."""
+        for thread in (self._thread, self._best_thread):
+            if thread is not None:
+                thread.join()
 
     def finish(self, state: StateId, image: Callable[[], torch.Tensor]) -> None:
         """Write this state too, unless it is on the disk, and wait for it; `image` makes the image."""
@@ -332,20 +405,71 @@ class Recorder:
         self.recorded = state
         self._say(logging.INFO, f"epoch {state.epoch} is at {path}")
 
+    def _write_best(self, state: StateId, image: torch.Tensor, value: float) -> None:
+        named = f"the best by {self.metric}, {value:g}"
+        try:
+            path = self._folder.write_best(state, image, self.metric, value)
+        except Exception as error:
+            self._say(logging.ERROR, f"epoch {state.epoch}, {named}, could not be written: {error}")
+            return
+        self._say(logging.INFO, f"epoch {state.epoch}, {named}, is at {path}")
+
     def _say(self, level: int, line: str) -> None:
         log.log(level, "%s", line)
         self.tell(line)
 
 
-def keep_checkpoints(member: Member, run: Run, checkpoints: Checkpoints) -> Callable[..., None]:
+class Keeper:
+    """Writes the checkpoints of one replica; its trainer calls it between steps, from one thread."""
+
+    def __init__(self, member: Member, recorder: Recorder) -> None:
+        self._member = member
+        self._recorder = recorder
+        self._held: tuple[StateId, torch.Tensor] | None = None
+
+    def __call__(self, *_: object) -> None:
+        """Write a checkpoint of the replica's state, if one is due; call it after each step, and once before the first.
+
+        Where the best one is kept, the state's image is held until the next call: its score comes later.
+        """
+        member, recorder = self._member, self._recorder
+        due = member.whole and recorder.due(member.id.epoch)
+        image = member.image() if due or (member.whole and recorder.metric) else None
+        if image is not None and due:
+            recorder.record(member.id, image)
+        self._held = (member.id, image) if image is not None and recorder.metric else None
+
+    def score(self, state: StateId, evaluation: Mapping[str, float]) -> None:
+        """Note the group's evaluation of a state, as `Outcome.state` and `Outcome.evaluation` tell it.
+
+        It is kept as the best one if it is that. Call it before the call between steps that follows: only the state of
+        the last call is still held here.
+        """
+        value = evaluation.get(self._recorder.metric)
+        if self._held is not None and self._held[0] == state and value is not None:
+            self._recorder.record_if_best(*self._held, value)
+
+
+def keep_checkpoints(member: Member, run: Run, checkpoints: Checkpoints, scores: bool = False) -> Keeper:
     """Start a replica from its newest sound checkpoint, if it should resume, and write others until the run is left.
 
+    Args:
+        member: The replica.
+        run: Its run.
+        checkpoints: When, how many, where.
+        scores: Whether the caller will tell the keeper how states are evaluated, which `Checkpoints.best` needs.
+
     Returns:
-        A function to call between steps, which writes a checkpoint if one is due.
+        To be called between steps; it writes a checkpoint if one is due.
 
     Raises:
         CheckpointError: The directory cannot be used, or its checkpoints are damaged or of another training.
+        ValueError: The best checkpoint is to be kept, and the caller has no scores.
     """
+    if checkpoints.best and not scores:
+        raise ValueError(
+            f"checkpoints: best={checkpoints.best!r} needs a trainer that evaluates the model, as Federated does"
+        )
     recorder = checkpoints.open(run.home, subject_of(run))
     recorder.tell = partial(run.tell, "checkpoints")
     try:
@@ -354,27 +478,24 @@ def keep_checkpoints(member: Member, run: Run, checkpoints: Checkpoints) -> Call
         recorder.close()
         raise
 
-    def after_step(*_: object) -> None:
-        if member.whole and recorder.due(member.id.epoch):
-            recorder.record(member.id, member.image())
-
     def finish() -> None:
         with contextlib.closing(recorder):
             if member.whole:  # An interrupted update leaves no whole state.
                 recorder.finish(member.id, member.image)
 
     run.before_leaving(finish)
-    return after_step
+    return Keeper(member, recorder)
 
 
 def subject_of(run: Run) -> Subject:
-    """The subject of the run's checkpoints: its terms, and its model."""
+    """The subject of the run's checkpoints: its model, and its terms, but for `ENDS`."""
     schema = run.schema
     # A checkpoint depends on nothing else of the tensors, such as the way in which they travel.
     described = [{"name": one.name, "shape": one.shape, "dtype": one.dtype} for one in schema.tensors]
     layout = blake3(msgspec.json.encode({"tensors": described})).hexdigest()
     model = f"{len(schema.tensors)} tensors, {schema.size} values, layout {layout[:16]}"
-    return Subject(run.name, {"model": model, **run.terms})
+    terms = {name: value for name, value in run.terms.items() if name not in ENDS}
+    return Subject(run.name, {"model": model, **terms})
 
 
 def folder_name(run: str) -> str:
@@ -385,7 +506,13 @@ def folder_name(run: str) -> str:
     return f"{name[:MAX_FOLDER_CHARS]}-{blake3(run.encode()).hexdigest()[:16]}"
 
 
-def write_checkpoint(path: Path, subject: Subject, state: StateId, image: memoryview) -> None:
+def write_checkpoint(
+    path: Path,
+    subject: Subject,
+    state: StateId,
+    image: memoryview,
+    scores: Mapping[str, float] = MappingProxyType({}),
+) -> None:
     """Write a checkpoint as the new directory `path`.
 
     Raises:
@@ -395,7 +522,7 @@ def write_checkpoint(path: Path, subject: Subject, state: StateId, image: memory
     try:
         partial.mkdir(mode=0o700)
         digest = _write(partial / IMAGE_FILE, image)
-        manifest = Manifest(FORMAT, subject, subject.spec, state, len(image), digest)
+        manifest = Manifest(FORMAT, subject, subject.spec, state, len(image), digest, dict(scores))
         text = msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n"
         _write(partial / MANIFEST_FILE, memoryview(text))
         _flush(partial)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+
+import msgspec
 
 from equipoise.averaging.state import StateId
 
 
-class RoundSucceeded(NamedTuple):
+class RoundSucceeded(msgspec.Struct, frozen=True):
     """A round ended in a mean.
 
     Attributes:
@@ -28,27 +29,31 @@ class RoundSucceeded(NamedTuple):
     missing: int = 0
 
 
-class RoundFailed(NamedTuple):
-    """A round failed here; if a group had `formed`, the others may hold a mean that this peer lacks."""
+class RoundFailed(msgspec.Struct, frozen=True):
+    """A round failed here; if a group had `formed`, the others may hold a mean that this peer lacks.
+
+    `late` says that the group had formed without this peer's contribution, which came too late and counts nowhere.
+    """
 
     reason: str
     formed: bool = False
+    late: bool = False
 
 
-class ImageFetched(NamedTuple):
+class ImageFetched(msgspec.Struct, frozen=True):
     """An image of this state is here, checked, ready to load; `voters` had a vote on which snapshot to take."""
 
     state: StateId
     voters: tuple[str, ...] = ()
 
 
-class FetchFailed(NamedTuple):
+class FetchFailed(msgspec.Struct, frozen=True):
     """No image came, or the image does not fit."""
 
     reason: str
 
 
-class MeanFetched(NamedTuple):
+class MeanFetched(msgspec.Struct, frozen=True):
     """A missed mean is here.
 
     Attributes:
@@ -62,52 +67,54 @@ class MeanFetched(NamedTuple):
     counted: bool
 
 
-class RecoveryFailed(NamedTuple):
+class RecoveryFailed(msgspec.Struct, frozen=True):
     """The mean could not be fetched; unless all peers have answered (`decided`), some may still be in its round."""
 
     reason: str
     decided: bool = True
 
 
-class OthersBegun(NamedTuple):
-    """Other peers have begun to train before this peer."""
+class OthersBegun(msgspec.Struct, frozen=True):
+    """Other peers have begun to train before this peer, and may offer a snapshot of epoch `at_least`."""
+
+    at_least: int
 
 
-class Overdue(NamedTuple):
+class Overdue(msgspec.Struct, frozen=True):
     """No peer has joined this peer's round for a while: the others may be at a later state, or have ended."""
 
 
-class Deserted(NamedTuple):
+class Deserted(msgspec.Struct, frozen=True):
     """No other peer of the run is known any more; some may have left means behind that this peer missed."""
 
 
-class Stopped(NamedTuple):
+class Stopped(msgspec.Struct, frozen=True):
     """The download was stopped; the replica drops means that were fetched and not applied."""
 
 
-class Ending(NamedTuple):
+class Ending(msgspec.Struct, frozen=True):
     """This peer will make no more updates: is its state the group's last?"""
 
 
-class Due(NamedTuple):
+class Due(msgspec.Struct, frozen=True):
     """An update is due; `company` says whether any other peer is known."""
 
     company: bool
 
 
-class SteppedAlone(NamedTuple):
+class SteppedAlone(msgspec.Struct, frozen=True):
     """This peer applied its own mean, which has this digest."""
 
     digest: str
 
 
-class Checked(NamedTuple):
+class Checked(msgspec.Struct, frozen=True):
     """The parameters now have this digest."""
 
     digest: str
 
 
-class Interrupted(NamedTuple):
+class Interrupted(msgspec.Struct, frozen=True):
     """An update, or a load, has raised half-way; the replica drops the held means."""
 
 
@@ -130,59 +137,59 @@ Event = (
 )
 
 
-class Apply(NamedTuple):
+class Apply(msgspec.Struct, frozen=True):
     """Apply the mean after this state: the held mean or, without one, the last round's."""
 
     before: StateId
 
 
-class Check(NamedTuple):
+class Check(msgspec.Struct, frozen=True):
     """Compute the digest of the parameters; report `Checked`."""
 
 
-class Hold(NamedTuple):
+class Hold(msgspec.Struct, frozen=True):
     """Keep the mean of the round that has just ended, as the mean after this state."""
 
     before: StateId
 
 
-class Keep(NamedTuple):
+class Keep(msgspec.Struct, frozen=True):
     """Keep the mean that has just been fetched, as the mean after this state."""
 
     before: StateId
 
 
-class DropGiven(NamedTuple):
+class DropGiven(msgspec.Struct, frozen=True):
     """Drop the contribution to the failed round: it is in the mean."""
 
 
-class Forget(NamedTuple):
+class Forget(msgspec.Struct, frozen=True):
     """Drop the mean after this state."""
 
     before: StateId
 
 
-class Fetch(NamedTuple):
+class Fetch(msgspec.Struct, frozen=True):
     """Fetch an image of this epoch or a later one."""
 
     at_least: int
 
 
-class Recover(NamedTuple):
+class Recover(msgspec.Struct, frozen=True):
     """Fetch the mean that the group applied to this state."""
 
     after: StateId
 
 
-class Load(NamedTuple):
+class Load(msgspec.Struct, frozen=True):
     """Load the image that was fetched."""
 
 
-class Meet(NamedTuple):
+class Meet(msgspec.Struct, frozen=True):
     """Take part in a round."""
 
 
-class StepAlone(NamedTuple):
+class StepAlone(msgspec.Struct, frozen=True):
     """Apply the mean of this peer's own accumulated gradients."""
 
 

@@ -17,17 +17,25 @@ from typing import Unpack
 import torch
 
 from equipoise.averaging.outcome import Outcome
+from equipoise.averaging.spec import MAX_GROUP_SIZE
 from equipoise.averaging.weights import ATTENDANCE_LIMIT
 from equipoise.peer.errors import Refused
 from equipoise.peer.futures import PendingRound
 from equipoise.peer.run import Run
 from equipoise.peer.tensors import named_tensors
 from equipoise.peer.training.local import LocalTraining, StepHook
-from equipoise.peer.training.member import FINISH_SECONDS, LEAST_SECONDS
+from equipoise.peer.training.member import LEAST_SECONDS
 from equipoise.peer.training.options import GossipKeywords, GossipOptions, from_keywords
 
 NEWCOMER = ATTENDANCE_LIMIT
 """Weight of a peer in its first exchange: the mean is almost its partner's model."""
+
+END_GRACE = 10
+"""Most seconds that the all-reduce at the end waits for further peers, once two have ended: on busy machines, loops of
+as many steps end seconds apart. A group of peers in step closes after three."""
+
+END_SECONDS = 3.0 * END_GRACE
+"""Longest time of an end: the first peer that ends also waits for the second."""
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +50,7 @@ class Gossip(LocalTraining[Outcome]):
         finished: The outcome of the all-reduce at the end.
     """
 
-    def __init__(self, run: Run, every: int, **options: Unpack[GossipKeywords]) -> None:
+    def __init__(self, run: Run, every: int = 0, **options: Unpack[GossipKeywords]) -> None:
         """Watch the steps of the optimizer that holds the run's parameters, from `with` on.
 
         Args:
@@ -68,12 +76,17 @@ class Gossip(LocalTraining[Outcome]):
         self.last: Outcome | None = None
         self._run = run
         self._pending: PendingRound | None = None
-        self._end = run.branch(f"{run.name}/end", run.source, strategy="allreduce:quorum=2")
+        # All live peers are drawn, so the group closes at once when they are in, or with two and after the grace.
+        all_of_them = {"strategy": f"federated:quorum=2,grace={END_GRACE}", "group_size": MAX_GROUP_SIZE}
+        self._end = run.branch(f"{run.name}/end", run.source, **all_of_them)
         self._hook = StepHook(named_tensors(run.source).values(), self._stepped)
-        run.wait_for(self._options.wait_for)
+        for one in (run, self._end):
+            one.wait_for(self._options.wait_for)
 
-    def finish(self, timeout: float = FINISH_SECONDS) -> Outcome:
+    def finish(self, timeout: float = END_SECONDS) -> Outcome:
         """End with one all-reduce among the peers that end too, so that they have one model. `with` calls this.
+
+        It begins when all live peers end, or `END_GRACE` seconds after two do.
 
         Args:
             timeout: Seconds for all of that.

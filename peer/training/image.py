@@ -17,7 +17,8 @@ import msgspec
 import torch
 from blake3 import blake3
 
-from equipoise.averaging.state import StateId
+from equipoise.averaging.outer import Outer, OuterStep
+from equipoise.averaging.state import MAX_EPOCH, StateId
 from equipoise.peer.training.safetensors_io import ImageError, pack, unpack
 
 FORMAT = 1
@@ -261,6 +262,28 @@ class UserPart:
     def load(self, tree: Tree) -> None:
         """See `Part`."""
         self._what.load_state_dict(copy.deepcopy(tree))  # Which does not share the image's memory.
+
+
+class OuterPart(UserPart):
+    """An outer step. What the program's own steps remember is a moment of each parameter, and counts of steps."""
+
+    def __init__(self, outer: Outer, tensors: Mapping[str, torch.Tensor]) -> None:
+        """`tensors` are the agreed parameters by name."""
+        super().__init__(outer)
+        self._tensors = tensors
+
+    def check(self, tree: Tree, foreign: bool = False) -> None:
+        """See `Part`."""
+        super().check(tree)
+        if not isinstance(self._what, OuterStep):
+            return
+        for key, ours in self.tree().items():
+            theirs = tree.get(key)
+            if isinstance(ours, dict):
+                known = {name: one for name, one in self._tensors.items() if name in _as(dict, theirs)}
+                _check_like(theirs, known, f"of the outer step's {key!r} ")
+            elif type(theirs) is not int or not 0 <= theirs <= MAX_EPOCH:
+                raise ImageError(f"expected a count of the outer step's {key!r}, got {str(theirs)[:80]!r}")
 
 
 class SchedulerPart(UserPart):

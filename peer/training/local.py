@@ -22,13 +22,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from equipoise.averaging.outcome import Outcome
-from equipoise.averaging.outer import Average, Nesterov, Outer
+from equipoise.averaging.outer import Average, Nesterov, Outer, parse_outer
 from equipoise.averaging.schema import SchemaError
 from equipoise.peer.errors import Refused
 from equipoise.peer.run import Run
-from equipoise.peer.tensors import stepped_tensors
+from equipoise.peer.tensors import copies_of, stepped_tensors
 from equipoise.peer.training.checkpoint import Checkpoints, keep_checkpoints
-from equipoise.peer.training.image import ModelPart, Part, TrainingState, UserPart
+from equipoise.peer.training.image import ModelPart, OuterPart, Part, TrainingState
 from equipoise.peer.training.member import FINISH_SECONDS, Finished, Member, Subject, wait_for
 from equipoise.peer.training.options import LocalKeywords, LocalOptions, from_keywords, number
 from equipoise.peer.training.replica import ATTENDANCE
@@ -131,8 +131,8 @@ class DiLoCo(LocalTraining[Finished]):
     def __init__(
         self,
         run: Run,
-        every: int,
-        outer: Outer | None = None,
+        every: int = 0,
+        outer: Outer | str | None = None,
         *,
         checkpoints: Checkpoints | None = None,
         **options: Unpack[LocalKeywords],
@@ -142,7 +142,8 @@ class DiLoCo(LocalTraining[Finished]):
         Args:
             run: Joined with the model or its tensors, and used for nothing else.
             every: See `LocalOptions`.
-            outer: The outer optimizer, copied for each fragment; by default `Nesterov(lr=0.7, momentum=0.9)`.
+            outer: The outer optimizer, or its spec, as "fedadam:eta=0.1"; copied for each fragment. By default
+                `Nesterov(lr=0.7, momentum=0.9)`.
             checkpoints: Checkpoints of the agreed state, without the inner optimizer; one directory a fragment, one
                 epoch an outer step.
             **options: Other fields of `LocalOptions`.
@@ -154,7 +155,7 @@ class DiLoCo(LocalTraining[Finished]):
             CheckpointError: Training should resume, but the checkpoints are damaged or of another training.
         """
         self._options = from_keywords(LocalOptions, {"every": every, **options}, ("outer", "checkpoints"))
-        outer = Nesterov() if outer is None else outer
+        outer = parse_outer(outer) if isinstance(outer, str) else outer or Nesterov()
         super().__init__()
         run.refuse_if_trained()
         run.trained_by = type(self).__name__
@@ -228,7 +229,7 @@ class DiLoCo(LocalTraining[Finished]):
         Returns:
             Whether this peer ends with the group's state, and why not.
         """
-        deadline = self._options.clock() + timeout
+        deadline = self.members[0].clock() + timeout
         open_ = self.members
         while open_:
             open_ = tuple(member for member in open_ if not member.ends(deadline))
@@ -254,7 +255,7 @@ class LocalSGD(DiLoCo):
     def __init__(
         self,
         run: Run,
-        every: int,
+        every: int = 0,
         *,
         checkpoints: Checkpoints | None = None,
         **options: Unpack[LocalKeywords],
@@ -281,12 +282,12 @@ class Fragment:
         self._local = dict(local)
         self._outer = outer
         self._options = options
-        self._agreed = {name: one.detach().to(torch.float32, copy=True) for name, one in local.items()}
+        self._agreed = copies_of(local)
         self._offset = (at + 1) * options.every // options.fragments
         self._retry_at: int | None = None
         self.diverged = self._gave = self._caught_up = False
         model = ModelPart(self._agreed, {}, self._follow_agreed)
-        parts: dict[str, Part] = {"outer": UserPart(outer), "model": model}
+        parts: dict[str, Part] = {"outer": OuterPart(outer, self._agreed), "model": model}
         subject = Subject(self._local, {}, model, TrainingState(parts), self._update)
         self.member = Member(run, subject, options)
 

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from types import MappingProxyType
 from typing import NamedTuple
 
 import psutil
 import torch
 
+from equipoise.averaging.metrics import Evaluation
 from equipoise.averaging.outcome import Exchanging, Idle, NoPeers, Outcome
 from equipoise.averaging.state import StateId
 from equipoise.peer.accumulate import Accumulator
 from equipoise.peer.errors import Refused
-from equipoise.peer.futures import Download, Fetched, PendingRound, Recovered
+from equipoise.peer.futures import PendingRound
 from equipoise.peer.run import Run
-from equipoise.peer.shared_memory import VALUE_BYTES
 from equipoise.peer.tensors import Gradients, named_gradients
 from equipoise.peer.training import events
 from equipoise.peer.training import replica as machine
+from equipoise.peer.training.downloads import Downloads
 from equipoise.peer.training.image import Image, ModelPart, TrainingState, digest
 from equipoise.peer.training.lineage import beginning
 from equipoise.peer.training.options import CommonOptions
@@ -64,12 +64,6 @@ FINISH_SECONDS = 10.0
 """Longest time, in seconds, that a peer that ends stays for the others: enough for a stalled round, or the snapshot of
 a small model. The peer leaves at once if all others are as far."""
 
-FETCH_SECONDS = 600.0
-"""Longest time for one snapshot: a gigabyte at 16 Mbit/s. Within it, a download resumes from other donors."""
-
-RECOVER_SECONDS = 60.0
-"""Longest time for one mean: a tenth of a snapshot's. If no peer has the mean, the peer knows that in a moment."""
-
 HELD_MEMORY = 0.25
 """Largest share of the available memory for means kept while a snapshot comes; the snapshot takes as much again."""
 
@@ -88,6 +82,7 @@ class Subject(NamedTuple):
         model: The part of the state that holds both.
         state: The whole state.
         update: Takes the mean, fp32, by name, and applies the update that all peers apply alike.
+        applied: Takes the state before a round's mean and the round's outcome, right before `update` is called.
     """
 
     tensors: Mapping[str, torch.Tensor]
@@ -95,6 +90,17 @@ class Subject(NamedTuple):
     model: ModelPart
     state: TrainingState
     update: Callable[[Mapping[str, torch.Tensor]], None]
+    applied: Callable[[StateId, Outcome], None] = lambda before, outcome: None
+
+
+class Reports(NamedTuple):
+    """The numbers that a peer reports with its join; see `Run.step`."""
+
+    metrics: Mapping[str, float] = MappingProxyType({})
+    evaluation: Evaluation | None = None
+
+
+NO_REPORTS = Reports()
 
 
 class Finished(NamedTuple):
@@ -110,119 +116,17 @@ class Finished(NamedTuple):
 
 
 class Mean(NamedTuple):
-    """The mean of one round: gradients, or differences, by name, fp32; and averaged buffers."""
+    """The mean of one round: gradients, or differences, by name, fp32; averaged buffers; and the round's outcome."""
 
     values: dict[str, torch.Tensor]
     buffers: dict[str, torch.Tensor]
+    outcome: Outcome
 
     def copy(self) -> Mean:
         """A copy in the machine's main memory, of which there is more than of an accelerator's."""
-        copies = ({name: one.detach().to("cpu", copy=True) for name, one in named.items()} for named in self)
-        return Mean(*copies)
-
-
-class Downloads:
-    """At most one download, and the result of the last one.
-
-    Attributes:
-        image: The snapshot that has just come, checked, until the next download begins.
-        mean: The mean that has just come, until the next download begins.
-        behind: Number of peers that were not as far as this one, by the answers to its last question for a mean.
-        unheard: Number of peers that did not answer that question.
-    """
-
-    def __init__(self, run: Run, state: TrainingState) -> None:
-        self.image: Image | None = None
-        self.mean: Recovered | None = None
-        self.behind = self.unheard = 0
-        self._run = run
-        self._state = state
-        self._going: Download[Fetched] | Download[Recovered] | None = None
-        self._failed: type[events.FetchFailed | events.RecoveryFailed] = events.FetchFailed
-        self._refused: events.Event | None = None
-
-    @property
-    def busy(self) -> bool:
-        """Whether a download goes on, or its end has not been taken by `ended`."""
-        return self._going is not None or self._refused is not None
-
-    @property
-    def recovering(self) -> bool:
-        """Whether a mean is being fetched."""
-        return self._going is not None and self._failed is events.RecoveryFailed
-
-    def fetch(self, at_least: int, limit: int, among: tuple[str, ...] = ()) -> None:
-        """Begin to fetch a snapshot of an epoch or a later one, of at most `limit` bytes; see `Run.fetch`."""
-        self._begin(events.FetchFailed, partial(self._run.fetch, at_least, limit, FETCH_SECONDS, among))
-
-    def recover(
-        self,
-        after: StateId,
-        circle: tuple[str, ...],
-        timeout: float = RECOVER_SECONDS,
-        proved: bool = False,
-        patient: bool = False,
-    ) -> None:
-        """Begin to fetch the mean that the group applied to the state `after`; see `Run.recover`."""
-        self._begin(
-            events.RecoveryFailed, partial(self._run.recover, after, timeout, circle, proved, patient)
-        )
-
-    def _begin(
-        self,
-        failed: type[events.FetchFailed | events.RecoveryFailed],
-        start: Callable[[], Download[Fetched] | Download[Recovered]],
-    ) -> None:
-        self.stop()
-        self._failed = failed
-        try:
-            self._going = start()
-        except Refused as error:
-            self._refused = failed(str(error))
-
-    def stop(self) -> None:
-        """Stop the download, and drop the last result."""
-        going = self._going
-        self._going = self._refused = self.image = self.mean = None
-        if going is not None:
-            going.cancel()
-
-    def stop_snapshot(self) -> None:
-        """Stop the download of a snapshot; a mean's download goes on."""
-        if self._going is not None and not self.recovering:
-            self.stop()
-
-    def wait(self, seconds: float) -> bool:
-        """Wait for the download, at most `seconds`; returns whether it has ended, or none was going on."""
-        return self._going is None or self._going.wait(seconds)
-
-    def ended(self) -> events.Event | None:
-        """Return the download's end as an event, if it has just ended."""
-        if self._going is None or not self._going.done():
-            refused, self._refused = self._refused, None
-            return refused
-        going, self._going = self._going, None
-        try:
-            found = going.result()
-            return self._fetched(found) if isinstance(found, Fetched) else self._recovered(found)
-        except (ImageError, Refused) as error:  # Another donor may have a better image, now or later.
-            return self._failed(str(error))
-
-    def _fetched(self, fetched: Fetched) -> events.Event:
-        if not fetched.ok or fetched.image is None:
-            return events.FetchFailed(fetched.reason)
-        image = self._state.read(torch.frombuffer(fetched.image, dtype=torch.uint8), foreign=True)
-        if image.id != fetched.state:
-            raise ImageError(f"donors offered {fetched.state}, the image says {image.id}")
-        self.image = image
-        return events.ImageFetched(image.id, fetched.voters)
-
-    def _recovered(self, found: Recovered) -> events.Event:
-        outcome, self.behind, self.unheard = found.round, found.behind, found.unheard
-        if not outcome.ok or outcome.state is None:
-            return events.RecoveryFailed(outcome.reason, decided=not found.unheard)
-        self.mean = found
-        return events.MeanFetched(outcome.state, outcome.digest, outcome.counted(self._run.peer))
+        both = self.values, self.buffers
+        copies = [{name: one.detach().to("cpu", copy=True) for name, one in named.items()} for named in both]
+        return Mean(copies[0], copies[1], self.outcome)
 
 
 class Member:
@@ -232,6 +136,7 @@ class Member:
         last: The last outcome; after an update made alone, an outcome that is not ok and says so.
         outcomes: Number of rounds that have ended.
         limit: Most bytes that an image of the state takes.
+        clock: Seconds on a steady clock.
     """
 
     def __init__(
@@ -255,7 +160,7 @@ class Member:
         self._subject = subject
         self._options = options
         self._target = target
-        self._clock = options.clock
+        self.clock = options.clock or run.clock
         start = beginning(subject.model.digest())
         self._start_from(start)
         self._whole: StateId | None = start
@@ -266,7 +171,7 @@ class Member:
         self._downloads = Downloads(run, subject.state)
         self._stays_away_until: float | None = None
         self._ends_at: float | None = None
-        self._began_at = self._clock()
+        self._began_at = self.clock()
         self._held: dict[StateId, Mean] = {}
         self._offered = -1
         self._told = ""
@@ -334,14 +239,14 @@ class Member:
         Args:
             timeout: Seconds for all of that.
         """
-        deadline = self._clock() + timeout
+        deadline = self.clock() + timeout
         while not self.ends(deadline):
             pass
         return self.ended()
 
     def ends(self, deadline: float) -> bool:
         """Do one step of `finish`, which must end at `deadline`; return whether it has ended."""
-        now = self._clock()
+        now = self.clock()
         if self._pending is not None and self._gave and self._claimed == self.id:
             if not self.has_company():
                 self._stop_search()
@@ -382,22 +287,22 @@ class Member:
 
     def find_group(self, seconds: float = CATCH_UP_SECONDS) -> None:
         """For at most `seconds`: find out whether this peer holds the group's state, and catch up if it does not."""
-        deadline = self._clock() + seconds
+        deadline = self.clock() + seconds
         while not self.in_step:
             company = self.has_company()
             if not company and not self._downloads.busy:
                 break
-            left = min(POLL_SECONDS, max(deadline - self._clock(), 0.0))
+            left = min(POLL_SECONDS, max(deadline - self.clock(), 0.0))
             if not company or (self._pending is None and self._stays_away):
                 self._downloads.wait(left)
             else:
                 self._attend_for(left)
             self._look_for_download()
             # A round that began long ago may just have ended, and put this peer in step.
-            overdue = self._clock() - self._began_at >= OVERDUE_SECONDS and not self.in_step
+            overdue = self.clock() - self._began_at >= OVERDUE_SECONDS and not self.in_step
             if overdue and not isinstance(self._run.state, Exchanging):
                 self._hear(events.Overdue())
-            if self._clock() >= deadline or (self._replica.gives_up and not self.pending):
+            if self.clock() >= deadline or (self._replica.gives_up and not self.pending):
                 break
         made_good = self.in_step and self._target is not None
         if self._pending is not None and not self._gave and (made_good or not self.has_company()):
@@ -421,7 +326,7 @@ class Member:
         pending, self._pending = self._pending, None
         stopped, self._stopped = self._stopped, False
         outcome = pending.result()
-        if stopped and not outcome.group:
+        if stopped and not outcome.group and not outcome.late:
             return  # This peer itself ended the search.
         self.last = outcome
         self.outcomes += 1
@@ -437,7 +342,7 @@ class Member:
                 outcome.state, outcome.states, outcome.digest, outcome.contributors, outcome.group, missing
             )
         else:
-            event = events.RoundFailed(outcome.reason, formed=bool(outcome.group))
+            event = events.RoundFailed(outcome.reason, bool(outcome.group), late=outcome.late > 0)
         self._hear(event)
         if was_in_step != self.in_step:
             self._move_accumulated()
@@ -464,27 +369,75 @@ class Member:
 
     def _comes(self, pending: PendingRound) -> bool:
         """Wait for a round; returns whether it has ended. If not, a download has brought its mean meanwhile."""
-        before, since = self.id, self._clock()
+        before, since = self.id, self.clock()
         while not pending.wait(GONE_SECONDS):
-            state, now = self._run.state, self._clock()
+            self._look_for_download()
+            state, now = self._run.state, self.clock()
             if isinstance(state, Exchanging):
                 continue
             if isinstance(state, NoPeers):
                 self._stop_search()
             elif self._gave and self._ends_at is None and now - since >= LOOK_AHEAD_SECONDS:
                 self._hear(events.Overdue())
-                since = self._clock()
+                since = self.clock()
             if self.id != before:
                 self._stop_search()
                 return False
         return True
 
-    def _stop_search(self) -> None:
+    def _stop_search(self, why: str = "") -> None:
         """End the search for a group if none has formed: this peer does not need the round any more."""
         if self._pending is not None and not self._stopped:
             self._stopped = True
-            why = "this peer has caught up with the group" if self.in_step else "no other peer is left"
-            self._pending.stop_search(why)
+            caught_up = "this peer has caught up with the group"
+            self._pending.stop_search(why or (caught_up if self.in_step else "no other peer is left"))
+
+    # ---- rounds that last for minutes: none of these calls waits for one ----
+
+    def give(
+        self, gradients: Mapping[str, torch.Tensor], weight: float, seconds: float, reports: Reports
+    ) -> None:
+        """Begin a round with this contribution alone; this peer is in step, and no round goes on.
+
+        Raises:
+            SchemaError: A gradient has a wrong shape, or holds NaN or Inf; no round has begun.
+        """
+        self._run.take()
+        self._run.accumulate(gradients, weight)
+        self._start(seconds, reports)
+        self._gave = True
+
+    def observe(self, seconds: float, reports: Reports = NO_REPORTS) -> None:
+        """Begin a round without a contribution, unless one goes on; a peer that knows no group's state attends it."""
+        if self._pending is None:
+            self._run.take()
+            if self._replica.phase is machine.Phase.MEETING:
+                self._run.accumulate(dict.fromkeys(self._subject.tensors), machine.ATTENDANCE)
+            self._start(seconds, reports)
+            self._gave = False
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for the open round for a moment, and handle what has come; returns whether the round has ended."""
+        ended = self._pending is not None and self._pending.wait(seconds)
+        if ended:
+            self.collect()
+        self._look_for_download()
+        return ended
+
+    def withdraw(self, why: str) -> None:
+        """End the search for a group, or collect the round that has begun."""
+        self._stop_search(why)
+        self.collect()
+
+    def look_ahead(self) -> None:
+        """Look for the others' state: a mean that this peer lacks, or a snapshot if it knows no group's state."""
+        meets = self._replica.phase is machine.Phase.MEETING
+        self._hear(events.OthersBegun(self.id.epoch) if meets else events.Overdue())
+
+    def offer(self) -> None:
+        """Offer a snapshot of this state to newcomers, whether or not one wants it yet."""
+        if self.in_step:
+            self._offer(self.id.epoch)
 
     def load(self, image: torch.Tensor) -> StateId:
         """Take on the state of an image, as from a checkpoint; the next round tells whether it is the group's.
@@ -532,8 +485,8 @@ class Member:
     def _start_from(self, state: StateId) -> None:
         options, subject = self._options, self._subject
         values = sum(tensor.numel() for tensor in (*subject.tensors.values(), *subject.buffers.values()))
-        held = affordable(values * VALUE_BYTES, psutil.virtual_memory().available)
-        now = options.clock()
+        held = affordable(torch.float32.itemsize * values, psutil.virtual_memory().available)
+        now = self.clock()
         self._replica = Replica(
             self._run.peer, state, now, options.alone, options.patience, held, options.trust
         )
@@ -541,7 +494,7 @@ class Member:
     @property
     def _stays_away(self) -> bool:
         until = None if self._target is None else self._stays_away_until
-        return self._downloads.recovering and until is not None and self._clock() < until
+        return self._downloads.recovering and until is not None and self.clock() < until
 
     def _attend_for(self, seconds: float) -> None:
         if self._pending is None:
@@ -555,16 +508,16 @@ class Member:
         self._run.take()
         state = self._run.state
         several = isinstance(state, Idle) and state.peers > 1
-        others_give = several and self._run.progress(self._target).swarm > machine.MEETING_WEIGHT
+        others_give = several and self._run.progress(self._target).swarm >= machine.MEETING_WEIGHT
         if others_give:
-            self._hear(events.OthersBegun())
+            self._hear(events.OthersBegun(machine.FIRST_SNAPSHOT))
         weight = self._replica.attendance(others_give)
         if weight:
             self._run.accumulate(dict.fromkeys(self._subject.tensors), weight)
         self._start(ATTEND_SECONDS)
         self._gave = False
 
-    def _start(self, seconds: float) -> None:
+    def _start(self, seconds: float, reports: Reports = NO_REPORTS) -> None:
         if not all(bool(torch.isfinite(buffer).all()) for buffer in self._subject.buffers.values()):
             log.warning(
                 "run %s: its averaged buffers hold NaN or Inf: it takes the group's, and adds nothing",
@@ -572,8 +525,11 @@ class Member:
             )
             self._run.take()
         self._claimed = self._replica.claim
-        self._pending = self._run.step(seconds, wait=False, state=self._claimed)
-        self._began_at = self._clock()
+        metrics, evaluation = reports
+        self._pending = self._run.step(
+            seconds, wait=False, state=self._claimed, metrics=metrics, evaluation=evaluation
+        )
+        self._began_at = self.clock()
 
     def _move_accumulated(self) -> None:
         """In step, move the accumulated gradients into the run; otherwise drop those in the run: they do not fit."""
@@ -587,12 +543,12 @@ class Member:
     @property
     def _driver(self) -> Driver[events.Event, events.Action]:
         """A new driver for each event: a driver that stays would keep this member and its tensors from being freed."""
-        return Driver(self._replica, self._perform, clock=self._clock)
+        return Driver(self._replica, self._perform, clock=self.clock)
 
     def _perform(self, action: events.Action) -> None:
         match action:
             case events.Apply(before):
-                self._apply(self._held.pop(before) if before in self._held else self._mean())
+                self._apply(before, self._held.pop(before) if before in self._held else self._mean())
             case events.Hold(before):
                 self._held[before] = self._mean().copy()
             case events.Forget(before):
@@ -606,7 +562,7 @@ class Member:
             case events.Keep(before):
                 mean = self._downloads.mean
                 assert mean is not None, "it was fetched"
-                self._held[before] = Mean(dict(mean.values), dict(mean.buffers))
+                self._held[before] = Mean(dict(mean.values), dict(mean.buffers), mean.round)
             case events.DropGiven():
                 self._run.take()
             case events.Load():
@@ -638,11 +594,13 @@ class Member:
             self._gave = True
 
     def _mean(self) -> Mean:
-        return Mean(self._run.mean, dict(self._subject.buffers))
+        assert self.last is not None, "it has brought the mean"
+        return Mean(self._run.mean, dict(self._subject.buffers), self.last)
 
-    def _apply(self, mean: Mean) -> None:
+    def _apply(self, before: StateId, mean: Mean) -> None:
         self._own = None  # These gradients are of the state before.
         with self._changing():
+            self._subject.applied(before, mean.outcome)
             with torch.no_grad():
                 for name, buffer in self._subject.buffers.items():
                     buffer.copy_(mean.buffers[name])
@@ -686,17 +644,17 @@ class Member:
             log.warning("run %s: no snapshot is offered: %s", self._run.name, error)
 
     def _recover(self, after: StateId) -> None:
-        """Begin to fetch a mean; unless astray or at its end, this peer waits for it and handles it."""
+        """Begin to fetch a mean; this peer waits for it and handles it, unless it is astray, ends, or is in a round."""
         if self._stays_away_until is None:
-            self._stays_away_until = self._clock() + STAY_AWAY_SECONDS
+            self._stays_away_until = self.clock() + STAY_AWAY_SECONDS
         astray, circle = self._replica.phase is machine.Phase.ASTRAY, self._replica.circle
         if self._ends_at is not None:
-            left = max(self._ends_at - self._clock(), LEAST_SECONDS)
+            left = max(self._ends_at - self.clock(), LEAST_SECONDS)
             patient = not astray and self.has_company()
             self._downloads.recover(after, circle, left, proved=astray, patient=patient)
             return
         self._downloads.recover(after, circle, proved=astray)
-        if astray:
+        if astray or self._pending is not None:
             return
         self._downloads.wait(LOOK_AHEAD_SECONDS)
         event = self._downloads.ended()
@@ -716,9 +674,9 @@ class Member:
 
 def wait_for(runs: Sequence[Run], peers: int) -> None:
     """Wait until `peers` others have joined each run on equal terms, at most `WAIT_SECONDS`; late peers come later."""
-    deadline = time.monotonic() + WAIT_SECONDS
+    deadline = runs[0].clock() + WAIT_SECONDS
     for run in runs if peers else ():
-        if not run.wait_for(peers, max(deadline - time.monotonic(), LEAST_SECONDS)):
+        if not run.wait_for(peers, max(deadline - run.clock(), LEAST_SECONDS)):
             log.warning("run %s: not all of %d others came within %g s", run.name, peers, WAIT_SECONDS)
 
 
@@ -729,6 +687,4 @@ def affordable(size: int, available: int) -> int:
 
 def mean_of(accumulator: Accumulator, like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return one peer's own mean, with the names, shapes and devices of the tensors that it is `like`."""
-    mean = {name: torch.empty(t.shape, dtype=torch.float32, device=t.device) for name, t in like.items()}
-    accumulator.mean_into(mean)
-    return mean
+    return {name: mean.to(like[name].device) for name, mean in accumulator.mean().items()}

@@ -25,14 +25,11 @@ from equipoise.peer.tensors import persistent_buffers, sparse_gradients, stepped
 from equipoise.peer.training import image
 from equipoise.peer.training.batch_quota import Pace
 from equipoise.peer.training.member import FINISH_SECONDS, Finished, Member, Subject, wait_for
-from equipoise.peer.training.options import Options, number
+from equipoise.peer.training.options import Options, number, short
 
 CLIP_BITS = 20
 """Bits kept of the clip factor. Peers with other hardware, or another number of threads, sum a norm in another order
 and get another last bit. With this rounding, they clip alike; it changes the factor by a millionth."""
-
-MAX_VALUE_CHARS = 200
-"""Longest description of hyperparameters as a term (a term may have 256); of a longer one, peers compare a digest."""
 
 
 class SwarmOptimizer(torch.optim.Optimizer):
@@ -181,7 +178,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._pace.computed(self._options.clock())
+        self._pace.computed(self.member.clock())
         try:
             gradients = {name: parameter.grad for name, parameter in self.parameters.items()}
             self.member.accumulate(gradients, self.batch_size)
@@ -195,7 +192,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
             if self._is_due():
                 self._given = self.member.accumulated
                 self.member.meet(wait=not self._options.delay)
-        self._pace.returned(self._options.clock())
+        self._pace.returned(self.member.clock())
         return loss
 
     def finish(self, timeout: float = FINISH_SECONDS) -> Finished:
@@ -279,7 +276,7 @@ def terms_of(
         "clip": "none" if options.clip is None else number(options.clip),
         "scheduler": "none" if scheduler is None else _schedule(scheduler),
         "buffers": "averaged" if options.buffers else "each peer's own",
-        "extra state": _short(", ".join(sorted(options.extra))) or "none",
+        "extra state": short(", ".join(sorted(options.extra))) or "none",
     }
     if frozen:
         terms["frozen parameters"] = image.digest(frozen)[:16]
@@ -291,7 +288,7 @@ def hyperparameters(inner: torch.optim.Optimizer) -> str:
     left_out = ("params", "initial_lr")
     groups = [sorted(group.items()) for group in inner.param_groups]
     told = [[f"{key}={value}" for key, value in group if key not in left_out] for group in groups]
-    return _short("; ".join(map(", ".join, told)))
+    return short("; ".join(map(", ".join, told)))
 
 
 def _grouped(inner: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]) -> str:
@@ -308,13 +305,7 @@ def _schedule(scheduler: torch.optim.lr_scheduler.LRScheduler) -> str:
         for key, value in sorted(scheduler.state_dict().items())
         if not key.startswith("_") and key not in ("last_epoch", "verbose")
     ]
-    return f"{type(scheduler).__name__}({_short(', '.join(settings))})"
-
-
-def _short(told: str) -> str:
-    if len(told) <= MAX_VALUE_CHARS and told.isascii() and told.isprintable():
-        return told
-    return f"blake3 {blake3(told.encode()).hexdigest()[:16]}"
+    return f"{type(scheduler).__name__}({short(', '.join(settings))})"
 
 
 def _check_inner(run: Run, inner: torch.optim.Optimizer) -> dict[str, torch.Tensor]:

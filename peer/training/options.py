@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import difflib
 import math
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from types import UnionType
 from typing import Any, Required, TypedDict, TypeVar
 
 import torch
+from blake3 import blake3
 
 from equipoise.peer.training.image import Stateful
 from equipoise.peer.training.replica import Alone, Trust
 
 MAX_FRAGMENTS = 12
 """Most fragments of one `DiLoCo`: each is a run, of which a daemon takes 64."""
+
+MAX_VALUE_CHARS = 200
+"""Longest description of hyperparameters as a term (a term may have 256); of a longer one, peers compare a digest."""
 
 Schedule = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
 
@@ -29,7 +32,7 @@ class _CommonKeywords(TypedDict, total=False):
     patience: float
     timeout: float
     trust: Trust
-    clock: Callable[[], float]
+    clock: Callable[[], float] | None
 
 
 class OptionKeywords(_CommonKeywords, total=False):
@@ -65,7 +68,7 @@ class CommonOptions:
         timeout: Seconds for one round.
         trust: The peers whose claims decide the group's state. `known`: peers that this peer has trained with, against
             any number of strangers, while one of them is there. `heads`: all peers, for swarms of known members.
-        clock: Seconds on a steady clock.
+        clock: Seconds on a steady clock; by default that of the run.
     """
 
     wait_for: int = 0
@@ -73,7 +76,7 @@ class CommonOptions:
     patience: float = 10.0
     timeout: float = 30.0
     trust: Trust = "known"
-    clock: Callable[[], float] = time.monotonic
+    clock: Callable[[], float] | None = None
 
     def __post_init__(self) -> None:
         _require_number("wait_for", self.wait_for, 0, math.inf, "a whole number of peers >= 0", int)
@@ -178,6 +181,55 @@ class GossipKeywords(TypedDict, total=False):
     wait_for: int
 
 
+class FederatedKeywords(TypedDict, total=False):
+    """The keywords of `Federated` beside `checkpoints`; `FederatedOptions` documents them."""
+
+    rounds: int | None
+    until: str
+    patience: int
+    proximal: float
+    config: Mapping[str, Any]
+    wait_for: int
+    extra: Mapping[str, Stateful]
+    clock: Callable[[], float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FederatedOptions:
+    """Options of a federated training. All but the last three become terms of the run.
+
+    Attributes:
+        rounds: Rounds after which the training ends; None for no limit.
+        until: A condition under which it ends, `NAME >= NUMBER` with >=, <=, > or <, on a metric of `evaluate` or else
+            of `fit`, as the group agreed on it in a round. What `evaluate` returns of a model travels with the next
+            round's joins, so the training ends a round after the model that meets it; `Checkpoints.best` keeps that.
+        patience: Rounds without an improvement of that metric after which it ends; 0 for no limit.
+        proximal: The factor mu of FedProx's proximal term, which `Task.proximal` returns.
+        config: Options that all peers must have alike, by name, as JSON can hold them; `Task.config` shows them.
+        wait_for: Other peers to wait for before the first round, at most a minute.
+        extra: Further state for newcomers and checkpoints, by name: objects with `state_dict` and `load_state_dict`,
+            alike everywhere. They may change in a round's update alone, not in `fit`.
+        clock: Seconds on a steady clock; by default the run's.
+    """
+
+    rounds: int | None = None
+    until: str = ""
+    patience: int = 0
+    proximal: float = 0.0
+    config: Mapping[str, Any] = field(default_factory=dict)
+    wait_for: int = 0
+    extra: Mapping[str, Stateful] = field(default_factory=dict)
+    clock: Callable[[], float] | None = None
+
+    def __post_init__(self) -> None:
+        if self.rounds is not None:
+            _require_number("rounds", self.rounds, 1, math.inf, "a whole number of rounds >= 1, or None", int)
+        _require_number("patience", self.patience, 0, math.inf, "a whole number of rounds >= 0", int)
+        _require("patience", self.patience, bool(self.until) or not self.patience, "0 without `until`")
+        _require_number("proximal", self.proximal, 0, math.inf, "a finite number >= 0")
+        _require_number("wait_for", self.wait_for, 0, math.inf, "a whole number of peers >= 0", int)
+
+
 def from_keywords(kind: type[Kind], keywords: Mapping[str, Any], others: tuple[str, ...] = ()) -> Kind:
     """Options of one kind from the keywords of a call; `others` are the call's further keywords, to suggest from.
 
@@ -197,6 +249,13 @@ def from_keywords(kind: type[Kind], keywords: Mapping[str, Any], others: tuple[s
 def number(value: float) -> str:
     """A number as a term: without a fraction if it is whole, else with all digits that set it apart from the next."""
     return f"{value:.0f}" if float(value).is_integer() else repr(float(value))
+
+
+def short(told: str) -> str:
+    """A text as a term, or its digest if it is long or not printable."""
+    if len(told) <= MAX_VALUE_CHARS and told.isascii() and told.isprintable():
+        return told
+    return f"blake3 {blake3(told.encode()).hexdigest()[:16]}"
 
 
 def _require_positive(name: str, value: float) -> None:

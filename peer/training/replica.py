@@ -33,7 +33,7 @@ from enum import Enum
 from typing import Literal
 
 from equipoise.averaging.state import StateId, group_state
-from equipoise.averaging.weights import ATTENDANCE_LIMIT
+from equipoise.averaging.weights import ATTENDANCE_LIMIT, LEAST_CONTRIBUTION
 from equipoise.dht.limits import LruDict, backoff
 from equipoise.peer.training import events, lineage
 from equipoise.peer.training.events import Action, Event
@@ -53,15 +53,19 @@ ATTENDANCE = ATTENDANCE_LIMIT
 """Weight of a peer without a contribution in a round that would otherwise lack its second contributor. Beside any
 number of samples the weight vanishes in fp32, and the peer adds zeros."""
 
-MEETING_WEIGHT = 1e-3
-"""Most weight of peers that only attend, also of many such peers together. A round of only such contributors introduces
-them to each other, and changes nothing."""
+MEETING_WEIGHT = LEAST_CONTRIBUTION
+"""Weight that peers which only attend do not reach, also many of them together. A round of only such contributors
+introduces them to each other, and changes nothing."""
 
 MAX_INTRODUCTIONS = 3
 """Most rounds of newcomers among themselves, while other peers are known, before they conclude that no group exists."""
 
 FAILED_ROUNDS = 3
 """Failed rounds in a row, while others are known, after which a peer trains alone if it may; one failure is normal."""
+
+LATE_ROUNDS = 2
+"""Late contributions in a row without their mean, after which a peer attends a round to learn the group's state. After
+a single one, the round that closed without the peer may have failed, so that its contribution still fits."""
 
 FIRST_SNAPSHOT = 2
 """Epoch of the snapshot that a newcomer wants if others train already: peers that start with it are in step by then."""
@@ -176,7 +180,7 @@ class Replica:
         self._patience = patience
         self._company_at = now
         self.known = Known(name, trust, patience, now)
-        self._failures = 0
+        self._failures = self._late_rounds = 0
         self._links: deque[lineage.Link] = deque()
         self._missed = lineage.Missed()
         self._looks_ahead = 0
@@ -219,6 +223,8 @@ class Replica:
         match event:
             case events.RoundSucceeded():
                 return self._round_succeeded(event, now)
+            case events.RoundFailed(reason, late=True):
+                return self._round_missed(reason, now)
             case events.RoundFailed(reason, formed):
                 return self._round_failed(reason, formed, now)
             case events.ImageFetched():
@@ -236,8 +242,8 @@ class Replica:
             case events.Stopped():
                 self._fetching = self._meets = False
                 return _forget(self._missed.clear())
-            case events.OthersBegun():
-                return self._others_begun(now)
+            case events.OthersBegun(at_least):
+                return self._others_begun(at_least, now)
             case events.Ending():
                 return self._ending(now)
             case events.Due(company):
@@ -259,6 +265,14 @@ class Replica:
         # It may have succeeded for others. Then this peer's contribution counts, and must not be given again.
         return self._look_ahead() if formed and self.phase is Phase.IN_STEP else []
 
+    def _round_missed(self, reason: str, now: float) -> list[Action]:
+        """The group went on without this peer, so its next contribution needs the mean; no failure of the others."""
+        self._late_rounds += 1
+        if self.phase is Phase.ASTRAY:
+            return self._return(now)
+        self.reason = reason
+        return self._look_ahead() if self.phase is Phase.IN_STEP else []
+
     def _fetch_failed(self, reason: str, now: float) -> list[Action]:
         self._fetching = False
         self._fetch_pause = backoff(self._fetch_pause, FETCH_PAUSE, MAX_FETCH_PAUSE)
@@ -277,14 +291,14 @@ class Replica:
         return self._give_up_astray("an update was interrupted: what it holds is nobody else's")
 
     def _round_succeeded(self, event: events.RoundSucceeded, now: float) -> list[Action]:
-        self._failures, self._company_at, self._unsure = 0, now, False
+        self._failures, self._late_rounds, self._company_at, self._unsure = 0, 0, now, False
         group, most = self.known.group(event, now), event.group
         if group is None:
             return self._nobody_knows(now)
         self._group = group
         holders = tuple(name for name, state in event.states.items() if state == group and name != self._name)
         self.circle = holders or self.circle
-        givers = {name for name, weight in event.weights.items() if weight > MEETING_WEIGHT}
+        givers = {name for name, weight in event.weights.items() if weight >= MEETING_WEIGHT}
         # Peers without a contribution count too: they will contribute next time, and then need a second contributor.
         lasting = {name for name in event.members if event.states.get(name) == group}
         idle = [name for name in event.members if name not in lasting]
@@ -337,7 +351,7 @@ class Replica:
 
     def _image_fetched(self, event: events.ImageFetched, now: float) -> list[Action]:
         state, self._fetching = event.state, False
-        if self.phase is Phase.IN_STEP or (self.phase is Phase.MEETING and state.epoch <= self.state.epoch):
+        if self.phase is Phase.IN_STEP or (self.phase is Phase.MEETING and state.epoch < self.state.epoch):
             return []
         if any(link.before.epoch == state.epoch and link.before != state for link in self._links):
             told = f"that of epoch {state.epoch} is of another state than the group's"
@@ -384,6 +398,7 @@ class Replica:
         actions: list[Action] = [events.Keep(before)]
         if self.phase is not Phase.ASTRAY:
             self._meets = self._unsure = False
+            self._late_rounds = 0
             self._links.extend(self._missed.clear())
             actions += [events.DropGiven()] if counted else []
             self.phase = Phase.IN_STEP
@@ -407,17 +422,20 @@ class Replica:
             self._looked_back = (self.state, LOOKS_BACK)
         meets, self._meets = self._meets, False
         # This peer asks once more before its next contribution, then not again: the next round tells.
-        self._unsure = not decided and not meets and self._failures > 0
+        self._unsure = not decided and not meets and self._failures + self._late_rounds > 0
+        if self._late_rounds >= LATE_ROUNDS:
+            self.phase, self._late_rounds = Phase.MEETING, 0
+            self.reason = "the others go on without it, and no peer has the mean: it meets the group anew"
         return [events.Meet()] if meets else []
 
     def _give_up_means(self, reason: str, now: float) -> list[Action]:
         self.reason += f"; the means between are not to be had: {reason}"
         return [*_forget(self._missed.clear(reason)), *self._return(now)]
 
-    def _others_begun(self, now: float) -> list[Action]:
+    def _others_begun(self, at_least: int, now: float) -> list[Action]:
         """Fetch a snapshot at once: the first round may come late, and would most likely only show the need for it."""
-        begins = self.phase is Phase.MEETING and self.state.epoch == 0
-        return self._fetch(FIRST_SNAPSHOT, now) if begins else []
+        begins = self.phase is Phase.MEETING and self.state.epoch in (0, at_least)
+        return self._fetch(at_least, now) if begins else []
 
     def _overdue(self, now: float) -> list[Action]:
         """No round comes: this peer may have missed an update, or no donor may ever take the awaited snapshot."""
@@ -467,7 +485,7 @@ class Replica:
             before = self._links[0].before
             self.phase, self._wanted = Phase.ASTRAY, before.epoch
             came, group = lineage.told(self.state), lineage.told(before)
-            self.reason = f"astray: it came to {came}, the group to {group}"
+            self.reason = f"astray: this peer computed {came}, the group {group}"
             return [*actions, *self._return(now)]
         if self.phase is not Phase.IN_STEP:
             # The next round tells whether this is the group's state; most likely it is.

@@ -14,9 +14,11 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 import bench_round
+import simulate
 import soak
 
 from e2e.netns import available
+from simulator.gossip import Mixing
 
 SCRIPTS = Path(bench_round.__file__).parent
 
@@ -170,6 +172,26 @@ def test_a_soak_counts_rounds_and_failures() -> None:
     assert 0 < verdict["p50_ms"] <= verdict["p99_ms"]
     # On a busy machine so few rounds may well have a late one.
     assert not [line for line in verdict["violations"] if not line.startswith("p99")]
+
+
+def test_simulated_gossip_is_told_in_figures() -> None:
+    options = ["--peers", "8", "--topology", "ring", "--exchanges", "16", "--seeds", "2"]
+    status, found = run("simulate.py", "--what", "gossip", *options)
+    assert status == 0
+    assert found.keys() == {"error", "in_doubt", "messages_per_exchange"}
+    assert found["error"].keys() == {"8", "16"}
+    assert 0 < found["error"]["16"] < found["error"]["8"] < 1
+    assert found["in_doubt"] == 0
+    assert found["messages_per_exchange"] >= 2, "a proposal and its answer"
+
+
+@pytest.mark.parametrize(("error", "seeds", "status"), [(0.01, "10", 0), (0.02, "10", 1), (0.02, "9", 0)])
+def test_gossip_that_mixes_worse_than_random_pairs_is_told_by_the_exit_status(
+    error: float, seeds: str, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(simulate, "mix", lambda *_: Mixing({64: 0.3, 128: 0.1, 256: error}, 0, 9.0))
+    monkeypatch.setattr(sys, "argv", ["simulate.py", "--what", "gossip", "--seeds", seeds])
+    assert simulate.main() == status
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,6 +41,27 @@ def test_gossip_beats_a_peer_alone_and_ends_with_one_model(swarm: Swarm) -> None
     assert summary["bit_identical"]
     assert summary["accuracy"] > summary["accuracy_alone"]
     assert summary["bytes_sent"] > 0
+
+
+@pytest.mark.slow
+def test_federated_rounds_learn_what_no_peer_has_alone(swarm: Swarm, tmp_path: Path) -> None:
+    plot = tmp_path / "accuracy.svg"
+    words = (
+        "--strategy",
+        "federated:fraction=0.5",
+        "--split",
+        "classes:each=5",
+        "--outer",
+        "fedyogi:eta=0.03",
+    )
+    demo = swarm.command("demo", *words, "--kill", "1", "--rounds", "20", "--plot", str(plot), "--json")
+    summary = finish(demo)
+    assert summary["ok"], summary
+    assert summary["bit_identical"]
+    assert summary["accuracy"] > summary["accuracy_alone"] + 0.2
+    assert [number for number, _ in summary["curve"]] == list(range(21))
+    assert f"accuracy by round: {plot}" in demo.errors
+    assert "<svg" in plot.read_text()
 
 
 @pytest.mark.slow

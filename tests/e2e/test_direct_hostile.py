@@ -3,8 +3,8 @@
 All is drawn from a seed. In each layer there are `CHANNELS` frames that do not decode (of rounds, of matchmaking, of
 transfers, of no kind) and `CHANNELS` streams whose records are altered (cut, replayed, reordered, oversized, ...):
 1,080 in all, each of which costs the member its channel, among 3,780 frames that are well-formed and unasked for. With
-14,000 altered records and streams in `dht/direct/test_aead.py`, 6,650 strangers and prefaces in `test_doors.py` beside
-it, and 2,000 strangers in `test_direct.py`, 23,730 malformed inputs meet the real parsers of channels.
+14,000 altered records and streams in `dht/direct/test_aead.py`, 6,650 strangers and prefaces in `test_listener.py`
+beside it, and 2,000 strangers in `test_direct.py`, 23,730 malformed inputs meet the real parsers of channels.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ from equipoise.peer.tensors import tensor_schema
 from equipoise.peer.wiring import Signer
 from fakes.alterations import ALTERATIONS
 from fakes.speaker import Speaker
+from fakes.vectors import averaged
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -109,7 +110,7 @@ async def _attack(victim: DaemonProcess, run: Run, tensor: torch.Tensor, layer: 
         spec = RunSpec.create("digits", tensor_schema([tensor]), RunOptions(**OPTIONS))
         run_driver = await router.join(spec)
         pending = run.average(timeout=60, wait=False)
-        outcome = await run_driver.average(torch.zeros(VALUES), torch.zeros(VALUES), 1.0, 60.0)
+        outcome = await averaged(run_driver, torch.zeros(VALUES), torch.zeros(VALUES), 1.0, 60.0)
         assert outcome.ok, outcome.reason
         assert (await asyncio.to_thread(pending.result)).ok
         (known,) = router._rounds.open

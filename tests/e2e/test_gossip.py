@@ -12,6 +12,7 @@ import torch
 
 from e2e.learners import shared_daemons
 from e2e.swarm import DaemonProcess, eventually
+from equipoise.averaging.timing import INITIAL_WAIT
 from equipoise.peer import Outcome, Run, connect
 from equipoise.peer.training import Gossip
 from oracles.training import batch_of, loss_of, network
@@ -76,7 +77,7 @@ def test_training_exchanges_and_ends_with_one_model(places: list[DaemonProcess])
         model = network()
         sgd = torch.optim.SGD(model.parameters(), lr=0.01)
         index = places.index(place)
-        with connect(place.home) as peer, peer.join("lessons", model, strategy="gossip") as run:
+        with connect(place.home) as peer, peer.join("lessons", model, strategy="gossip", group_size=2) as run:
             with Gossip(run, every=5, wait_for=PEERS - 1) as gossip:
                 for number in range(100_000):
                     sgd.zero_grad()
@@ -97,6 +98,27 @@ def test_training_exchanges_and_ends_with_one_model(places: list[DaemonProcess])
         ends = list(pool.map(train, places))
     assert all(count == PEERS for _, count, _ in ends), "all end together"
     assert all(torch.equal(weights, ends[0][0]) for weights, _, _ in ends), "with one model"
+
+
+def test_a_straggler_ends_with_the_others(places: list[DaemonProcess]) -> None:
+    def end(place: DaemonProcess) -> Outcome | None:
+        model = network()
+        with (
+            connect(place.home) as peer,
+            peer.join("stragglers", model, strategy="gossip") as run,
+            Gossip(run, every=5, wait_for=PEERS - 1) as gossip,
+        ):
+            together.wait(60.0)
+            if place is places[0]:
+                threading.Event().wait(
+                    INITIAL_WAIT + 1.5
+                )  # Its last steps take longer than a group's first wait.
+        return gossip.finished
+
+    together = threading.Barrier(PEERS)
+    with ThreadPoolExecutor(PEERS) as pool:
+        ends = list(pool.map(end, places))
+    assert all(one is not None and len(one.contributors) == PEERS for one in ends), ends
 
 
 def test_a_search_that_is_stopped_as_soon_as_it_is_asked_for_ends(places: list[DaemonProcess]) -> None:

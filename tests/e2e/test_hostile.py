@@ -11,10 +11,10 @@ import torch
 from e2e.fleet import Fleet, normal
 from e2e.swarm import CLI, Swarm, eventually
 from equipoise.averaging.manifest import MAX_ROUND
-from equipoise.averaging.matchmaking.joiner import HOLD_SECONDS
 from equipoise.averaging.matchmaking.membership import MISSES
 from equipoise.averaging.matchmaking.topology import rank
 from equipoise.averaging.outcome import Idle
+from equipoise.averaging.timing import HOLD_SECONDS
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -53,12 +53,18 @@ def test_two_that_hold_and_flood_cost_the_others_a_wait_and_no_round(
 
 
 @pytest.mark.parametrize(
-    ("liars", "ways"),
-    [(1, ("lie",)), (2, ("lie",)), (1, ("lie", "silent")), (2, ("lie", "silent"))],
-    ids=["1", "2", "1 silent", "2 silent"],
+    ("liars", "ways", "mates"),
+    [
+        (1, ("lie",), False),
+        (2, ("lie",), False),
+        (1, ("lie", "silent"), False),
+        (2, ("lie", "silent"), False),
+        (3, ("lie",), True),
+    ],
+    ids=["1", "2", "1 silent", "2 silent", "3 that took part"],
 )
 def test_what_others_say_of_round_and_progress_stops_nobody(
-    swarm: Swarm, monkeypatch: pytest.MonkeyPatch, ways: tuple[str, ...], liars: int
+    swarm: Swarm, monkeypatch: pytest.MonkeyPatch, ways: tuple[str, ...], liars: int, mates: bool
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(TESTS), prepend=":")
     monkeypatch.setattr("e2e.swarm.CLI", (*CLI[:-1], "from e2e.hostile import main; main()"))
@@ -86,6 +92,11 @@ def test_what_others_say_of_round_and_progress_stops_nobody(
             step(SETTLE_SECONDS, MISSES + 1)  # Peers that give nothing are waited for so often.
             return step(seconds)
 
+        if mates:
+            for run in fleet.runs[:3]:
+                run.accumulate({"w": values}, weight=1.0)
+            outcomes = [one.result() for one in [run.step(timeout=TIMEOUT, wait=False) for run in fleet.runs]]
+            assert all(outcome.ok and len(outcome.group) == 3 + liars for outcome in outcomes)
         rates = [rate(HONEST_SECONDS)]
         for daemon, run in zip(fleet.daemons[3:], fleet.runs[3:], strict=True):
             for way in ways:

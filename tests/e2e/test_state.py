@@ -35,6 +35,8 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[DaemonProc
 class Donor(threading.Thread):
     """A trainer that steps without pause until it is told to stop, or its daemon dies.
 
+    Its contributions are bound to no state: after the first mean, a contribution to the old state would be late.
+
     Attributes:
         outcomes: What its rounds came to.
     """
@@ -48,7 +50,7 @@ class Donor(threading.Thread):
     def run(self) -> None:
         while not self._ended.is_set():
             self._run.accumulate([torch.ones(STEP_VALUES)], weight=1)
-            outcome = self._run.step(timeout=20.0, state=STATE)
+            outcome = self._run.step(timeout=20.0)
             if outcome.reason.startswith("the daemon on "):
                 return
             self.outcomes.append(outcome)

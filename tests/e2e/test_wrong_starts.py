@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 
 from e2e.swarm import CLI, ChildProcess, DaemonProcess, Swarm, eventually
 from equipoise.dht.address import EXAMPLE
@@ -102,6 +103,17 @@ def wrong_value(place: Place) -> tuple[int, str]:
     return place.here("daemon")
 
 
+def no_such_device(place: Place) -> tuple[int, str]:
+    return place.here("daemon", "--device", "gpu")
+
+
+def torch_without_cuda(place: Place) -> tuple[int, str]:
+    place.monkeypatch.setattr("torch.version.cuda", None)
+    place.monkeypatch.setattr("torch.version.hip", None)
+    place.monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    return place.here("daemon", "--device", "cuda:1")
+
+
 def port_in_use(place: Place) -> tuple[int, str]:
     with socket.create_server(("127.0.0.1", 4711)):
         return place.ended(place.process("--listen", "/ip4/127.0.0.1/tcp/4711"))
@@ -182,6 +194,17 @@ GOLDEN: list[tuple[Wrong, int, str]] = [
         5,
         'file {home}/config.toml: bandwidth: expected a rate such as "10MB/s" or "80Mbit/s" (up to 10TB/s), '
         "or a number of bytes per second, got '10 miles'",
+    ),
+    (
+        no_such_device,
+        2,
+        "flag --device: expected cpu, cuda or cuda:N, got 'gpu'; leave it out to reduce on the CPU",
+    ),
+    (
+        torch_without_cuda,
+        5,
+        "flag --device: expected a device of this machine, got 'cuda:1': torch {torch} is built without CUDA; "
+        "install torch for CUDA, or give cpu",
     ),
     (
         port_in_use,
@@ -281,6 +304,7 @@ def test_a_wrong_start_is_one_line_with_cause_and_next_step(
         "port": there[4] if there else "",
         "there": there[6] if there else "",
         "version": PROTOCOL_VERSION,
+        "torch": torch.__version__,
     }
     assert said == f"{'error' if status else 'warning'}: {golden.format(**known)}\n"
     assert ended == status

@@ -20,12 +20,6 @@ def gradients(value: float) -> dict[str, torch.Tensor | None]:
     return {name: torch.full_like(tensor, value) for name, tensor in LIKE.items()}
 
 
-def mean(accumulator: Accumulator) -> dict[str, torch.Tensor]:
-    out = {name: torch.full(tensor.shape, math.nan) for name, tensor in LIKE.items()}
-    accumulator.mean_into(out)
-    return out
-
-
 @settings(deadline=None)
 @given(st.lists(st.tuples(values, weights), max_size=8))
 def test_the_mean_is_the_weighted_mean(parts: list[tuple[float, float]]) -> None:
@@ -39,8 +33,8 @@ def test_the_mean_is_the_weighted_mean(parts: list[tuple[float, float]]) -> None
     assert accumulator.weight == pytest.approx(total)
     # A product with a weight of 1e-3 may be less than fp32's least number, and the sum of weights divides what is lost.
     atol = 1e-5 * scale + 1e3 * torch.finfo(torch.float32).tiny
-    torch.testing.assert_close(mean(accumulator)["a"], torch.full((2, 2), expected), rtol=1e-5, atol=atol)
-    assert torch.equal(mean(accumulator)["b"], torch.zeros(3))
+    torch.testing.assert_close(accumulator.mean()["a"], torch.full((2, 2), expected), rtol=1e-5, atol=atol)
+    assert torch.equal(accumulator.mean()["b"], torch.zeros(3))
 
 
 def test_sums_are_kept_in_fp32() -> None:
@@ -48,7 +42,7 @@ def test_sums_are_kept_in_fp32() -> None:
     for _ in range(1000):
         accumulator.add(gradients(1.0), 1.0)  # bf16 cannot count beyond 256
 
-    assert torch.equal(mean(accumulator)["b"], torch.ones(3))
+    assert torch.equal(accumulator.mean()["b"], torch.ones(3))
 
 
 def test_merging_is_as_if_all_had_been_added_to_one() -> None:
@@ -59,10 +53,10 @@ def test_merging_is_as_if_all_had_been_added_to_one() -> None:
     first.merge(second)
 
     assert first.weight == 3.0
-    assert torch.equal(mean(first)["a"], torch.full((2, 2), 3.0))
+    assert torch.equal(first.mean()["a"], torch.full((2, 2), 3.0))
     first.clear()
     assert first.weight == 0.0
-    assert torch.equal(mean(first)["a"], torch.zeros(2, 2))
+    assert torch.equal(first.mean()["a"], torch.zeros(2, 2))
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -76,7 +70,7 @@ def test_a_value_that_is_not_finite_is_named_and_nothing_is_added(bad: float) ->
     with pytest.raises(SchemaError, match=rf"'b' holds {bad} at flat index 1 \(1 such"):
         accumulator.add(spoilt, 1)
     assert accumulator.weight == 1.0
-    assert torch.equal(mean(accumulator)["a"], torch.ones(2, 2))
+    assert torch.equal(accumulator.mean()["a"], torch.ones(2, 2))
 
 
 def test_a_sum_that_would_overflow_is_refused_before() -> None:
@@ -87,7 +81,7 @@ def test_a_sum_that_would_overflow_is_refused_before() -> None:
         accumulator.add({**gradients(0.0), "a": torch.full((2, 2), -1e38)}, 2)
     with pytest.raises(SchemaError, match="would exceed fp32"):
         accumulator.add(gradients(1.0), 1e300)
-    assert torch.equal(mean(accumulator)["a"], torch.full((2, 2), 1e38))
+    assert torch.equal(accumulator.mean()["a"], torch.full((2, 2), 1e38))
 
 
 def test_doubles_beyond_fp32_are_refused() -> None:
@@ -111,10 +105,7 @@ def test_sparse_gradients_are_added_to_the_rows_they_touch(dtype: torch.dtype) -
     accumulator.add({"e": sparse([], torch.zeros(0, 2))}, 1.0)
     dense.add({"e": None}, 1.0)
 
-    (got, expected) = ({"e": torch.empty(4, 2)} for _ in range(2))
-    accumulator.mean_into(got)
-    dense.mean_into(expected)
-    assert torch.equal(got["e"], expected["e"])
+    assert torch.equal(accumulator.mean()["e"], dense.mean()["e"])
     assert accumulator.weight == dense.weight
 
 
@@ -145,8 +136,8 @@ def test_what_was_cleared_does_not_come_back(beginning: str) -> None:
         accumulator.merge(other)
 
     expected = 0.0 if beginning == "nothing" else 2.0
-    assert torch.equal(mean(accumulator)["a"], torch.full((2, 2), expected))
-    assert torch.equal(mean(accumulator)["b"], torch.zeros(3))
+    assert torch.equal(accumulator.mean()["a"], torch.full((2, 2), expected))
+    assert torch.equal(accumulator.mean()["b"], torch.zeros(3))
     accumulator.merge(Accumulator(LIKE))
     accumulator.add(gradients(2.0), 2 + accumulator.weight)
-    assert torch.equal(mean(accumulator)["a"], torch.full((2, 2), 2.0))
+    assert torch.equal(accumulator.mean()["a"], torch.full((2, 2), 2.0))

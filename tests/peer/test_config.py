@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 
 from equipoise.averaging import manifest
+from equipoise.compression.grammar import MAX_WORD_CHARS, MAX_WORDS
 from equipoise.dht.address import EXAMPLE, LISTEN_EXAMPLE
+from equipoise.dht.state import MAX_TAG_CHARACTERS, MAX_TAGS
 from equipoise.peer.config import MAX_BANDWIDTH, MAX_FILE_BYTES, Loaded, default_home, load
 from equipoise.peer.errors import ConfigError
 
@@ -46,6 +48,7 @@ def test_flags_win_over_environment_wins_over_file(tmp_path: Path) -> None:
     assert origins(loaded) == {
         "home": "flag --home",
         "name": "flag --name",
+        "tags": "default",
         "join": "default",
         "listen": "default",
         "direct_listen": "default",
@@ -57,6 +60,7 @@ def test_flags_win_over_environment_wins_over_file(tmp_path: Path) -> None:
         "relay_bandwidth": "default",
         "log_level": "environment EQUIPOISE_LOG_LEVEL",
         "bandwidth": f"file {tmp_path / 'config.toml'}",
+        "device": "default",
     }
 
 
@@ -140,6 +144,11 @@ def test_an_unknown_argument_is_named(tmp_path: Path) -> None:
         ("bandwidth = '10Mb/s'", "got '10Mb/s'; write B for bytes or bit for bits"),
         ("bandwidth = '10 miles'", "got '10 miles'"),
         ("relay_bandwidth = inf", "relay_bandwidth: expected a rate"),
+        (
+            "device = 'cuda:x'",
+            "device: expected cpu, cuda or cuda:N, got 'cuda:x'; leave it out to reduce on the CPU",
+        ),
+        ("device = 0", "device: expected cpu, cuda or cuda:N, got 0"),
         ("name = ", "not valid TOML"),
         ("name = " + "[" * 30_000, "not valid TOML: nested too deep; correct it or remove it"),
         ("#" * MAX_FILE_BYTES + "#", "larger than"),
@@ -226,8 +235,36 @@ def test_a_pipe_in_place_of_the_file_blocks_nothing(tmp_path: Path) -> None:
         load({"home": tmp_path}, {})
 
 
+def test_tags_come_from_all_three_places(tmp_path: Path) -> None:
+    home = with_file(tmp_path, 'tags = ["file"]')
+    assert load(home, {}).config.tags == ("file",)
+    environ = {"EQUIPOISE_TAGS": "gpu, a-100.v_2"}
+    assert load(home, environ).config.tags == ("gpu", "a-100.v_2")
+    loaded = load({**home, "tags": ("flag",)}, environ)
+    assert loaded.config.tags == ("flag",)
+    assert origins(loaded)["tags"] == "flag --tag"
+
+
+@pytest.mark.parametrize("tags", [("a b",), ("",), ("x" * 25,), ("g\npu",), tuple("abcdefghi"), "gpu", (7,)])
+def test_tags_are_few_short_words(tmp_path: Path, tags: Any) -> None:
+    expected = "expected a list of at most 8 words of 1 to 24 letters, digits, dots, dashes or underscores"
+    with pytest.raises(ConfigError, match=f"flag --tag: {expected}"):
+        load({"home": tmp_path, "tags": tags}, {})
+
+
+def test_tags_are_the_words_of_specs() -> None:
+    assert (MAX_TAGS, MAX_TAG_CHARACTERS) == (MAX_WORDS, MAX_WORD_CHARS)
+
+
 def test_a_bandwidth_is_bounded_as_joins_are() -> None:
     assert manifest.MAX_BANDWIDTH == MAX_BANDWIDTH
+
+
+def test_a_device_comes_from_all_three_places(tmp_path: Path) -> None:
+    home = with_file(tmp_path, 'device = "cuda"')
+    assert load(home, {}).config.device == "cuda"
+    assert load(home, {"EQUIPOISE_DEVICE": "cuda:1"}).config.device == "cuda:1"
+    assert load({**home, "device": "cpu"}, {"EQUIPOISE_DEVICE": "cuda:1"}).config.device == "cpu"
 
 
 def test_addresses_to_announce_and_the_router(tmp_path: Path) -> None:

@@ -40,6 +40,15 @@ def test_rounds_outlive_the_daemon(tmp_path: Path) -> None:
     assert later.last(10) == read_history(tmp_path) == [outcome(number) for number in range(4)]
 
 
+def test_what_was_measured_outlives_the_daemon_too(tmp_path: Path) -> None:
+    measured = msgspec.structs.replace(outcome(1), metrics={"loss": 0.1}, evaluation={"f 1": 1e300})
+    kept = History(tmp_path)
+    kept.add(measured)
+    kept.close()
+
+    assert read_history(tmp_path) == [measured]
+
+
 def test_the_last_of_each_run_are_listed(tmp_path: Path) -> None:
     mixed = [outcome(1), outcome(1, "other"), outcome(2), outcome(3)]
 

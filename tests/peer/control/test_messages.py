@@ -88,6 +88,23 @@ def test_a_message_that_is_too_long_is_not_sent() -> None:
         encode(1, JoinRun("digits", RunOptions(), schema, Schema(()), 3000))
 
 
+@pytest.mark.parametrize(
+    "stated",
+    [
+        {"metrics": [["loss", float("nan")]]},
+        {"metrics": [["l" * 25, 1.0]]},
+        {"evaluation": [1.0, [["loss", float("inf")]]]},
+        {"evaluation": [1.0, [["b", 1.0], ["a", 1.0]]]},
+        {"evaluation": [-1.0, []]},
+    ],
+)
+def test_a_round_whose_metrics_are_not_valid_is_refused(stated: dict[str, object]) -> None:
+    asked = {"type": "StartRound", "run": "r", "purpose": "step", "weight": 1.0, "timeout": 1.0}
+    _, content = decode_number(msgspec.msgpack.encode((5, {**asked, **stated})))
+    with pytest.raises(ControlError, match="does not understand"):
+        decode_request(content)
+
+
 DEEP = msgspec.Raw(b"\x91" * 100_000 + b"\xc0")
 NOT_UTF8 = msgspec.Raw(b"\x81\xa4type\xa1\xff")
 
@@ -126,7 +143,7 @@ JOIN = {
     "options": {},
     "tensors": {"tensors": [TENSOR]},
     "gradients": {"tensors": []},
-    "values": 2,
+    "size": 2,
 }
 
 

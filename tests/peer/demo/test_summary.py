@@ -106,11 +106,26 @@ def test_bytes_are_those_of_all_trainers_in_all_rounds() -> None:
         ({"kill": -1}, "--kill from 0 to 2"),
         ({"strategy": "telepathy"}, "--strategy: unknown strategy 'telepathy'"),
         ({"codec": "int9"}, "int9"),
+        ({"rule": "medium"}, "--rule: unknown rule 'medium'.*did you mean 'median'"),
+        ({"strategy": "federated", "outer": "fedyogi:eta=x"}, "--outer: .*fedyogi"),
+        ({"outer": "fedyogi"}, "--outer needs --strategy federated, got allreduce"),
+        ({"plot": "a.svg"}, "--plot needs --strategy federated, got allreduce"),
+        ({"strategy": "federated", "plot": "a.pdf"}, r"--plot: .* ends in .png or .svg, got 'a.pdf'"),
+        ({"split": "classes:each=11"}, "--split: .* at most 10 for each peer"),
+        ({"strategy": "federated:available=5"}, "--strategy: expected available of at most 4 peers, got 5"),
+        ({"strategy": "federated:quorum=4", "kill": 1}, "expected quorum of at most 3 peers, got 4"),
     ],
 )
 def test_options_out_of_range_are_refused(options: dict[str, object], message: str) -> None:
     with pytest.raises(DemoUsageError, match=message):
         msgspec.convert(options, DemoOptions).check()
+
+
+def test_federated_options_name_their_defaults() -> None:
+    options = DemoOptions(strategy="federated").check()
+    assert (options.outer, options.plot, options.codec) == ("average", "equipoise-demo.svg", "int8")
+    assert options.federated
+    assert not DemoOptions().check().federated
 
 
 def test_missing_data_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,7 +151,7 @@ def test_the_summary_names_what_did_not_work() -> None:
 
 def test_plain_lines_show_a_round_once() -> None:
     console = Console(width=200)
-    lines = PlainLines(console)
+    lines = PlainLines(console, OPTIONS)
     ledger = Ledger(OPTIONS)
     with console.capture() as capture:
         for trainer in range(3):

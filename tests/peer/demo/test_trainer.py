@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from equipoise.peer.demo.options import BATCH, BATCHES_PER_PEER
-from equipoise.peer.demo.trainer import Digits, Learner, deal, split_digits, train_alone
+from equipoise.peer.demo.trainer import Digits, Learner, deal, split_digits, standardised, train_alone
 
 
 @pytest.fixture(scope="module")
@@ -20,6 +20,20 @@ def test_every_training_image_belongs_to_exactly_one_peer(halves: tuple[Digits, 
     numbered = Digits(torch.arange(len(training.labels)).float()[:, None], training.labels)
     dealt = torch.cat([deal(numbered, index, peers).pixels[:, 0] for index in range(peers)])
     assert torch.equal(dealt.sort().values, numbered.pixels[:, 0])
+
+
+def test_a_split_by_classes_gives_each_peer_two(halves: tuple[Digits, Digits]) -> None:
+    for index in range(8):
+        assert len(deal(halves[0], index, 8, "classes:each=2").labels.unique()) == 2
+
+
+def test_a_drawn_peer_goes_through_its_share_and_learns(halves: tuple[Digits, Digits]) -> None:
+    training, test = (standardised(half) for half in halves)
+    learner = Learner(deal(training, 0, 4), seed=0, federated=True)
+    untrained = learner.accuracy(test)
+    assert learner.fit() > learner.fit()
+    assert learner.accuracy(test) > max(untrained, 0.8)
+    assert train_alone(deal(training, 0, 4), 0, 2, federated=True).digest() == learner.digest()
 
 
 def test_the_halves_are_all_images_once(halves: tuple[Digits, Digits]) -> None:

@@ -11,8 +11,16 @@ from safetensors.torch import load as load_safetensors
 from safetensors.torch import save as save_safetensors
 from torch import nn
 
+from equipoise.averaging.outer import Outer, parse_outer
 from equipoise.averaging.state import StateId
-from equipoise.peer.training.image import ModelPart, OptimizerPart, SchedulerPart, TrainingState, UserPart
+from equipoise.peer.training.image import (
+    ModelPart,
+    OptimizerPart,
+    OuterPart,
+    SchedulerPart,
+    TrainingState,
+    UserPart,
+)
 from equipoise.peer.training.safetensors_io import DTYPES, MAX_HEADER_BYTES, ImageError, pack, unpack
 from oracles.training import batch_of, loss_of, network
 
@@ -307,3 +315,44 @@ def test_what_other_optimizers_remember_may_have_shapes_of_its_own() -> None:
     parameter = nn.Parameter(torch.ones(2, 4))
     part = OptimizerPart(Blockwise([parameter], lr=0.1), {"w": parameter})
     part.check({**part.tree(), "state": {"w": {"absmax": torch.zeros(3)}}})
+
+
+def outer_state(outer: Outer) -> tuple[TrainingState, dict[str, torch.Tensor]]:
+    agreed = {"w": torch.ones(3, 2), "b": torch.ones(2)}
+    return TrainingState({"outer": OuterPart(outer, agreed), "model": ModelPart(agreed, {})}), agreed
+
+
+@pytest.mark.parametrize("spec", ["nesterov", "fedavgm", "fedadagrad", "fedadam", "fedyogi"])
+def test_an_outer_step_goes_on_from_an_image_with_moments_and_counts(spec: str) -> None:
+    first, second = parse_outer(spec), parse_outer(spec)
+    (here, agreed), (there, copied) = outer_state(first), outer_state(second)
+    mean = {name: torch.full_like(one, 0.1) for name, one in agreed.items()}
+    first.step(agreed, mean)
+    there.read(here.image(ID), foreign=True).load()
+    for _ in range(2):
+        first.step(agreed, mean)
+        second.step(copied, mean)
+    assert torch.equal(here.image(ID), there.image(ID))
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"m": None}, "expected a dict in the image, got NoneType"),
+        (
+            {"v": {"w": torch.ones(2, 3)}},
+            r"'w' of the outer step's 'v' has shape \[3, 2\] here, got \[2, 3\]",
+        ),
+        ({"v": {"w": torch.ones(3, 2).int()}}, "'w' of the outer step's 'v' is torch.float32 here"),
+        ({"v": {"x": torch.ones(2)}}, "'x' of the outer step's 'v' is only in the image"),
+        ({"steps": -1}, "expected a count of the outer step's 'steps', got '-1'"),
+        ({"steps": True}, "expected a count"),
+        ({"steps": 10**400}, "expected a count"),
+    ],
+)
+def test_an_outer_state_that_does_not_fit_is_refused(changed: dict[str, Any], said: str) -> None:
+    here, agreed = outer_state(parse_outer("fedadam"))
+    told = Notes(**{**parse_outer("fedadam").state_dict(), **changed})
+    lies = TrainingState({"outer": UserPart(told), "model": ModelPart(agreed, {})})
+    with pytest.raises(ImageError, match=said):
+        here.read(lies.image(ID))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from equipoise.averaging.outer import Nesterov
+from equipoise.averaging.outer import Nesterov, parse_outer
 from equipoise.peer import Refused
 from equipoise.peer.training import DiLoCo, LocalSGD
 from equipoise.peer.training.local import dealt
@@ -275,12 +275,31 @@ def test_terms_say_how(fake: FakeSwarm) -> None:
     peer.join()
     assert dict(peer.run.terms) == {
         "training": "DiLoCo",
-        "outer step": "Nesterov(lr=0.5, momentum=0.9)",
+        "outer step": "nesterov:lr=0.5,momentum=0.9",
         "steps between exchanges": "6",
         "fragments": "1",
         "delay": "0",
         "merge": "0",
     }
+
+
+@pytest.mark.parametrize("outer", ["fedadam:eta=0.01", "fedyogi", "fedadagrad", "fedavgm:momentum=0.5"])
+def test_an_outer_step_by_its_spec_with_a_late_joiner(fake: FakeSwarm, outer: str) -> None:
+    early = [Local(fake, index, 200, outer=outer) for index in range(2)]
+    late = Local(fake, 2, 200, outer=outer)
+    late.model = network(seed=3)
+    for peer in [*early, late]:
+        peer.until_epoch = 9
+        peer.begin(at=8.0 if peer is late else 0.0)
+    fake.run()
+    assert dict(late.run.terms)["outer step"] == str(parse_outer(outer))
+    assert late.images() == early[0].images()
+    assert late.trained._fragments[0]._outer.state_dict().keys() == parse_outer(outer).state_dict().keys()
+
+
+def test_a_wrong_spec_of_an_outer_step_is_refused(fake: FakeSwarm) -> None:
+    with pytest.raises(ValueError, match=r"unknown outer step 'nestorov'; .*did you mean 'nesterov'"):
+        Local(fake, 0, 1, outer="nestorov").join()
 
 
 def test_fragments_are_of_about_the_same_size() -> None:

@@ -39,6 +39,11 @@ def test_of_local_steps(fake: FakeSwarm) -> None:
         DiLoCo(run, every=6, fragment=2)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="unknown option 'waitfor'; did you mean 'wait_for'"):
         LocalSGD(run, every=6, waitfor=1)  # type: ignore[call-arg]
+    for trainer in (DiLoCo, LocalSGD):
+        with pytest.raises(TypeError, match="unknown option 'evry'; did you mean 'every'"):
+            trainer(run, evry=6)  # type: ignore[call-arg]
+        with pytest.raises(ValueError, match="every: expected a whole number of steps >= 1, got 0"):
+            trainer(run)
     assert not run.trained_by
 
 

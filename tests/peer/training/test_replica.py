@@ -200,7 +200,7 @@ def test_strangers_do_not_become_the_circle_of_one_that_keeps_its_state() -> Non
 
 def test_those_that_had_a_vote_on_its_snapshot_are_its_circle_until_the_first_round() -> None:
     machine = Replica("a", OTHER, 0.0)
-    machine.handle(OthersBegun(), 0.1)
+    machine.handle(OthersBegun(FIRST_SNAPSHOT), 0.1)
     machine.handle(ImageFetched(state_at(5), ("b", "c", "late")), 2.0)
     assert machine.circle == ("b", "c", "late")
     machine.handle(succeeded(state_at(5)), 3.0)
@@ -303,6 +303,42 @@ def test_one_whose_round_failed_asks_at_once_whether_it_did_for_all() -> None:
     assert machine.reason == "the last round failed: lost b"
 
 
+LATE = RoundFailed("too late by 1.3 s: the group of round 7 has closed", late=True)
+
+
+def test_one_that_was_too_late_catches_up_with_the_mean_that_it_missed() -> None:
+    machine = in_step()
+    assert machine.handle(LATE, 1.0) == [Recover(START)]
+    assert machine.reason.startswith("too late by 1.3 s")
+    assert machine.handle(MeanFetched(START, "m0", False), 1.1) == [Keep(START), Apply(START)]
+    assert machine.state == state_at(1)
+
+
+def test_one_that_is_always_late_does_not_train_alone() -> None:
+    machine = in_step()
+    for epoch in range(2 * FAILED_ROUNDS):
+        machine.handle(LATE, float(epoch))
+        machine.handle(MeanFetched(state_at(epoch), f"m{epoch}", False), float(epoch))
+    assert not machine.gives_up
+
+
+def test_while_the_round_that_it_missed_goes_on_it_asks_again_before_it_gives_anything() -> None:
+    machine = in_step()
+    machine.handle(LATE, 1.0)
+    assert machine.handle(RecoveryFailed("not within 3 s", decided=False), 4.0) == []
+    assert machine.handle(Due(company=True), 4.0) == [Recover(START)]
+
+
+def test_late_again_without_a_mean_it_meets_the_group_anew() -> None:
+    machine = in_step()
+    for second in (1.0, 2.0):
+        assert machine.phase is Phase.IN_STEP, "the round that it missed may have failed for all"
+        assert machine.handle(LATE, second) == [Recover(START)]
+        machine.handle(RecoveryFailed("nobody keeps it"), second)
+    assert machine.phase is Phase.MEETING
+    assert machine.attendance() == ATTENDANCE
+
+
 @pytest.mark.parametrize("counted", [False, True])
 def test_what_it_had_given_is_dropped_if_it_is_in_the_mean(counted: bool) -> None:
     machine = in_step()
@@ -316,8 +352,8 @@ def test_what_it_had_given_is_dropped_if_it_is_in_the_mean(counted: bool) -> Non
 
 def test_a_newcomer_that_finds_others_at_work_fetches_at_once() -> None:
     machine = Replica("a", OTHER, 0.0)
-    assert machine.handle(OthersBegun(), 0.1) == [Fetch(FIRST_SNAPSHOT)]
-    assert machine.handle(OthersBegun(), 0.2) == []
+    assert machine.handle(OthersBegun(FIRST_SNAPSHOT), 0.1) == [Fetch(FIRST_SNAPSHOT)]
+    assert machine.handle(OthersBegun(FIRST_SNAPSHOT), 0.2) == []
     assert machine.handle(succeeded(state_at(5)), 1.0) == [Hold(state_at(5))]
     assert machine.handle(ImageFetched(state_at(5)), 2.0) == [Load(), Apply(state_at(5))]
     assert machine.phase is Phase.IN_STEP
@@ -325,7 +361,7 @@ def test_a_newcomer_that_finds_others_at_work_fetches_at_once() -> None:
 
 def test_a_snapshot_that_comes_before_any_round_is_followed_by_what_came_since() -> None:
     machine = Replica("a", OTHER, 0.0)
-    machine.handle(OthersBegun(), 0.1)
+    machine.handle(OthersBegun(FIRST_SNAPSHOT), 0.1)
     assert machine.handle(ImageFetched(state_at(5)), 2.0) == [Load(), Recover(state_at(5))]
     assert machine.handle(MeanFetched(state_at(5), "m5", False), 2.1) == [
         Keep(state_at(5)),

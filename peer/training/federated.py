@@ -1,0 +1,544 @@
+"""Federated rounds: the drawn peers train on their own data, and all peers make the same server step.
+
+    history = Federated(run, fit, evaluate, outer="fedyogi:eta=0.01", rounds=50, until="accuracy >= 0.95").run()
+
+FedAvg (McMahan 2017, 1602.05629) without a server: each drawn peer contributes the difference of the agreed model and
+its own, weighted by what `fit` returned; the others observe. The outer step (Reddi 2021, 2003.00295) is replicated:
+every peer applies it to the same mean, so all hold the same model, the same moments and the same history.
+
+A failed round keeps the contributions and is tried again; no peer trains twice from one state. A peer that comes too
+late fetches the mean that it missed. Its contribution is dropped or, with the strategy's `late=next`, counts once in a
+later round, with weight / sqrt(1 + age) as in FedBuff (Nguyen 2022, 2106.06639), age in rounds.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import math
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Unpack
+
+import torch
+from msgspec import structs
+
+from equipoise.averaging.draw import Drawn
+from equipoise.averaging.metrics import Evaluation, report_of
+from equipoise.averaging.options import MAX_TERM_CHARS
+from equipoise.averaging.outcome import Exchanging, Outcome
+from equipoise.averaging.outer import Outer, parse_outer
+from equipoise.averaging.schema import SchemaError
+from equipoise.averaging.state import StateId
+from equipoise.averaging.strategy import MAX_SECONDS
+from equipoise.averaging.strategy import Federated as FederatedStrategy
+from equipoise.peer.errors import Refused
+from equipoise.peer.run import Run
+from equipoise.peer.tensors import copies_of, persistent_buffers, stepped_tensors
+from equipoise.peer.training import image
+from equipoise.peer.training.checkpoint import Checkpoints, Keeper, keep_checkpoints
+from equipoise.peer.training.history import Ending, History, Record, Until
+from equipoise.peer.training.member import FINISH_SECONDS, Finished, Member, Reports, Subject, wait_for
+from equipoise.peer.training.options import (
+    CommonOptions,
+    FederatedKeywords,
+    FederatedOptions,
+    from_keywords,
+    number,
+    short,
+)
+
+POLL_SECONDS, OBSERVER_POLL_SECONDS = 0.25, 0.5
+"""Time between two looks at the draw and at downloads while a peer waits: a peer that is not in step yet, and an
+observer in step, which may be drawn in a dead peer's place."""
+
+FIRST_LOOK_SECONDS, LOOK_SECONDS, MAX_LOOK_SECONDS = 0.25, 1.0, 30.0
+"""Time until a peer that waits asks for a mean that it may have missed, then from one question to the next, and the
+longest such time. It doubles, because each question goes to all peers. An observer misses a round that closes before it
+has joined, and does not hear so."""
+
+LEAST_WAIT_SECONDS = 10.0
+"""Least time for a peer to join the round, beyond the grace, though its training took longer than the deadline."""
+
+OFFER_BYTES = 2**30
+"""Largest limit of an image that each peer offers before each round, so that newcomers need not wait for a peer that
+trains; a larger one is offered when a newcomer wants it, between two trainings."""
+
+MAX_CONFIG_TERMS = 16
+"""Most values of `config` that are a term each, so that a difference is named; more are one term, a digest."""
+
+Fit = Callable[["Task"], tuple[float, Mapping[str, float]]]
+
+log = logging.getLogger(__name__)
+
+
+class Task:
+    """The purpose of one call of `fit` or `evaluate`.
+
+    Attributes:
+        number: `fit`: the number of the round, 1 for the first. `evaluate`: the number of the round whose model is
+            evaluated, 0 before the first.
+        config: The options that all peers have alike.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        config: Mapping[str, Any],
+        seconds_left: Callable[[], float],
+        proximal: Callable[[], torch.Tensor],
+    ) -> None:
+        self.number = number
+        self.config = config
+        self._seconds_left = seconds_left
+        self._proximal = proximal
+
+    @property
+    def seconds_left(self) -> float:
+        """Seconds until the round's deadline, at least 0; if a quorum is there before, the round ends sooner."""
+        return self._seconds_left()
+
+    def proximal(self) -> torch.Tensor:
+        """FedProx's term, to add to the loss: mu / 2 ||w - w_t||^2, w_t the agreed parameters (Li 2020, 1812.06127)."""
+        return self._proximal()
+
+
+@dataclass
+class Result:
+    """The result of this peer's training.
+
+    Attributes:
+        state: The state from which it trained.
+        values: That state's parameters minus the trained ones, by name, fp32.
+        weight: What `fit` returned.
+        metrics: The finite ones of the metrics that `fit` returned.
+        missed: The state for whose round it came too late, if it did.
+    """
+
+    state: StateId
+    values: dict[str, torch.Tensor]
+    weight: float
+    metrics: dict[str, float]
+    missed: StateId | None = None
+
+    def weight_at(self, state: StateId) -> float:
+        """Its weight in the round after a state: discounted by its age."""
+        return self.weight / math.sqrt(1 + max(state.epoch - self.state.epoch, 0))
+
+
+class Federated:
+    """A training in rounds; made once for a run that has the strategy `federated`.
+
+    The model's floating-point buffers, such as BatchNorm's statistics, are averaged with its parameters. A run that was
+    joined with some of the tensors leaves all others each peer's own (personal layers).
+
+    Attributes:
+        history: One record for each round that came about.
+        evaluation: What `evaluate` returned last, for this peer's data; None before.
+        finished: The result of `finish`, once it has returned.
+        member: This peer's part in the replicated state.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        fit: Fit | None,
+        evaluate: Fit | None = None,
+        outer: str | Outer = "average",
+        *,
+        checkpoints: Checkpoints | None = None,
+        **options: Unpack[FederatedKeywords],
+    ) -> None:
+        """Agree with the others on the way of training.
+
+        Args:
+            run: Joined with the model or its tensors and the strategy `federated`, and used for nothing else.
+            fit: Trains the run's tensors, which hold the agreed model at its call, on this peer's data; returns a
+                weight, usually the number of samples, and metrics. None: this peer only evaluates.
+            evaluate: Returns a weight and metrics of the agreed model; called before the first round and after each.
+            outer: The outer step or its spec.
+            checkpoints: Checkpoints of the agreed state, one epoch a round.
+            **options: Fields of `FederatedOptions`.
+
+        Raises:
+            TypeError: An option is unknown; names it, and the closest known one.
+            ValueError: An option is out of its range.
+            Refused: The run has another strategy, is used already, or its peers agreed on other terms.
+            CheckpointError: Training should resume, but the checkpoints are damaged or of another training.
+        """
+        self._options = from_keywords(
+            FederatedOptions, dict(options), ("fit", "evaluate", "outer", "checkpoints")
+        )
+        until = Until.parse(self._options.until) if self._options.until else None
+        self._ending = Ending(self._options.rounds, until, self._options.patience)
+        self._config = MappingProxyType(_plain(self._options.config))
+        run.refuse_if_trained()
+        self._strategy = _strategy_of(run)
+        self._run, self._fit, self._evaluate = run, fit, evaluate
+        self._outer = parse_outer(outer) if isinstance(outer, str) else copy.deepcopy(outer)
+        self._local = stepped_tensors(run.source)
+        self._agreed = copies_of(self._local)
+        self.history = History()
+        self.evaluation: Evaluation | None = None
+        self.finished: Finished | None = None
+        self._evaluated: StateId | None = None
+        self._trained: StateId | None = None
+        self._result: Result | None = None
+        self._drawn: tuple[int, tuple[str, ...]] = (0, ())
+        self._begun = False
+        module = run.source if isinstance(run.source, torch.nn.Module) else torch.nn.Module()
+        buffers = persistent_buffers(module)
+        frozen = {name: one for name, one in module.named_parameters() if not one.requires_grad}
+        run.agree(self._terms(buffers, frozen), bool(buffers), observes=fit is None)
+        run.trained_by = type(self).__name__
+        self.member = self._join(buffers)
+        self._clock = self.member.clock
+        self._look_at, self._pause = self._clock(), 0.0
+        self._keeper: Keeper | None = None
+        if checkpoints is not None:
+            self._keeper = keep_checkpoints(self.member, run, checkpoints, scores=True)
+        run.before_leaving(self._leave)  # Runs before the keeper, which records the final state.
+        wait_for([run], self._options.wait_for)
+
+    @property
+    def epoch(self) -> int:
+        """Number of rounds that are in the model that this peer holds."""
+        return self.member.id.epoch
+
+    @property
+    def ended(self) -> bool:
+        """Whether the training has ended, by `rounds`, `until` or `patience`; equal histories say the same."""
+        return bool(self._ending.reason(self.history))
+
+    @property
+    def reason(self) -> str:
+        """Why the training has ended; until then, why this peer is in step with the group or not, one line."""
+        return self._ending.reason(self.history) or self.member.reason
+
+    def run(self) -> History:
+        """Make rounds until the training ends, and end together with the others; a failed round is tried again."""
+        while not self.ended:
+            began = self._clock()
+            record = self.step()
+            if not record.ok and self._clock() - began < LOOK_SECONDS:  # The daemon has gone, say.
+                self._run.sleep(LOOK_SECONDS)
+        self.finish()
+        return self.history
+
+    def step(self) -> Record:
+        """Make one round, or find out that it failed; after the training's end, return its last record.
+
+        A peer that begins, or has missed rounds, first catches up with the group.
+        """
+        began = self._clock()
+        deadline = began + self._strategy.deadline
+        sent, received, late = 0, 0, 0.0
+        failure, number = "", None
+        if self._result is not None:
+            self._result.missed = None  # If that round had come about, this peer would hold its mean now.
+        while not failure and (number is None or self.epoch < number):
+            if number is None and self.member.in_step:
+                if self.ended:
+                    return self.history[-1]
+                number = self.epoch + 1
+            ended = self.member.outcomes
+            failure = self._advance(deadline)
+            if self.member.outcomes != ended and self.member.last is not None:
+                sent += self.member.last.bytes_sent
+                received += self.member.last.bytes_received
+                late = late or self.member.last.late
+        number = number or self.epoch + 1
+        record = Record(number=number, ok=False, reason=failure)
+        if not failure:
+            record = next(one for one in reversed(self.history) if one.number == number)
+        record = structs.replace(
+            record,
+            drawn=self._drawn[1] if self._drawn[0] == number else (),
+            late=late,
+            seconds=self._clock() - began,
+            bytes_sent=sent,
+            bytes_received=max(received, record.bytes_received),
+            reason=f"its contribution came too late by {late:.1f} s; {record.reason}"
+            if late
+            else record.reason,
+        )
+        if record.ok:
+            self.history.add(record)
+            self._look_at_model()
+        log.info("run %s, round %d: %s", self._run.name, number, record.reason)
+        return record
+
+    def finish(self, timeout: float = FINISH_SECONDS) -> Finished:
+        """End together with the others: catch up, and stay while others are not as far.
+
+        Args:
+            timeout: Seconds for that.
+
+        Returns:
+            Whether this peer ends with the group's model, and why not.
+        """
+        self.member.withdraw("this peer ends")
+        self.finished = self.member.finish(timeout)
+        return self.finished
+
+    # ---- one round ----
+
+    def _advance(self, deadline: float) -> str:
+        """Take the next step that is due, and wait a moment; returns why the round failed, if it has."""
+        if not self._begun:
+            return self._wait_for_peers(deadline)
+        if self.member.in_step:
+            self._forget_the_old()
+            self._look_at_model()
+            if self.member.limit <= OFFER_BYTES:
+                # Not sooner: where a round has just closed, others still apply its mean.
+                self.member.offer()
+            drawn = self._run.draw(self.member.id)
+            self._drawn = self.epoch + 1, drawn.peers
+            if self._trains(drawn):
+                self._train(deadline)
+        before, ended = (self.member.id, self.member.in_step), self.member.outcomes
+        self._take_part(deadline)
+        self._look_around()
+        poll = OBSERVER_POLL_SECONDS if self.member.in_step else POLL_SECONDS
+        self.member.wait(min(poll, self._pause))
+        if (self.member.id, self.member.in_step) != before:
+            # A download may have brought a mean or the state while this peer waited for the round.
+            self.member.withdraw("this peer has caught up with the group")
+            self.member.has_company()  # Its reason may have changed too.
+            self._pause = FIRST_LOOK_SECONDS
+            return ""
+        if self.member.outcomes != ended:
+            return self._failure()
+        if self._clock() >= deadline and not isinstance(self._run.state, Exchanging):
+            return self._give_up()
+        return ""
+
+    def _wait_for_peers(self, deadline: float) -> str:
+        """Wait a moment for enough peers, before this peer's first round; returns why none begins, if time is over."""
+        live, available = len(self._run.draw(self.member.id).live), self._strategy.available
+        self._begun = live >= available
+        if self._begun:
+            return ""
+        self._run.sleep(POLL_SECONDS)
+        if self._clock() < deadline:
+            return ""
+        return f"{live} of {available} available peers are there after {self._strategy.deadline:g} s"
+
+    def _failure(self) -> str:
+        """Why the round that has just ended failed; empty if this peer only missed it."""
+        outcome = self.member.last
+        assert outcome is not None, "it has just ended"
+        if outcome.late and self._result is not None:
+            self._result.missed = self.member.id
+        return "" if outcome.ok or outcome.late else outcome.reason
+
+    def _give_up(self) -> str:
+        """End the search for a group at the deadline; returns why."""
+        before, waits = self.member.id, getattr(self._run.state, "reason", "")
+        told = f"no round within {self._strategy.deadline:g} s: {waits or self.member.reason}"
+        self.member.withdraw(told)
+        return "" if self.member.id != before else told
+
+    def _look_around(self) -> None:
+        """Look for means and snapshots that this peer lacks, and serve newcomers, now and then."""
+        now = self._clock()
+        if now < self._look_at + self._pause or (self.member.pending and self.member.round_done):
+            return
+        self._look_at, self._pause = now, min(max(2 * self._pause, LOOK_SECONDS), MAX_LOOK_SECONDS)
+        if self.member.has_company():
+            self.member.look_ahead()
+            self.member.serve()
+        else:
+            self.member.look_back()
+
+    def _take_part(self, deadline: float) -> None:
+        """Join the round with this peer's contribution, or as an observer, unless it has joined already."""
+        if self.member.pending:
+            return
+        self._look_at = self._clock()
+        left = max(deadline - self._clock(), self._strategy.grace + LEAST_WAIT_SECONDS)
+        seconds = min(left + self._strategy.reserve, MAX_SECONDS)
+        state, result = self.member.id, self._result
+        evaluation = self.evaluation if self._evaluated == state else None
+        if result is None or result.missed == state or not self.member.in_step:
+            self.member.observe(seconds, Reports(evaluation=evaluation))
+            return
+        try:
+            reports = Reports(result.metrics, evaluation)
+            self.member.give(result.values, result.weight_at(state), seconds, reports)
+        except SchemaError as error:
+            log.warning("run %s: the training has led nowhere, and is given up: %s", self._run.name, error)
+            self._result = None
+            self._return_to_agreed()
+
+    def _trains(self, drawn: Drawn) -> bool:
+        """Whether this peer is to train now: it is drawn, and has nothing to contribute yet."""
+        if self._fit is None or self._result is not None or self._trained == self.member.id:
+            return False
+        return self._run.peer in drawn.peers
+
+    def _train(self, deadline: float) -> None:
+        state = self.member.id
+        self.member.withdraw("this peer is drawn")
+        if self._fit is None or self.member.id != state or not self.member.in_step:
+            return
+        ends = time.strftime("%H:%M:%S", time.localtime(time.time() + deadline - self._clock()))
+        self._tell(
+            f"round {state.epoch + 1}: it trains; the round fails at {ends}, unless its quorum is there"
+        )
+        self._return_to_agreed()
+        weight, metrics = _returned("fit", self._fit(self._task(state.epoch + 1, deadline)))
+        self._trained = state
+        with torch.no_grad():
+            values = {name: agreed - self._local[name] for name, agreed in self._agreed.items()}
+        self._result = Result(state, values, weight, dict(metrics))
+        # The answer to its join tells first whether it is late; to ask all peers at once delays a round that forms.
+        self._look_at, self._pause = self._clock(), LOOK_SECONDS
+        self._tell(f"round {state.epoch + 1}: it has trained")
+
+    def _look_at_model(self) -> None:
+        """Evaluate the agreed model and checkpoint it, each once."""
+        state = self.member.id
+        if not self.member.in_step or self._evaluated == state or self._result_of(state):
+            return
+        self._evaluated, self.evaluation = state, None
+        if self._keeper is not None:
+            self._keeper()
+        if self._evaluate is not None:
+            self._return_to_agreed()
+            deadline = self._clock() + self._strategy.deadline
+            self.evaluation = _returned("evaluate", self._evaluate(self._task(state.epoch, deadline)))
+
+    def _task(self, number: int, deadline: float) -> Task:
+        return Task(number, self._config, lambda: max(deadline - self._clock(), 0.0), self._proximal)
+
+    def _proximal(self) -> torch.Tensor:
+        terms = [(own.float() - self._agreed[name]).square().sum() for name, own in self._local.items()]
+        return torch.stack(terms).sum() * (self._options.proximal / 2)
+
+    def _tell(self, line: str) -> None:
+        self._run.tell("training", line)
+
+    # ---- the replicated state ----
+
+    def _join(self, buffers: Mapping[str, torch.Tensor]) -> Member:
+        model = image.ModelPart({**self._agreed}, buffers, self._return_to_agreed)
+        parts: dict[str, image.Part] = {
+            image.EXTRA + name: image.UserPart(what) for name, what in self._options.extra.items()
+        }
+        parts |= {
+            "history": self.history,
+            "outer": image.OuterPart(self._outer, self._agreed),
+            "model": model,
+        }
+        subject = Subject(
+            self._local, buffers, model, image.TrainingState(parts), self._update, self._applied
+        )
+        # With a draw, most peers of a round have not contributed together yet, so all claims count alike.
+        options = CommonOptions(alone="wait", trust="heads", clock=self._options.clock)
+        return Member(self._run, subject, options)
+
+    def _applied(self, before: StateId, outcome: Outcome) -> None:
+        """Note a round whose mean is about to be applied."""
+        self.history.add(Record.of(before.epoch + 1, outcome))
+        if self._keeper is not None:
+            self._keeper.score(before, outcome.evaluation)
+        if self._result is not None and outcome.counted(self._run.peer):
+            self._result = None
+
+    @torch.no_grad()
+    def _update(self, mean: Mapping[str, torch.Tensor]) -> None:
+        """Make the outer step; the run's tensors become its result."""
+        here = {name: one.to(self._agreed[name].device) for name, one in mean.items()}
+        self._outer.step(self._agreed, here)
+        self._return_to_agreed()
+
+    @torch.no_grad()
+    def _return_to_agreed(self) -> None:
+        for name, agreed in self._agreed.items():
+            self._local[name].copy_(agreed)
+
+    def _result_of(self, state: StateId) -> bool:
+        return self._result is not None and self._result.state == state
+
+    def _forget_the_old(self) -> None:
+        """Drop a contribution to a round that is over, unless it is to count later."""
+        if self._strategy.late == "drop" and not self._result_of(self.member.id):
+            self._result = None
+
+    def _leave(self) -> None:
+        if self.finished is None and sys.exc_info()[0] is None:  # After an error it does not linger.
+            self.finish()
+
+    def _terms(
+        self, buffers: Mapping[str, torch.Tensor], frozen: Mapping[str, torch.Tensor]
+    ) -> dict[str, str]:
+        options, rounds = self._options, self._options.rounds
+        terms = {
+            "training": type(self).__name__,
+            "outer step": str(self._outer),
+            "rounds": "no limit" if rounds is None else number(rounds),
+            "until": str(self._ending.until or "no condition"),
+            "patience": number(options.patience),
+            "proximal": number(options.proximal),
+            "buffers": "averaged" if buffers else "none",
+            "extra state": short(", ".join(sorted(options.extra))) or "none",
+        }
+        if frozen:
+            terms["frozen parameters"] = image.digest(frozen)[:16]
+        told = {
+            f"config {name}": short(json.dumps(one, sort_keys=True)) for name, one in self._config.items()
+        }
+        if len(told) > MAX_CONFIG_TERMS or any(len(name) > MAX_TERM_CHARS for name in told):
+            told = {"config": short(json.dumps(dict(self._config), sort_keys=True))}
+        return {**terms, **told}
+
+
+def _strategy_of(run: Run) -> FederatedStrategy:
+    strategy = run.strategy
+    if not isinstance(strategy, FederatedStrategy):
+        told = f"expected a run with the strategy federated, {run.name!r} has {strategy.spec!r}"
+        raise Refused(told, 'join it with strategy="federated"')
+    return strategy
+
+
+def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of `config`, as all peers will see it: as JSON has it.
+
+    Raises:
+        ValueError: JSON cannot hold it.
+    """
+    try:
+        if not all(isinstance(name, str) for name in config):
+            raise TypeError("a name is no string")
+        plain: dict[str, Any] = json.loads(json.dumps(dict(config), allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"config: expected values that JSON can hold, by name: {error}") from None
+    return plain
+
+
+def _returned(who: str, found: Any) -> Evaluation:
+    """The result of `fit` or `evaluate` as numbers; metrics that are not finite are left out.
+
+    Raises:
+        TypeError: The result is no pair of a weight and metrics.
+        ValueError: The weight or a metric's name is not valid; names it.
+    """
+    if not isinstance(found, tuple) or len(found) != 2 or not isinstance(found[1], Mapping):
+        raise TypeError(f"{who}: expected (weight, {{name: number}}) to be returned, got {repr(found)[:80]}")
+    weight, metrics = found
+    finite = {name: one for name, one in metrics.items() if math.isfinite(one)}
+    if len(finite) < len(metrics):
+        log.warning(
+            "%s: these metrics are not finite, and not told: %s", who, sorted(metrics.keys() - finite)
+        )
+    try:
+        report = report_of((float(weight), finite))
+    except ValueError as error:
+        raise ValueError(f"{who}: {error}") from None
+    return report.weight, dict(report.values)

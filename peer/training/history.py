@@ -1,0 +1,276 @@
+"""The history of a federated training, and the rules by which it ends.
+
+What all peers know alike of a round is replicated with the model: it follows from the round's outcome alone. Whether
+the training ends follows from that part of the history, so all peers end after the same round.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, NamedTuple, overload
+
+import msgspec
+import torch
+
+from equipoise.averaging.manifest import PeerName
+from equipoise.averaging.metrics import Finite, Name
+from equipoise.averaging.outcome import Outcome
+from equipoise.averaging.state import MAX_EPOCH
+from equipoise.averaging.weights import ATTENDANCE_LIMIT
+from equipoise.peer.training.image import Tree
+from equipoise.peer.training.safetensors_io import ImageError
+
+Number = Annotated[int, msgspec.Meta(ge=1, le=MAX_EPOCH)]
+Digest = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{64}\Z")]
+
+
+class Agreed(msgspec.Struct, frozen=True, array_like=True):
+    """The knowledge of a round that all peers have alike."""
+
+    number: Number
+    contributors: dict[PeerName, Finite]
+    metrics: dict[Name, Finite]
+    evaluation: dict[Name, Finite]
+    digest: Digest
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True):
+    """One round, for this peer.
+
+    All peers hold alike `number`, `contributors`, `metrics`, `evaluation` and `digest`. The other fields are each
+    peer's own; they are empty for rounds that this peer has from others.
+
+    Attributes:
+        number: The round's number, 1 for the first.
+        ok: Whether the round came about; a round that failed is tried again, and has its own record only from `step`.
+        reason: The reason for the result, one line.
+        drawn: PeerIDs of the peers that were drawn to train, as this peer saw it last.
+        contributors: PeerID -> counted weight.
+        late: Seconds by which this peer's contribution came too late; 0 if it did not.
+        metrics: What `fit` returned, averaged over the contributors.
+        evaluation: What `evaluate` returned of the model from which the round began, averaged over the members.
+        seconds: Time from the beginning of the round here to its end.
+        bytes_sent: Bytes of frames sent for the round.
+        bytes_received: Bytes of frames received for the round.
+        digest: Digest of the round's mean and contributors.
+    """
+
+    number: int
+    ok: bool = True
+    reason: str = ""
+    drawn: tuple[str, ...] = ()
+    contributors: dict[str, float] = {}
+    late: float = 0.0
+    metrics: dict[str, float] = {}
+    evaluation: dict[str, float] = {}
+    seconds: float = 0.0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    digest: str = ""
+
+    def __bool__(self) -> bool:
+        """True if the round is ok."""
+        return self.ok
+
+    @classmethod
+    def of(cls, number: int, outcome: Outcome) -> Record:
+        """The record of a round that ended in a mean."""
+        given = {peer: one for peer, one in outcome.contributors.items() if one > ATTENDANCE_LIMIT}
+        return cls(
+            number=number,
+            reason=outcome.reason,
+            contributors=given,
+            metrics=dict(outcome.metrics),
+            evaluation=dict(outcome.evaluation),
+            bytes_sent=outcome.bytes_sent,
+            bytes_received=outcome.bytes_received,
+            digest=outcome.digest,
+        )
+
+    @property
+    def agreed(self) -> Agreed:
+        """The part that all peers hold alike."""
+        return Agreed(
+            self.number,
+            dict(sorted(self.contributors.items())),
+            dict(sorted(self.metrics.items())),
+            dict(sorted(self.evaluation.items())),
+            self.digest,
+        )
+
+    def value(self, name: str) -> float | None:
+        """The agreed value of a metric: of the evaluation or else of the training; None without one."""
+        return self.evaluation.get(name, self.metrics.get(name))
+
+
+class History(Sequence[Record]):
+    """The records of all rounds that came about, oldest first; two histories are equal if their agreed parts are."""
+
+    def __init__(self, records: Sequence[Record] = ()) -> None:
+        self._records = list(records)
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    @overload
+    def __getitem__(self, at: int) -> Record: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[Record]: ...
+    def __getitem__(self, at: int | slice) -> Record | list[Record]:
+        return self._records[at]
+
+    def __iter__(self) -> Iterator[Record]:
+        return iter(self._records)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, History) and self._agreed() == other._agreed()
+
+    __hash__ = None  # type: ignore[assignment]  # Records are added.
+
+    def __repr__(self) -> str:
+        return f"<History of {len(self)} rounds>"
+
+    def add(self, record: Record) -> None:
+        """Add a record, or replace the one of the same number."""
+        self._records[record.number - 1 : record.number] = [record]
+
+    def write(self, path: str | os.PathLike[str]) -> None:
+        """Write the records to a file, one JSON object a line.
+
+        Raises:
+            OSError: The file cannot be written.
+        """
+        Path(path).write_bytes(msgspec.json.Encoder().encode_lines(self._records))
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> History:
+        """The history in a file that `write` wrote.
+
+        Raises:
+            OSError: The file cannot be read.
+            ValueError: It holds something else.
+        """
+        return cls(msgspec.json.Decoder(Record).decode_lines(Path(path).read_bytes()))
+
+    def _agreed(self) -> list[Agreed]:
+        return [record.agreed for record in self._records]
+
+    # ---- as a part of the replicated state ----
+
+    def tree(self) -> Tree:
+        """See `Part`: the agreed parts, as msgpack in a tensor, u8 [bytes]."""
+        encoded = msgspec.msgpack.encode(self._agreed())
+        return {"records": torch.frombuffer(bytearray(encoded), dtype=torch.uint8)}
+
+    def check(self, tree: Tree, foreign: bool = False) -> None:
+        """See `Part`."""
+        self._decoded(tree)
+
+    def load(self, tree: Tree) -> None:
+        """See `Part`; this peer's own fields of rounds that it was in stay."""
+        own = {record.number: record for record in self._records}
+        self._records = []
+        for agreed in self._decoded(tree):
+            known = own.get(agreed.number)
+            fields = msgspec.structs.asdict(agreed)
+            self._records.append(known if known and known.agreed == agreed else Record(**fields))
+
+    @staticmethod
+    def _decoded(tree: Tree) -> list[Agreed]:
+        encoded = tree.get("records") if isinstance(tree, dict) else None
+        if not isinstance(encoded, torch.Tensor) or encoded.dtype != torch.uint8 or encoded.dim() != 1:
+            raise ImageError("expected a history's records as bytes, got none")
+        try:
+            found = msgspec.msgpack.decode(encoded.numpy().tobytes(), type=list[Agreed])
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise ImageError(f"expected a history's records, they do not decode: {error}") from None
+        if [record.number for record in found] != list(range(1, len(found) + 1)):
+            raise ImageError("expected a history's records in order, they are not")
+        return found
+
+
+# The spaces around the operator are optional; a metric's name may have inner ones.
+_UNTIL = re.compile(r"\A\s*(\S(?:.{0,22}\S)??)\s*(>=|<=|>|<)\s*(\S+)\s*\Z")
+
+
+class Until(NamedTuple):
+    """A condition on one metric."""
+
+    name: str
+    operator: str
+    bound: float
+
+    @classmethod
+    def parse(cls, text: str) -> Until:
+        """The condition that a text says.
+
+        Raises:
+            ValueError: It is no condition.
+        """
+        found = _UNTIL.match(text) if isinstance(text, str) else None
+        try:
+            bound = float(found[3]) if found else math.nan
+        except ValueError:
+            bound = math.nan
+        if found is None or not math.isfinite(bound):
+            expected = "NAME >= NUMBER, with >=, <=, > or <, as 'accuracy >= 0.95'"
+            raise ValueError(f"until: expected {expected}, got {str(text)[:80]!r}")
+        return cls(found[1], found[2], bound)
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.operator} {self.bound!r}"
+
+    def holds(self, value: float) -> bool:
+        """Whether a value fulfils it."""
+        match self.operator:
+            case ">=":
+                return value >= self.bound
+            case "<=":
+                return value <= self.bound
+            case ">":
+                return value > self.bound
+            case _:
+                return value < self.bound
+
+    def best(self, found: Sequence[tuple[int, float]]) -> tuple[int, float]:
+        """The first of the best of some (round, value): the highest if the condition asks for more, else the lowest."""
+        better = max if self.operator.startswith(">") else min
+        return better(found, key=lambda one: one[1])
+
+
+class Ending(NamedTuple):
+    """The rules by which a training ends.
+
+    Attributes:
+        rounds: Rounds after which it ends; None without a limit.
+        until: The condition under which it ends.
+        patience: Rounds without an improvement of the condition's metric after which it ends; 0 without a limit.
+    """
+
+    rounds: int | None
+    until: Until | None
+    patience: int
+
+    def reason(self, history: Sequence[Record]) -> str:
+        """The reason why a training with this history ends, one line; empty if it goes on."""
+        if not history:
+            return ""
+        last = history[-1].number
+        if self.rounds is not None and last >= self.rounds:
+            return f"all {self.rounds} rounds are made"
+        if self.until is None:
+            return ""
+        name = self.until.name
+        found = [(record.number, value) for record in history if (value := record.value(name)) is not None]
+        held = next((one for one in found if self.until.holds(one[1])), None)
+        if held is not None:
+            return f"{self.until} in round {held[0]}: {held[1]:.6g}"
+        if self.patience and found:
+            number, value = self.until.best(found)
+            if last - number >= self.patience:
+                return f"{name} has not improved for {last - number} rounds: {value:.6g} in round {number}"
+        return ""

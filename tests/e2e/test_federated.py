@@ -1,0 +1,273 @@
+"""Federated rounds by real daemons, with training scripts in threads: what issue 14 promises of them."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from e2e.learners import shared_daemons
+from e2e.swarm import DaemonProcess
+from equipoise.averaging.outcome import Outcome
+from equipoise.peer import connect
+from equipoise.peer.training import DiLoCo, Federated, History, Record, Task
+from oracles.federated import OUTER, RULES
+
+pytestmark = pytest.mark.timeout(240)
+
+PEERS, ROUNDS = 5, 4
+
+SIZES = {"bias": (7,), "weight": (20, 10)}
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[DaemonProcess]]:
+    """Daemons that the tests share: each test has runs of its own."""
+    with shared_daemons(tmp_path_factory, PEERS) as places:
+        yield places
+
+
+def noise(*seed: int, scale: float = 1.0) -> dict[str, torch.Tensor]:
+    chance = torch.Generator().manual_seed(sum(one * 1000**at for at, one in enumerate(seed, 1)))
+    return {name: scale * torch.randn(size, generator=chance) for name, size in SIZES.items()}
+
+
+class Trainer:
+    """A training script in a thread of this process; its training moves the model by numbers drawn from a seed.
+
+    Attributes:
+        models: The model after each round that it was in, by the round's number.
+        records: What `step` returned.
+        fits: The rounds in which it trained.
+    """
+
+    def __init__(self, place: DaemonProcess, index: int) -> None:
+        self.place, self.index = place, index
+        self.model = noise(99)
+        self.models: dict[int, dict[str, torch.Tensor]] = {}
+        self.records: list[Record] = []
+        self.fits: list[int] = []
+        self.evaluated: list[int] = []
+        self.history: History
+        self.image = b""
+
+    @property
+    def weight(self) -> float:
+        return 10.0 + 7 * self.index
+
+    def fit(self, task: Task) -> tuple[float, dict[str, float]]:
+        self.fits.append(task.number)
+        for name, moved in noise(self.index, task.number, scale=0.1).items():
+            self.model[name].add_(moved)
+        return self.weight, {"loss": math.sin(self.index + task.number)}
+
+    def evaluate(self, task: Task) -> tuple[float, dict[str, float]]:
+        self.evaluated.append(task.number)
+        return 1.0 + self.index, {"score": math.cos(self.index + task.number)}
+
+    def train(self, name: str, strategy: str, outer: str, rule: str, **options: Any) -> None:
+        with (
+            connect(self.place.home) as peer,
+            peer.join(name, self.model, strategy=strategy, rule=rule, codec="fp32") as run,
+        ):
+            trained = Federated(run, self.fit, self.evaluate, outer, **{"rounds": ROUNDS, **options})
+            while not trained.ended:
+                self.records.append(trained.step())
+                self.models[trained.epoch] = {key: one.clone() for key, one in self.model.items()}
+            trained.finish()
+            self.peer, self.history = run.peer, trained.history
+            self.image = bytes(trained.member.image().numpy())
+
+
+def trained(
+    places: Sequence[DaemonProcess], name: str, work: Callable[[Trainer], None] | None = None, **options: Any
+) -> list[Trainer]:
+    """A trainer on each daemon, after the end of all."""
+    trainers = [Trainer(place, index) for index, place in enumerate(places)]
+    given = {"strategy": f"federated:available={len(places)}", "outer": "average", "rule": "mean", **options}
+    with ThreadPoolExecutor(len(trainers)) as pool:
+        ends = [pool.submit(work, one) if work else pool.submit(one.train, name, **given) for one in trainers]
+        for end in ends:
+            end.result()
+    return trainers
+
+
+def assert_alike(trainers: Sequence[Trainer]) -> None:
+    """Models, metrics and digests are equal after every round, and so is all of the state at the end."""
+    first = trainers[0]
+    for other in trainers[1:]:
+        assert other.history == first.history
+        assert other.image == first.image
+        for number in other.models.keys() & first.models.keys():
+            mine, theirs = other.models[number], first.models[number]
+            assert all(torch.equal(one, theirs[name]) for name, one in mine.items())
+
+
+def reference(trainers: Sequence[Trainer], outer: str, rule: str) -> list[dict[str, list[float]]]:
+    """The models after each round, one number at a time."""
+    name, _, beta = rule.partition(":beta=")
+    servers = {key: [OUTER[outer](w) for w in one.flatten().tolist()] for key, one in noise(99).items()}
+    models = []
+    for round in range(1, ROUNDS + 1):
+        moved = [noise(one.index, round, scale=0.1) for one in trainers]
+        for key, column in servers.items():
+            rows = torch.stack([one[key].flatten() for one in moved]).T.tolist()
+            for server, values in zip(column, rows, strict=True):
+                weights = [one.weight for one in trainers]
+                server.go(RULES[name](values, weights, *([float(beta)] if beta else [])))
+        models.append({key: [server.w for server in column] for key, column in servers.items()})
+    return models
+
+
+CASES = [
+    ("average", "mean"),
+    ("fedadam", "median"),
+    *(
+        pytest.param(outer, rule, marks=pytest.mark.slow)
+        for outer, rule in [
+            *((outer, "mean") for outer in OUTER if outer != "average"),
+            ("average", "median"),
+            ("average", "trimmed:beta=0.2"),
+            ("fedyogi", "trimmed:beta=0.2"),
+        ]
+    ),
+]
+
+
+@pytest.mark.parametrize(("outer", "rule"), CASES)
+def test_five_daemons_come_to_what_the_reference_does(
+    places: list[DaemonProcess], outer: str, rule: str
+) -> None:
+    trainers = trained(places, f"{outer}-{rule}", outer=outer, rule=rule)
+    assert_alike(trainers)
+    weights = {one.peer: one.weight for one in trainers}
+    assert [record.contributors for record in trainers[0].history] == [weights] * ROUNDS
+    for number, expected in enumerate(reference(trainers, outer, rule), 1):
+        for name, one in trainers[0].models[number].items():
+            values = torch.tensor(expected[name], dtype=torch.float64)
+            off = float((one.flatten().double() - values).abs().max() / values.abs().max())
+            assert off <= 2e-6
+    for record in trainers[0].history:
+        losses = [math.sin(one.index + record.number) for one in trainers]
+        scores = [math.cos(one.index + record.number - 1) for one in trainers]
+        if rule == "mean":
+            total = math.fsum(weights.values())
+            loss = math.fsum(one.weight * value for one, value in zip(trainers, losses, strict=True)) / total
+            score = math.fsum((1 + at) * value for at, value in enumerate(scores)) / 15
+        else:
+            loss, score = sorted(losses)[2], sorted(scores)[2]
+        assert record.metrics["loss"] == pytest.approx(loss, rel=1e-12, abs=1e-15)
+        assert record.evaluation["score"] == pytest.approx(score, rel=1e-12, abs=1e-15)
+
+
+def test_half_of_the_peers_are_drawn_alike_by_all(places: list[DaemonProcess]) -> None:
+    strategy = f"federated:fraction=0.5,available={PEERS}"
+    trainers = trained(places, "half", strategy=strategy, rounds=6)
+    assert_alike(trainers)
+    for record in trainers[0].history:
+        records = [one for trainer in trainers for one in trainer.records if one.number == record.number]
+        drawn = {one.drawn for one in records if one.drawn}  # A peer that catches up saw no draw.
+        assert len(drawn) == 1
+        assert set(record.contributors) == set(*drawn)
+        assert len(record.contributors) == 2
+        assert {one.peer for one in trainers if record.number in one.fits} == set(record.contributors)
+
+
+def trained_with_a_late_one(places: list[DaemonProcess], late: str, rounds: int) -> list[Trainer]:
+    """Five trainers, of which the last ends its first training when the others have made that round."""
+    closed = threading.Event()
+
+    def work(trainer: Trainer) -> None:
+        if trainer.index == 4:
+            trains = trainer.fit
+
+            def fit(task: Task) -> tuple[float, dict[str, float]]:
+                assert task.number > 1 or closed.wait(60.0)
+                return trains(task)
+
+            trainer.fit = fit  # type: ignore[method-assign]
+        elif trainer.index == 0:
+            evaluates = trainer.evaluate
+
+            def evaluate(task: Task) -> tuple[float, dict[str, float]]:
+                if task.number:
+                    closed.set()
+                return evaluates(task)
+
+            trainer.evaluate = evaluate  # type: ignore[method-assign]
+        strategy = f"federated:available={PEERS},quorum=3,grace=2,late={late}"
+        trainer.train(f"late-{late}-{rounds}", strategy, "average", "mean", rounds=rounds)
+
+    trainers = trained(places, "", work)
+    assert_alike(trainers)
+    return trainers
+
+
+def test_a_peer_that_is_late_for_the_last_round_is_told_and_ends_alike(places: list[DaemonProcess]) -> None:
+    trainers = trained_with_a_late_one(places, "drop", 1)
+    assert [one.records[0].late > 0 for one in trainers] == [False] * 4 + [True]
+    assert set(trainers[4].history[0].contributors) == {one.peer for one in trainers[:4]}
+
+
+@pytest.mark.parametrize("late", ["drop", "next"])
+def test_a_late_peer_is_told_and_counts_never_or_once_at_its_discount(
+    places: list[DaemonProcess], late: str
+) -> None:
+    trainers = trained_with_a_late_one(places, late, 3)
+    slow = trainers[4]
+    first, second, third = trainers[0].history
+    assert set(first.contributors) == {one.peer for one in trainers[:4]}
+    assert slow.records[0].late > 0
+    assert slow.records[0].reason.startswith("its contribution came too late by ")
+    assert slow.fits[0] == 1
+    if late == "next":
+        assert second.contributors[slow.peer] == pytest.approx(slow.weight / math.sqrt(2))
+        assert slow.fits == [1, 3]
+    else:
+        assert slow.fits == [1, 2, 3]
+    assert third.contributors[slow.peer] == slow.weight
+
+
+@pytest.mark.slow
+def test_a_late_contribution_of_local_steps_counts_never(places: list[DaemonProcess]) -> None:
+    peers, steps, late = 3, 4, 2
+    closed = threading.Event()
+
+    def work(index: int) -> tuple[str, list[Outcome], torch.Tensor]:
+        weights = torch.nn.Parameter(
+            torch.zeros(peers, steps)
+        )  # Each training step of each peer moves one of them.
+        optimizer, ended = torch.optim.SGD([weights], lr=1.0), []
+        with (
+            connect(places[index].home) as peer,
+            peer.join("late-local", {"weights": weights}, codec="fp32") as run,
+            DiLoCo(run, every=1, outer="average", wait_for=peers - 1, weight=1.0 + index) as group,
+        ):
+            for step in range(steps):
+                if index == late and step == 1:
+                    assert closed.wait(60.0)
+                weights.grad = torch.zeros(peers, steps)
+                weights.grad[index, step] = -1.0
+                optimizer.step()
+                assert group.last is not None
+                ended.append(group.last)
+                if index != late and step == 1:
+                    closed.set()
+            group.finish()
+            return run.peer, ended, weights.detach().clone()
+
+    with ThreadPoolExecutor(peers) as pool:
+        names, outcomes, models = zip(*pool.map(work, range(peers)), strict=True)
+    assert all(torch.equal(one, models[0]) for one in models)
+    assert outcomes[late][1].late > 0
+    rounds = [one.contributors for one in outcomes[0]]
+    everyone = {name: 1.0 + index for index, name in enumerate(names)}
+    without = {name: weight for name, weight in everyone.items() if name != names[late]}
+    assert rounds == [everyone, without, everyone, everyone]
+    counted = [[named.get(name, 0.0) / sum(named.values()) for named in rounds] for name in names]
+    torch.testing.assert_close(models[0], torch.tensor(counted))

@@ -1,0 +1,196 @@
+"""Eight daemons learn digits of which each has two classes, while daemons are killed and a newcomer comes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from statistics import fmean
+
+import pytest
+
+from e2e.learners import LISTEN, daemons
+from e2e.swarm import DaemonProcess, Swarm, eventually
+from equipoise.peer import connect
+from equipoise.peer.demo.trainer import Digits, Learner, deal, split_digits, standardised, train_alone
+from equipoise.peer.training import Federated, Task
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+PEERS, ROUNDS, KILL_EVERY, NEWCOMER_ROUND = 8, 20, 3, 9
+
+LAST = 5
+"""Rounds at the end over which accuracies are averaged: with half of the classes drawn, one round is chance."""
+
+SPLIT = "classes:each=2"
+
+STEADY = "fedyogi:eta=0.03"
+"""The outer step whose accuracy must not fall: FedAvg forgets the classes of an absent peer within a round or two."""
+
+SECONDS = 60.0
+"""Far more than any condition takes."""
+
+
+class Pace:
+    """Says which rounds may be trained: a training that has begun waits for its round, so that a kill meets it."""
+
+    def __init__(self, allowed: int) -> None:
+        self._allowed = allowed
+        self._changed = threading.Condition()
+        self.training: dict[int, list[int]] = {}
+
+    def allow(self, number: int) -> None:
+        with self._changed:
+            self._allowed = number
+            self._changed.notify_all()
+
+    def wait(self, number: int, index: int) -> None:
+        with self._changed:
+            self.training.setdefault(number, []).append(index)
+            assert self._changed.wait_for(lambda: self._allowed >= number, SECONDS)
+
+
+class Script:
+    """A training script in a thread.
+
+    Attributes:
+        alone: The accuracy after as many trainings on its own images alone.
+        fits: The rounds for which it trained.
+        accuracies: By number of rounds made, of the agreed model on all test images.
+        image: All that peers hold alike at the end.
+    """
+
+    def __init__(self, index: int, place: DaemonProcess, pace: Pace, data: tuple[Digits, Digits]) -> None:
+        self.index, self.place, self._pace = index, place, pace
+        training, self._test = data
+        share = deal(training, index % PEERS, PEERS, SPLIT)
+        self._learner = Learner(share, seed=index, federated=True)
+        self.alone = train_alone(share, index, ROUNDS, federated=True).accuracy(self._test)
+        self.fits: list[int] = []
+        self.accuracies: dict[int, float] = {}
+        self.image = b""
+
+    def run(self, name: str, outer: str) -> None:
+        strategy = f"federated:fraction=0.5,available={PEERS},grace=5"
+        with connect(self.place.home) as peer, peer.join(name, self._learner.model, strategy=strategy) as run:
+            trained = Federated(run, self._fit, self._evaluate, outer, rounds=ROUNDS)
+            trained.run()
+            self.image = bytes(trained.member.image().numpy())
+
+    def _fit(self, task: Task) -> tuple[float, dict[str, float]]:
+        self.fits.append(task.number)
+        self._pace.wait(task.number, self.index)
+        return float(self._learner.samples), {"loss": self._learner.fit()}
+
+    def _evaluate(self, task: Task) -> tuple[float, dict[str, float]]:
+        accuracy = self.accuracies[task.number] = self._learner.accuracy(self._test)
+        return float(len(self._test.labels)), {"accuracy": accuracy}
+
+
+class Company:
+    """The scripts of one run, and what becomes of them."""
+
+    def __init__(self, name: str, outer: str, pace: Pace, pool: Executor) -> None:
+        self._name, self._outer, self._pool = name, outer, pool
+        self.pace = pace
+        self.scripts: list[Script] = []
+        self._ends: list[Future[None]] = []
+        self._data = standardised(split_digits()[0]), standardised(split_digits()[1])
+
+    def come(self, place: DaemonProcess) -> Script:
+        script = Script(len(self.scripts), place, self.pace, self._data)
+        self.scripts.append(script)
+        self._ends.append(self._pool.submit(script.run, self._name, self._outer))
+        return script
+
+    def reach(self, number: int, scripts: Sequence[Script]) -> None:
+        """Wait until one of `scripts` has so many rounds, or a script has failed."""
+        eventually(
+            lambda: (
+                any(one.done() for one in self._ends)
+                or any(max(one.accuracies, default=0) >= number for one in scripts)
+            ),
+            f"round {number}",
+            SECONDS,
+        )
+
+    def end(self) -> None:
+        self.pace.allow(ROUNDS)
+        for end in self._ends:
+            end.result(SECONDS)
+
+    @property
+    def accuracy(self) -> float:
+        """Mean accuracy of the models of the last rounds, on which all agree that hold them."""
+        found: list[float] = []
+        for number in range(ROUNDS - LAST + 1, ROUNDS + 1):
+            told = {one.accuracies[number] for one in self.scripts if number in one.accuracies}
+            assert len(told) == 1
+            found += told
+        return fmean(found)
+
+
+def disturb(swarm: Swarm, company: Company) -> list[int]:
+    """Kill a daemon in every third round, in the midst of its training; it misses two. Returns who was killed."""
+    killed: list[int] = []
+    first = company.scripts[0].place
+    for number in range(KILL_EVERY, ROUNDS, KILL_EVERY):
+        company.pace.allow(number - 1)
+        trains = eventually(lambda at=number: company.pace.training.get(at), f"round {number}", SECONDS)
+        victim = company.scripts[min(trains, key=killed.count)]
+        killed.append(victim.index)
+        victim.place.kill()
+        company.pace.allow(number + 1)
+        others = [one for one in company.scripts if one is not victim]
+        company.reach(number + 1, others)
+        victim.place.start()
+        returned = [victim]
+        if number == NEWCOMER_ROUND:
+            returned.append(company.come(swarm.daemon(join=[first.address], args=LISTEN)))
+        for one in returned:
+            company.reach(number + 1, [one])
+    return killed
+
+
+@pytest.fixture(scope="module")
+def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Swarm]:
+    swarm = Swarm(tmp_path_factory.mktemp("swarm"))
+    yield swarm
+    assert not swarm.close()
+
+
+@pytest.fixture(scope="module")
+def places(swarm: Swarm) -> list[DaemonProcess]:
+    """Daemons that the tests share."""
+    return daemons(swarm, PEERS)
+
+
+@pytest.mark.parametrize("outer", ["average", "fedadam:eta=0.03", STEADY])
+def test_killed_daemons_and_a_newcomer_cost_no_accuracy(
+    swarm: Swarm, places: list[DaemonProcess], outer: str
+) -> None:
+    runs = []
+    for faults in (False, True):
+        with ThreadPoolExecutor(PEERS + 1) as pool:
+            name = f"{outer.partition(':')[0]}-{faults}"
+            company = Company(name, outer, Pace(0 if faults else ROUNDS), pool)
+            try:
+                for place in places:
+                    company.come(place)
+                killed = disturb(swarm, company) if faults else []
+            finally:
+                company.end()
+        runs.append(company)
+    calm, rough = runs
+    alone = fmean(one.alone for one in calm.scripts)
+    print(
+        f"{outer}: {calm.accuracy:.3f}, with faults {rough.accuracy:.3f}, alone {alone:.3f}; killed {killed}"
+    )
+    assert len(killed) == 6
+    assert len(rough.scripts) == PEERS + 1
+    assert all(len(set(one.fits)) == len(one.fits) for one in calm.scripts)
+    for company in runs:
+        assert len({one.image for one in company.scripts}) == 1
+        assert company.accuracy >= alone + 0.4
+    if outer == STEADY:
+        assert rough.accuracy >= calm.accuracy - 0.03

@@ -1,0 +1,316 @@
+"""What the command line prints, piped and on a terminal of 80 columns and 24 lines."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import msgspec
+import pytest
+
+from equipoise.averaging.outcome import Gathering, Outcome
+from equipoise.dht.state import BootstrapStatus, ReachStatus, SwarmStatus
+from equipoise.peer.cli import output
+from equipoise.peer.cli.output import print_peers, print_rounds, print_settings, print_status
+from equipoise.peer.config import Setting
+from equipoise.peer.status import Kernels, PeerRow, RunStatus, Status
+
+PEER = "12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
+OTHER = "12D3KooWQNv4Kzx1MXpfjHUVvMnxwVKxC7xGxDzYzsQvJ9rjNG5a"
+ADDRESS = f"/dns4/a-host-with-a-rather-long-name.example.org/tcp/31337/p2p/{PEER}"
+REASON = (
+    f"nobody listens at a-host-with-a-rather-long-name.example.org port 31337, where {PEER} was met before"
+)
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Standard output is a terminal of 80x24."""
+    monkeypatch.setattr(output, "_on_terminal", lambda: True)
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("LINES", "24")
+
+
+def a_status(runs: int = 2, entries: int = 1, warnings: int = 1) -> Status:
+    row = RunStatus(
+        name="digits",
+        purpose="step",
+        spec="00" * 32,
+        codec="int8",
+        group_size=16,
+        values=1_000_000,
+        state=Gathering(2, 4),
+        reason=f"waits for two of four: {REASON}",
+        round=12,
+        rounds_ok=41,
+        rounds_failed=2,
+        accumulated=32.0,
+        told={"training": "epoch 7 of 20"},
+        drawn=(OTHER, PEER, *(f"12D3KooW{index:0>44}" for index in range(62))),
+        contributed=(OTHER,),
+    )
+    return Status(
+        name="gpu-box",
+        peer_id=PEER,
+        pid=4711,
+        uptime=3661.0,
+        memory=463_000_000,
+        tasks=41,
+        threads=7,
+        files=60,
+        clients=2,
+        swarm=SwarmStatus(
+            state="searching",
+            reason=f"{REASON}; trying again",
+            peer=PEER,
+            addresses=(ADDRESS,) * 3,
+            dialable=True,
+            bootstrap=tuple(BootstrapStatus(ADDRESS, "refused", REASON, 3) for _ in range(entries)),
+            connected=(),
+            p2pd_pid=4712,
+            p2pd_restarts=0,
+            p2pd_log=(),
+            clock_offset=0.0,
+            streams=0,
+            reach=ReachStatus("direct", f"dialled by {OTHER}"),
+            returning=tuple(BootstrapStatus(OTHER, "timeout", REASON, 3, 41.7) for _ in range(entries)),
+        ),
+        runs=tuple(msgspec.structs.replace(row, name=f"digits-{index}") for index in range(runs)),
+        kernels=Kernels("numba", "it is installed"),
+        versions={"equipoise": "0.1.0", "torch": "2.13"},
+        settings=(Setting("join", (ADDRESS, ADDRESS), "file /home/me/config.toml"),),
+        log="/home/me/daemon.log",
+        warnings=tuple(
+            f"this machine's clock is {index} h ahead; set it: {REASON}" for index in range(warnings)
+        ),
+    )
+
+
+def printed(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    return capsys.readouterr().out.splitlines()
+
+
+# ---- status ----
+
+
+def test_status_begins_with_how_it_stands_and_what_to_put_right(capsys: pytest.CaptureFixture[str]) -> None:
+    print_status(a_status())
+
+    first, warning, *_ = printed(capsys)
+    assert first.startswith(
+        "gpu-box: searching: nobody listens at a-host-with-a-rather-long-name.example.org"
+    )
+    assert warning.startswith("warning: this machine's clock is 0 h ahead; set it")
+
+
+def test_nothing_is_folded_or_cut_when_piped(capsys: pytest.CaptureFixture[str]) -> None:
+    print_status(a_status(runs=1))
+
+    text = capsys.readouterr().out
+    short = REASON.replace(PEER, f"..{PEER[-8:]}")
+    assert "\nrun       state      round  ok        why\n" in text
+    assert f"\ndigits-0  Gathering  12     41 of 43  waits for two of four: {short}\n" in text
+    assert f"joins through  refused: {short}\n" in text
+    assert f"met before     ..{OTHER[-8:]}, timeout: next attempt in 42 s: {short}\n" in text
+    assert PEER not in text
+    assert "…" not in text
+
+
+@pytest.mark.usefixtures("terminal")
+@pytest.mark.parametrize(("runs", "entries", "warnings"), [(0, 0, 0), (2, 1, 1), (64, 64, 9)])
+def test_status_fits_a_screen(
+    capsys: pytest.CaptureFixture[str], runs: int, entries: int, warnings: int
+) -> None:
+    print_status(a_status(runs, entries, warnings))
+
+    lines = printed(capsys)
+    assert len(lines) <= 23
+    assert max(map(len, lines)) <= 80
+    assert "gpu-box: searching" in lines[0]
+    assert "equipoise status --all" in lines[-1]
+    assert not any(PEER[-8:] in line and f"..{PEER[-8:]}" not in line for line in lines)
+
+
+@pytest.mark.usefixtures("terminal")
+def test_a_federated_run_says_who_is_drawn_and_who_is_in(capsys: pytest.CaptureFixture[str]) -> None:
+    status = a_status(runs=1)
+    names = tuple(f"12D3KooW{index:0>44}" for index in range(4))
+
+    def told(drawn: tuple[str, ...], contributed: tuple[str, ...], everything: bool = False) -> str:
+        run = msgspec.structs.replace(status.runs[0], drawn=drawn, contributed=contributed)
+        print_status(msgspec.structs.replace(status, runs=(run,)), everything)
+        found = [line for line in printed(capsys) if "drawn" in line or " in: " in line]
+        return " ".join(found).removeprefix("digits-0").strip()
+
+    assert told((OTHER, PEER), ()) == f"drawn: ..{OTHER[-8:]}, this one"
+    assert told((OTHER, PEER), (OTHER,)) == f"drawn, not in: this one; in: ..{OTHER[-8:]}"
+    assert told((OTHER, PEER), (PEER, OTHER)) == f"in: this one, ..{OTHER[-8:]}"
+    assert told(names, ()) == "drawn: ..00000000, ..00000001, ..00000002 and 1 more"
+    assert told(names, (), everything=True) == f"drawn: {', '.join(names)}"
+    assert told((), ()) == ""
+
+
+@pytest.mark.parametrize("columns", [None, 80])
+def test_all_of_the_status_has_identifiers_whole(
+    capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest, columns: int | None
+) -> None:
+    if columns:
+        request.getfixturevalue("terminal")
+    print_status(a_status(warnings=9), everything=True)
+
+    text = capsys.readouterr().out
+    for whole in (
+        PEER,
+        f"address         {ADDRESS}\n",
+        f"met before      {OTHER} (timeout: next attempt in 42 s: {REASON})\n",
+        f"{ADDRESS}, {ADDRESS} (file /home/me/config.toml)\n",
+        "8 h ahead",
+    ):
+        assert whole in text.replace("\x1b[1m", "").replace("\x1b[0m", "")
+
+
+def test_a_rate_is_shown_as_people_say_it(capsys: pytest.CaptureFixture[str]) -> None:
+    print_settings([Setting("relay_bandwidth", 12.5e6, "default"), Setting("bandwidth", 0.0, "default")])
+
+    assert printed(capsys) == ["relay_bandwidth 12.5 MB/s (default)", "bandwidth       measured (default)"]
+
+
+# ---- peers ----
+
+
+def a_row(**fields: Any) -> PeerRow:
+    row = PeerRow(
+        "digits", OTHER, False, True, 7, False, 0.0, 0.0, True, "relayed", "its own word", name="box2"
+    )
+    return msgspec.structs.replace(row, **fields)
+
+
+@pytest.mark.usefixtures("terminal")
+def test_names_come_first_and_peer_ids_are_short(capsys: pytest.CaptureFixture[str]) -> None:
+    print_peers([a_row(), a_row(peer=PEER, me=True, name="gpu-box")])
+
+    titles, other, me, *_ = printed(capsys)
+    assert titles.split() == ["name", "peer", "run", "state", "round", "accumulated"]
+    assert other.split() == ["box2", f"..{OTHER[-8:]}", "digits", "ready", "7", "0"]
+    assert me.startswith(f"gpu-box (this one)  ..{PEER[-8:]}")
+
+
+def test_each_peer_has_a_line_that_says_how_it_is_reached(capsys: pytest.CaptureFixture[str]) -> None:
+    why = "relay ..abcdefgh: 1 MB passed in 0.08 s; not dialled: 1 of 1 peer failed, nobody answers at \x1b[31m44.0.0.1"
+    print_peers([a_row(run="one", why=why), a_row(run="two", why=why)])
+
+    [reached] = [line for line in printed(capsys) if "relayed:" in line]
+    assert reached.startswith(f"box2 ..{OTHER[-8:]}")
+    assert "nobody answers at" in reached
+    assert "\x1b" not in reached
+
+
+def test_a_peer_with_tags_has_one_line_of_them(capsys: pytest.CaptureFixture[str]) -> None:
+    print_peers(
+        [a_row(run="one", tags=("a100", "gpu")), a_row(run="two", tags=("a100", "gpu")), a_row(peer=PEER)]
+    )
+
+    told = [line for line in printed(capsys) if "tags:" in line]
+    assert told == [f"box2 ..{OTHER[-8:]} tags: a100, gpu"]
+
+
+def test_a_peer_with_other_options_says_which(capsys: pytest.CaptureFixture[str]) -> None:
+    said = "target batch size: here 4096, there 2048"
+    print_peers([a_row(run="digits/step", same_spec=False, differs=said)])
+
+    text = capsys.readouterr().out
+    assert "other options" in text
+    assert f"digits/step: other options: {said}" in text
+
+
+def test_no_peers_are_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    print_peers([])
+    assert capsys.readouterr().out == "no peers: no script takes part in a run\n"
+
+
+# ---- rounds ----
+
+
+def test_rounds_have_times_and_weights(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(time, "time", lambda: 1_800_000_100.0)
+    monkeypatch.setitem(os.environ, "TZ", "UTC")
+    time.tzset()
+    group = (PEER, OTHER)
+    alike = Outcome(
+        ok=True, reason="all", run="a", round=1, group=group, contributors=dict.fromkeys(group, 32.0)
+    )
+    outcomes = [
+        msgspec.structs.replace(alike, started=1_700_000_000.0),
+        msgspec.structs.replace(
+            alike, started=1_800_000_000.0, contributors={PEER: 1.0, OTHER: 2.5}, capped={OTHER: 1e12}
+        ),
+        Outcome(ok=False, reason=f"no group within 5 s: {REASON}", run="a", round=2),
+    ]
+    print_rounds(outcomes)
+
+    _, first, second, third = printed(capsys)
+    assert first.startswith("2023-11-14 22:13  a    1      ok, 2 of 2  32 each          0.000 s  all")
+    assert second.startswith("08:00:00          a    1      ok, 2 of 2  1, 2.5 of 1e+12  0.000 s")
+    assert third.endswith(REASON.replace(PEER, f"..{PEER[-8:]}"))
+
+
+def test_rounds_show_what_was_measured_where_anything_was(capsys: pytest.CaptureFixture[str]) -> None:
+    many = {f"m{index}": index / 3 for index in range(6)}
+    measured = Outcome(ok=True, reason="all", run="a", metrics={"loss": 0.31234567}, evaluation=many)
+    late = Outcome(ok=False, reason="too late by 1.3 s: it was closed", run="a", late=1.3)
+    print_rounds([measured, late])
+
+    titles, first, second = printed(capsys)
+    assert titles.endswith("  metrics or why")
+    assert first.endswith("  loss 0.3123; before: m0 0, m1 0.3333, m2 0.6667, m3 1, 2 more")
+    assert "  late  " in second
+    assert second.endswith("too late by 1.3 s: it was closed")
+
+
+@pytest.mark.usefixtures("terminal")
+def test_metrics_fit_a_narrow_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    measured = {"loss": 0.31234567, "accuracy": 0.95}
+    one = Outcome(
+        ok=True,
+        reason="mean over 4 of 4 members",
+        run="digits",
+        round=12,
+        metrics=measured,
+        evaluation=measured,
+    )
+    print_rounds([one])
+
+    lines = printed(capsys)
+    assert max(map(len, lines)) <= 80
+    text = " ".join(" ".join(lines).split())
+    assert text.count("0.3123") == 2
+    assert text.count("accuracy") == 2
+
+
+def test_a_capped_weight_is_shown_with_what_was_claimed(capsys: pytest.CaptureFixture[str]) -> None:
+    few = Outcome(ok=True, reason="all", contributors={PEER: 1.0, OTHER: 10.0}, capped={OTHER: 1e12})
+    many = msgspec.structs.replace(few, contributors={**few.contributors, **{f"p{i}": 2.0 for i in range(9)}})
+    print_rounds([few, many])
+
+    _, first, second = printed(capsys)
+    assert "  1, 10 of 1e+12  " in first
+    assert "  1 to 10, 1 capped  " in second
+
+
+@pytest.mark.usefixtures("terminal")
+def test_a_narrow_terminal_wraps_the_reason_and_folds_no_identifier(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    print_rounds(
+        [Outcome(ok=False, reason=REASON.replace("a-host", "h"), run="digits", round=1234, started=1.7e9)]
+    )
+
+    lines = printed(capsys)
+    assert max(map(len, lines)) <= 80
+    assert lines[1].startswith("2023-11-14 22:13  digits  1234   failed           0.000 s  nobody")
+    assert " ".join(" ".join(line[56:] for line in lines[1:]).split()).endswith(
+        f"where ..{PEER[-8:]} was met before"
+    )

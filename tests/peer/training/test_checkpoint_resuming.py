@@ -1,0 +1,242 @@
+"""Training that goes on from a checkpoint: with the swarm's optimizer, in a swarm in one process."""
+
+from __future__ import annotations
+
+import os
+import threading
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from equipoise.peer.training import DiLoCo, SwarmOptimizer
+from equipoise.peer.training.checkpoint import (
+    IMAGE_FILE,
+    CheckpointError,
+    Checkpoints,
+    Damaged,
+    Misfit,
+    read_manifest,
+)
+from fakes.training import FakeSwarm, Killed
+from oracles.training import batch_of, loss_of, network
+
+SAMPLES = 8
+PEERS = 2
+
+
+class Trainer:
+    """The loop that a user would write, whose checkpoints are in a directory of the peer's own."""
+
+    def __init__(self, swarm: FakeSwarm, folder: Path, index: int, epochs: int, **options: Any) -> None:
+        self.swarm, self.index, self.epochs = swarm, index, epochs
+        checkpoints = Checkpoints(
+            every=4, directory=folder / f"peer{index}", resume=options.pop("resume", True)
+        )
+        self.options = {"target_batch_size": PEERS * SAMPLES, "checkpoints": checkpoints, **options}
+        self.model: nn.Module = network()
+        self.opt: SwarmOptimizer
+        self.began = -1
+        swarm.peer(f"peer{index}", self.train)
+
+    def train(self) -> None:
+        run = self.swarm.join(f"peer{self.index}", "text", self.model)
+        inner = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        options = {"batch_size": SAMPLES, "clock": self.swarm.clock, **self.options}
+        self.opt = run.optimizer(inner, **options)
+        self.began = self.opt.epoch
+        try:
+            while self.opt.epoch < self.epochs:
+                self.swarm.compute(0.5)
+                self.opt.zero_grad()
+                batch = batch_of(self.index, self.opt.epoch, SAMPLES)
+                nn.functional.mse_loss(self.model(batch.inputs), batch.targets).backward()
+                self.opt.step()
+                settle()
+        except Killed:
+            run._finishing.clear()  # Nobody finishes anything after SIGKILL.
+            raise
+        finally:
+            run.leave()
+
+    def flat(self) -> torch.Tensor:
+        return torch.cat([one.detach().flatten() for one in self.model.parameters()])
+
+
+def settle() -> None:
+    """Let threads that write finish: virtual time does not wait for a disk."""
+    for thread in threading.enumerate():
+        if thread.name == "checkpoint":
+            thread.join()
+
+
+def train(folder: Path, epochs: int, **options: Any) -> list[Trainer]:
+    swarm = FakeSwarm()
+    trainers = [Trainer(swarm, folder, index, epochs, **options) for index in range(PEERS)]
+    swarm.run()
+    return trainers
+
+
+def recorded(folder: Path, index: int = 0) -> list[int]:
+    paths = (folder / f"peer{index}" / "text").glob("epoch-*")
+    return sorted(read_manifest(path).state.epoch for path in paths)
+
+
+def test_they_are_written_every_so_often_and_at_the_end(tmp_path: Path) -> None:
+    train(tmp_path, 10)
+    assert recorded(tmp_path) == [4, 8, 10]
+
+
+def test_stopping_and_resuming_changes_nothing(tmp_path: Path) -> None:
+    train(tmp_path / "a", 6)
+    resumed = train(tmp_path / "a", 14)
+    straight = train(tmp_path / "b", 14)
+    assert [trainer.began for trainer in resumed] == [6, 6]
+    assert torch.equal(resumed[0].flat(), resumed[1].flat())
+    assert resumed[0].opt.id == straight[0].opt.id
+    assert torch.equal(resumed[0].flat(), straight[0].flat())
+
+
+def test_the_scheduler_and_the_users_own_state_go_on_too(tmp_path: Path) -> None:
+    def scheduler(inner: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+        return torch.optim.lr_scheduler.ExponentialLR(inner, 0.9)
+
+    train(tmp_path, 5, scheduler=scheduler)
+    resumed = train(tmp_path, 7, scheduler=scheduler)
+    assert resumed[0].opt.param_groups[0]["lr"] == pytest.approx(1e-2 * 0.9**7)
+
+
+def test_who_has_lost_the_newest_catches_up_from_the_swarm(tmp_path: Path) -> None:
+    train(tmp_path, 10)
+    for path in (tmp_path / "peer1" / "text").glob("epoch-*"):
+        if read_manifest(path).state.epoch > 4:
+            os.truncate(path / IMAGE_FILE, 100)
+    resumed = train(tmp_path, 16)
+    assert [trainer.began for trainer in resumed] == [10, 4]
+    assert resumed[0].opt.id == resumed[1].opt.id
+    assert torch.equal(resumed[0].flat(), resumed[1].flat())
+
+
+def test_without_resume_training_starts_anew(tmp_path: Path) -> None:
+    train(tmp_path, 6)
+    assert [trainer.began for trainer in train(tmp_path, 1, resume=False)] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"target_batch_size": 99}, "another target batch size: '16' there, '99' here"),
+        ({"clip": 1.0}, "another clip: 'none' there, '1' here"),
+    ],
+)
+def test_other_terms_are_refused_and_nothing_is_loaded(
+    tmp_path: Path, options: dict[str, Any], expected: str
+) -> None:
+    train(tmp_path, 4)
+    swarm = FakeSwarm()
+    trainer = Trainer(swarm, tmp_path, 0, 5, **options)
+    with pytest.raises(Misfit, match=expected):
+        swarm.run()
+    assert torch.equal(trainer.flat(), torch.cat([one.detach().flatten() for one in network().parameters()]))
+
+
+def test_another_model_is_refused(tmp_path: Path) -> None:
+    train(tmp_path, 4)
+    swarm = FakeSwarm()
+    trainer = Trainer(swarm, tmp_path, 0, 5)
+    trainer.model = nn.Sequential(network(), nn.Linear(4, 4))
+    with pytest.raises(Misfit, match=r"another model: '\d+ tensors, \d+ values, layout [0-9a-f]{16}' there"):
+        swarm.run()
+
+
+def test_a_directory_of_truncated_ones_is_refused_in_one_line(tmp_path: Path) -> None:
+    train(tmp_path, 4)
+    for path in (tmp_path / "peer0" / "text").glob("epoch-*"):
+        os.truncate(path / IMAGE_FILE, 100)
+    swarm = FakeSwarm()
+    Trainer(swarm, tmp_path, 0, 5)
+    with pytest.raises(Damaged, match=r"is truncated: state\.safetensors has 100 bytes of") as caught:
+        swarm.run()
+    assert "\n" not in str(caught.value)
+
+
+def test_a_temporary_home_is_no_place_for_checkpoints(tmp_path: Path) -> None:
+    swarm = FakeSwarm()
+    Trainer(swarm, tmp_path, 0, 5, checkpoints=Checkpoints())
+    with pytest.raises(
+        CheckpointError, match="temporary home; give the Peer a home, or Checkpoints a directory"
+    ):
+        swarm.run()
+
+
+def test_a_state_in_the_middle_of_an_update_is_not_written(tmp_path: Path) -> None:
+    class Broken(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            with torch.no_grad():
+                self.param_groups[0]["params"][0].add_(1.0)
+            raise KeyboardInterrupt
+
+    swarm = FakeSwarm()
+    model = network()
+
+    def work() -> None:
+        run = swarm.join("peer0", "text", model)
+        checkpoints = Checkpoints(every=1, directory=tmp_path)
+        options: dict[str, Any] = {
+            "batch_size": 8,
+            "target_batch_size": 8,
+            "patience": 0,
+            "clock": swarm.clock,
+        }
+        opt = run.optimizer(Broken(model.parameters(), lr=1.0), checkpoints=checkpoints, **options)
+        batch = batch_of(0, 0, 8)
+        nn.functional.mse_loss(model(batch.inputs), batch.targets).backward()
+        try:
+            opt.step()
+        except KeyboardInterrupt:
+            run.leave()
+
+    swarm.peer("peer0", work)
+    swarm.run()
+    assert not list((tmp_path / "text").glob("epoch-*"))
+
+
+def train_locally(folder: Path, steps: int, fragments: int) -> list[DiLoCo]:
+    """Two peers that exchange every four of their steps; returns what they came to."""
+    fake, made = FakeSwarm(), []
+
+    def work(peer: int) -> None:
+        model = network()
+        run = fake.join(f"peer{peer}", "text", model)
+        checkpoints = Checkpoints(every=2, directory=folder / f"peer{peer}", resume=True)
+        inner = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        local = DiLoCo(run, every=4, fragments=fragments, checkpoints=checkpoints, clock=fake.clock)
+        made.append(local)
+        with local:
+            while local.steps < steps:
+                fake.compute(0.5)
+                inner.zero_grad()
+                loss_of(model, batch_of(peer, local.steps, SAMPLES)).backward()
+                inner.step()
+        runs: list[Any] = [run, *(fragment.run for fragment in local._fragments)]
+        for one in runs:
+            one.leave()
+
+    for peer in range(PEERS):
+        fake.peer(f"peer{peer}", partial(work, peer))
+    fake.run()
+    return made
+
+
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_local_steps_go_on_from_what_all_agreed_on(tmp_path: Path, fragments: int) -> None:
+    first = train_locally(tmp_path, 8, fragments)
+    agreed = [member.id for member in first[0].members]
+    begun: list[DiLoCo] = train_locally(tmp_path, 0, fragments)
+    assert [[member.id for member in one.members] for one in begun] == [agreed, agreed]
+    again = train_locally(tmp_path, 16, fragments)
+    assert [member.id for member in again[0].members] == [member.id for member in again[1].members]
+    assert again[0].epoch == 4

@@ -1,0 +1,535 @@
+"""`Federated`: rounds in which the drawn peers train, and all make the same server step."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from equipoise.peer import Refused
+from equipoise.peer.training import Checkpoints, Federated
+from equipoise.peer.training.federated import Task
+from equipoise.peer.training.history import History, Record
+from equipoise.peer.training.safetensors_io import ImageError
+from fakes.federated import FederatedSwarm
+
+CURVATURES = (1.0, 4.0, 10.0)
+
+
+class Client:
+    """A peer whose loss is a/2 (w - b)^2 in each of two parameters, with steps of size 0.05."""
+
+    def __init__(self, swarm: FederatedSwarm, index: int, seconds: float = 1.0, **options: Any) -> None:
+        self.swarm, self.index, self.seconds = swarm, index, seconds
+        self.name = f"peer{index}"
+        self.options = {"rounds": 3, "clock": swarm.clock, **options}
+        self.model: Any = {"w": torch.zeros(2), "v": torch.zeros(3)}
+        self.samples = 10.0 * (index + 1)
+        self.steps = 5
+        self.fits: list[tuple[int, float]] = []
+        self.evaluations: list[tuple[int, float]] = []
+        self.fits_at_all = True
+        self.proximal = False
+        self.stops_after: int | None = None
+        self.records: list[Record] = []
+        self.trained: Federated
+
+    def begin(self, at: float = 0.0) -> Client:
+        self.swarm.peer(self.name, self.work, at)
+        return self
+
+    def join(self) -> None:
+        self.run = self.swarm.join(self.name, "digits", self.model)
+        fit = self.fit if self.fits_at_all else None
+        self.trained = Federated(self.run, fit, self.evaluate, **self.options)
+
+    def work(self) -> None:
+        self.join()
+        while not self.trained.ended and self.trained.epoch != self.stops_after:
+            self.records.append(self.trained.step())
+        self.trained.finish()
+
+    def fit(self, task: Task) -> tuple[float, dict[str, float]]:
+        self.fits.append((task.number, self.swarm.now))
+        self.swarm.compute(self.seconds)
+        own = list(self.model.values())
+        for _ in range(self.steps):
+            for one in own:
+                one.requires_grad_()
+            losses = [CURVATURES[self.index % 3] / 2 * (one - self.index).square().sum() for one in own]
+            loss = torch.stack(losses).sum() + (task.proximal() if self.proximal else 0.0)
+            gradients = torch.autograd.grad(loss, own)
+            with torch.no_grad():
+                for one, gradient in zip(own, gradients, strict=True):
+                    one.requires_grad_(False).sub_(0.05 * gradient)
+        return self.samples, {"loss": float(loss.detach()), "number": task.number}
+
+    def evaluate(self, task: Task) -> tuple[float, dict[str, float]]:
+        value = float(self.model["w"][0])
+        self.evaluations.append((task.number, value))
+        return self.samples, {"w": value}
+
+    @property
+    def history(self) -> History:
+        return self.trained.history
+
+    def image(self) -> bytes:
+        return bytes(self.trained.member.image().numpy())
+
+
+def clients(swarm: FederatedSwarm, count: int, **options: Any) -> list[Client]:
+    return [Client(swarm, index, **options).begin() for index in range(count)]
+
+
+def trained(swarm: FederatedSwarm, count: int, **options: Any) -> list[Client]:
+    found = clients(swarm, count, **options)
+    swarm.run()
+    return found
+
+
+def assert_alike(peers: list[Client]) -> None:
+    for peer in peers[1:]:
+        assert peer.trained.member.id == peers[0].trained.member.id
+        assert peer.image() == peers[0].image()
+        assert peer.history == peers[0].history
+        for name, one in peer.model.items():
+            assert torch.equal(one, peers[0].model[name])
+
+
+def test_all_peers_make_the_same_rounds() -> None:
+    peers = trained(FederatedSwarm(), 3)
+    assert_alike(peers)
+    assert [record.number for record in peers[0].history] == [1, 2, 3]
+    for peer in peers:
+        assert [number for number, _ in peer.fits] == [1, 2, 3]
+        assert [number for number, _ in peer.evaluations] == [0, 1, 2, 3]
+        assert peer.trained.epoch == 3
+        assert peer.trained.reason == "all 3 rounds are made"
+    for record in peers[0].history:
+        assert record.ok
+        assert record.contributors == {"peer0": 10.0, "peer1": 20.0, "peer2": 30.0}
+        assert set(record.drawn) == {"peer0", "peer1", "peer2"}
+        assert record.metrics["number"] == record.number
+        assert record.seconds >= 1.0
+        assert record.bytes_sent > 0
+
+
+def test_the_mean_is_weighted_by_what_fit_returned() -> None:
+    peers = trained(FederatedSwarm(), 3, rounds=1)
+    moved = []
+    for index, a in enumerate(CURVATURES):
+        w = 0.0
+        for _ in range(5):
+            w -= 0.05 * a * (w - index)
+        moved.append(w)
+    expected = (10 * moved[0] + 20 * moved[1] + 30 * moved[2]) / 60
+    assert float(peers[0].model["w"][0]) == pytest.approx(expected, rel=2e-6)
+
+
+def test_a_round_agrees_on_the_evaluation_of_the_model_from_which_it_began() -> None:
+    peers = trained(FederatedSwarm(), 3)
+    for record in peers[0].history:
+        value = dict(peers[0].evaluations)[record.number - 1]
+        assert record.evaluation == {"w": pytest.approx(value)}
+
+
+def test_half_of_the_peers_train_and_the_others_observe() -> None:
+    swarm = FederatedSwarm("federated:fraction=0.5")
+    peers = trained(swarm, 8, rounds=6)
+    assert_alike(peers)
+    draws = []
+    for record in peers[0].history:
+        assert len(record.drawn) == 4
+        assert set(record.contributors) == set(record.drawn)
+        assert {peer.name for peer in peers if record.number in dict(peer.fits)} == set(record.drawn)
+        draws.append(record.drawn)
+    assert len(set(draws)) > 1
+
+
+def test_a_question_that_nobody_answers_holds_up_no_peer_that_waits_for_a_round() -> None:
+    swarm = FederatedSwarm("federated:grace=60")
+    swarm.recover_seconds = 2.5
+    peers = clients(swarm, 3, rounds=1)
+    peers[2].seconds = 2.5  # The others wait since 1 s, and look around at 2 s.
+    swarm.run()
+    assert_alike(peers)
+    for peer in peers:
+        assert peer.records[0].seconds < 3.5
+
+
+def test_peers_that_begin_with_other_parameters_agree_on_one_of_them() -> None:
+    swarm = FederatedSwarm("federated:available=4")
+    swarm.fetch_seconds = 0.2
+    peers = clients(swarm, 4)
+    for peer in peers:
+        peer.model["w"] += peer.index
+    swarm.run()
+    assert_alike(peers)
+    for peer in peers:
+        assert [number for number, _ in peer.fits][-2:] == [2, 3]
+
+
+def test_a_newcomer_equals_the_others() -> None:
+    swarm = FederatedSwarm("federated:grace=1")
+    peers = clients(swarm, 3, rounds=12, outer="fedadam")
+    late = Client(swarm, 3, rounds=12, outer="fedadam").begin(at=4.5)
+    late.model["w"] += 5
+    swarm.run()
+    assert_alike([*peers, late])
+    assert len(late.history) == 12
+    assert 6 <= len(late.fits) <= 10
+
+
+def test_a_peer_without_fit_never_contributes_and_evaluates() -> None:
+    swarm = FederatedSwarm()
+    peers = clients(swarm, 4)
+    peers[3].fits_at_all = False
+    swarm.run()
+    assert_alike(peers)
+    assert all("peer3" not in record.drawn for record in peers[0].history)
+    assert [number for number, _ in peers[3].evaluations] == [0, 1, 2, 3]
+
+
+def test_all_stop_after_the_same_round() -> None:
+    swarm = FederatedSwarm()
+    peers = trained(swarm, 3, rounds=50, until="w > 1.5")
+    assert_alike(peers)
+    first = next(record for record in peers[0].history if record.evaluation["w"] > 1.5)
+    assert len(peers[0].history) == first.number < 50
+    assert peers[0].trained.reason.startswith(f"w > 1.5 in round {first.number}: 1.")
+
+
+def test_all_stop_when_nothing_gets_better() -> None:
+    peers = trained(FederatedSwarm(), 3, rounds=100, until="w >= 100", patience=3)
+    assert_alike(peers)
+    assert len(peers[0].history) < 100
+    assert peers[0].trained.reason.startswith("w has not improved for 3 rounds")
+
+
+def test_a_dead_peer_is_replaced_and_the_round_comes_about() -> None:
+    swarm = FederatedSwarm("federated:fraction=0.5,grace=30")
+    peers = clients(swarm, 7, rounds=2)
+    for peer in peers:
+        peer.seconds = 20.0
+    killed: list[str] = []
+
+    def kill() -> None:
+        swarm.compute(10.0)
+        killed.extend(peer.name for peer in peers if peer.fits)
+        del killed[1:]
+        swarm.kill(killed[0])
+
+    swarm.peer("fate", kill)
+    swarm.run()
+    left = [peer for peer in peers if peer.name not in killed]
+    assert_alike(left)
+    for peer in left:
+        numbers = [number for number, _ in peer.fits]
+        assert len(numbers) == len(set(numbers)), "nobody trains twice from one state"
+    assert all(killed[0] not in record.contributors for record in left[0].history)
+    assert len(left[0].history[0].contributors) == 3, "one stands in for the dead peer"
+
+
+def test_a_failed_round_keeps_the_contributions_and_is_tried_again() -> None:
+    swarm = FederatedSwarm()
+    swarm.fails = lambda number, peer: number == 3
+    swarm_kept = swarm.kept
+    peers = clients(swarm, 3)
+
+    def forget() -> None:
+        while swarm.rounds < 3:
+            swarm.compute(0.01)
+        swarm_kept.popitem()
+        swarm.closed.popitem()
+
+    swarm.peer("fate", forget)
+    swarm.run()
+    assert_alike(peers)
+    for peer in peers:
+        assert [number for number, _ in peer.fits] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("late", ["drop", "next"])
+def test_a_late_contribution_counts_never_or_once_at_its_discount(late: str) -> None:
+    swarm = FederatedSwarm(f"federated:grace=2,late={late}")
+    swarm.lingers = True
+    peers = clients(swarm, 4, rounds=3)
+    slow = peers[3]
+    slow.seconds = 4.5
+    swarm.run()
+    assert_alike(peers)
+    records = slow.records
+    assert records[0].late == pytest.approx(1.5, abs=0.3)
+    assert records[0].reason.startswith("its contribution came too late by")
+    given = [record.contributors.get("peer3") for record in peers[0].history]
+    discounted = slow.samples / 2**0.5
+    assert given[0] is None
+    if late == "next":
+        assert given[1] == pytest.approx(discounted)
+        assert given[2:] == [None]
+    else:
+        assert given[1:] == [None, None]
+
+
+def limit(shares: list[float], pulls: list[float]) -> float:
+    """Where clients drift to together: the mean of their minima 0, 1, 2, by share and by their pull in a round."""
+    both = [share * pull for share, pull in zip(shares, pulls, strict=True)]
+    return sum(index * one for index, one in enumerate(both)) / sum(both)
+
+
+@pytest.mark.parametrize("steps", [1, 5, 20])
+def test_clients_drift_to_where_the_closed_form_says(steps: int) -> None:
+    swarm = FederatedSwarm()
+    peers = clients(swarm, 3, rounds=80 if steps == 1 else 25)
+    for peer in peers:
+        peer.steps = steps
+    swarm.run()
+    expected = limit([1 / 6, 2 / 6, 3 / 6], [1 - (1 - 0.05 * a) ** steps for a in CURVATURES])
+    assert float(peers[0].model["w"][0]) == pytest.approx(expected, abs=1e-5)
+
+
+def test_the_proximal_term_draws_to_the_agreed_model() -> None:
+    swarm = FederatedSwarm()
+    peers = clients(swarm, 3, rounds=25, proximal=2.0)
+    for peer in peers:
+        peer.steps, peer.proximal = 60, True
+    swarm.run()
+    expected = limit([1 / 6, 2 / 6, 3 / 6], [a / (a + 2.0) for a in CURVATURES])
+    assert float(peers[0].model["w"][0]) == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("outer", ["nesterov", "fedavgm", "fedadagrad", "fedadam", "fedyogi"])
+def test_every_outer_step_is_made_alike(outer: str) -> None:
+    peers = trained(FederatedSwarm(codec="int8"), 3, outer=outer)
+    assert_alike(peers)
+    assert peers[0].run.terms["outer step"].startswith(outer)
+
+
+def test_an_image_with_another_outer_state_is_refused() -> None:
+    liar, peer = trained(FederatedSwarm(), 2, outer="fedadam")
+    state = liar.trained._outer.state_dict()
+    liar.trained._outer.load_state_dict({**state, "v": {**state["v"], "w": torch.ones(7)}})
+    with pytest.raises(ImageError, match=r"'w' of the outer step's 'v' has shape \[2\] here, got \[7\]"):
+        peer.trained.member.read(liar.trained.member.image())
+
+
+def test_buffers_are_averaged_and_evaluated() -> None:
+    swarm = FederatedSwarm()
+    peers = clients(swarm, 3, rounds=2)
+    for peer in peers:
+        peer.model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
+        peer.fit = _fits_batches(peer)  # type: ignore[method-assign]
+        peer.evaluate = lambda task: (1.0, {"one": 1.0})  # type: ignore[method-assign]
+    swarm.run()
+    first, *others = [peer.model.state_dict() for peer in peers]
+    for other in others:
+        for name in ("0.weight", "1.weight", "1.running_mean", "1.running_var"):
+            assert torch.equal(first[name], other[name])
+    assert float(first["1.running_mean"].abs().max()) > 0
+    assert peers[0].run.terms["buffers"] == "averaged"
+    assert len({peer.image() for peer in peers}) == 1
+
+
+def _fits_batches(peer: Client) -> Any:
+    def fit(task: Task) -> tuple[float, dict[str, float]]:
+        swarm_seed = torch.Generator().manual_seed(peer.index)
+        peer.swarm.compute(1.0)
+        peer.model(torch.randn(8, 2, generator=swarm_seed)).square().mean().backward()
+        with torch.no_grad():
+            for one in peer.model.parameters():
+                one.sub_(0.1 * one.grad)
+        return 8.0, {}
+
+    return fit
+
+
+def test_a_training_that_leads_to_nan_is_given_up_and_the_round_comes_about() -> None:
+    swarm = FederatedSwarm("federated:grace=1")
+    peers = clients(swarm, 3, rounds=2)
+
+    def spoil(task: Task) -> tuple[float, dict[str, float]]:
+        peers[2].fits.append((task.number, swarm.now))
+        peers[2].model["w"].fill_(torch.nan)
+        return 8.0, {"loss": float("nan")}
+
+    peers[2].fit = spoil  # type: ignore[method-assign]
+    swarm.run()
+    assert_alike(peers)
+    assert all(set(record.contributors) == {"peer0", "peer1"} for record in peers[0].history)
+    assert [number for number, _ in peers[2].fits] == [1, 2]
+
+
+def test_metrics_that_are_not_finite_are_left_out() -> None:
+    swarm = FederatedSwarm()
+    peers = clients(swarm, 2, rounds=1)
+    for peer in peers:
+        peer.fit = lambda task: (8.0, {"loss": float("nan"), "other": 1})  # type: ignore[method-assign]
+    swarm.run()
+    assert peers[0].history[0].metrics == {"other": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("returned", "error", "said"),
+    [
+        (3.0, TypeError, "fit: expected (weight, {name: number}) to be returned, got 3.0"),
+        (
+            (1.0, 2.0, {}),
+            TypeError,
+            "fit: expected (weight, {name: number}) to be returned, got (1.0, 2.0, {})",
+        ),
+        ((-1.0, {}), ValueError, "fit: expected the weight of metrics as a number of 0"),
+        ((1.0, {"": 1.0}), ValueError, "fit: expected a metric's name of 1 to 24 characters"),
+    ],
+)
+def test_what_fit_must_return(returned: Any, error: type[Exception], said: str) -> None:
+    swarm = FederatedSwarm()
+    peers = clients(swarm, 2)
+    peers[0].fit = lambda task: returned  # type: ignore[method-assign]
+    with pytest.raises(error) as raised:
+        swarm.run()
+    assert str(raised.value).startswith(said)
+
+
+def test_tasks_say_what_is_alike_and_how_much_time_is_left() -> None:
+    swarm = FederatedSwarm("federated:deadline=100")
+    peers = clients(swarm, 2, rounds=1, config={"lr": 0.1, "layers": (1, 2)})
+    seen: list[tuple[Any, float, float]] = []
+
+    def look(task: Task) -> tuple[float, dict[str, float]]:
+        before = task.seconds_left
+        swarm.compute(30.0)
+        seen.append((dict(task.config), before, task.seconds_left))
+        return 1.0, {}
+
+    peers[0].fit = look  # type: ignore[method-assign]
+    swarm.run()
+    config, before, after = seen[0]
+    assert config == {"lr": 0.1, "layers": [1, 2]}
+    assert 95 < before <= 100
+    assert before - after == pytest.approx(30.0)
+    assert peers[0].run.terms["config lr"] == "0.1"
+    assert peers[0].run.terms["config layers"] == "[1, 2]"
+
+
+def test_terms_say_what_must_be_alike() -> None:
+    swarm = FederatedSwarm()
+    peer = Client(swarm, 0, until="w > 3", patience=2, outer="fedyogi", proximal=0.5)
+    peer.join()
+    assert dict(peer.run.terms) == {
+        "training": "Federated",
+        "outer step": "fedyogi:eta=0.01,beta1=0.9,beta2=0.99,tau=0.001",
+        "rounds": "3",
+        "until": "w > 3.0",
+        "patience": "2",
+        "proximal": "0.5",
+        "buffers": "none",
+        "extra state": "none",
+    }
+    many = Client(FederatedSwarm(), 0, config={f"name{at}": at for at in range(40)})
+    many.join()
+    assert many.run.terms["config"].startswith("blake3 ")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"rounds": 0}, "rounds: expected a whole number of rounds >= 1, or None, got 0"),
+        ({"patience": -1}, "patience: expected a whole number of rounds >= 0, got -1"),
+        ({"patience": 1}, "patience: expected 0 without `until`, got 1"),
+        ({"until": "better"}, "until: expected NAME >= NUMBER"),
+        ({"proximal": -0.1}, "proximal: expected a finite number >= 0, got -0.1"),
+        ({"config": {"a": object()}}, "config: expected values that JSON can hold, by name"),
+        ({"config": {"a": float("nan")}}, "config: expected values that JSON can hold, by name"),
+        ({"outer": "fedsomething"}, "fedsomething"),
+    ],
+)
+def test_options_out_of_range_are_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)):
+        Client(FederatedSwarm(), 0, **options).join()
+
+
+def test_an_unknown_option_is_named() -> None:
+    with pytest.raises(TypeError, match="unknown option 'round'; did you mean 'rounds'"):
+        Client(FederatedSwarm(), 0, round=3).join()
+
+
+def test_the_strategy_must_be_federated_and_the_run_unused() -> None:
+    with pytest.raises(Refused, match="expected a run with the strategy federated, 'digits' has 'allreduce"):
+        Client(FederatedSwarm("allreduce"), 0).join()
+    peer = Client(FederatedSwarm(), 0)
+    peer.join()
+    with pytest.raises(Refused, match="run 'digits' is stepped by Federated already"):
+        Federated(peer.run, peer.fit)
+
+
+def test_a_round_waits_until_enough_peers_are_there() -> None:
+    swarm = FederatedSwarm("federated:available=3")
+    swarm.fetch_seconds = 0.2
+    peers = clients(swarm, 2, rounds=1)
+    peers.append(Client(swarm, 2, rounds=1).begin(at=20.0))
+    swarm.run()
+    assert_alike(peers)
+    assert all(peer.fits[0][1] >= 20.0 for peer in peers)
+    assert set(peers[0].history[0].contributors) == {"peer0", "peer1", "peer2"}
+
+
+def test_a_round_without_a_quorum_fails_at_its_deadline_and_keeps_the_contributions() -> None:
+    swarm = FederatedSwarm("federated:quorum=3,deadline=60")
+    peers = clients(swarm, 2, rounds=1)
+    peers.append(Client(swarm, 2, rounds=1).begin(at=100.0))
+    swarm.run()
+    assert_alike(peers)
+    failed, made = peers[0].records
+    assert not failed.ok
+    assert (failed.number, made.number) == (1, 1)
+    assert failed.reason.startswith("no round within 60 s: ")
+    assert set(made.contributors) == {"peer0", "peer1", "peer2"}
+    assert [len(peer.fits) for peer in peers] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("longest", ["deadline", "grace"])
+def test_a_round_may_take_a_day(longest: str) -> None:
+    assert_alike(trained(FederatedSwarm(f"federated:{longest}=86400"), 2, rounds=1))
+
+
+def test_a_run_begins_again_from_its_checkpoint(tmp_path: Path) -> None:
+    def begin(swarm: FederatedSwarm, rounds: int | None = None) -> list[Client]:
+        peers = []
+        for index in range(3):
+            kept = Checkpoints(every=1, directory=tmp_path / str(index), resume=True, best="w")
+            peers.append(Client(swarm, index, checkpoints=kept, rounds=10, outer="fedadam").begin())
+            peers[-1].stops_after = rounds
+        swarm.run()
+        for peer in peers:
+            peer.run.leave()
+        return peers
+
+    all_there = "federated:available=3"
+    whole = trained(FederatedSwarm(all_there), 3, rounds=10, outer="fedadam")
+    first = begin(FederatedSwarm(all_there), 7)
+    assert [peer.trained.epoch for peer in first] == [7, 7, 7]
+    second = begin(FederatedSwarm(all_there))
+    assert_alike([*second, *whole])
+    assert [number for number, _ in second[0].fits] == [8, 9, 10]
+    assert (tmp_path / "0" / "digits" / "best").is_dir()
+
+
+def test_a_training_that_has_ended_goes_on_from_its_checkpoint_with_other_ends(tmp_path: Path) -> None:
+    def end(**ends: Any) -> list[Client]:
+        swarm = FederatedSwarm("federated:available=3")
+        peers = []
+        for index in range(3):
+            kept = Checkpoints(every=1, directory=tmp_path / str(index), resume=True)
+            peers.append(Client(swarm, index, checkpoints=kept, **ends).begin())
+        swarm.run()
+        for peer in peers:
+            peer.run.leave()
+        return peers
+
+    assert [peer.trained.epoch for peer in end(rounds=2)] == [2, 2, 2]
+    longer = end(rounds=4, until="w > 100", patience=50)
+    assert_alike([*longer, *trained(FederatedSwarm("federated:available=3"), 3, rounds=4)])
+    assert [number for number, _ in longer[0].fits] == [3, 4]

@@ -1,0 +1,177 @@
+"""The history of a federated training, and how it ends."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from equipoise.averaging.outcome import Outcome
+from equipoise.peer.training.history import Ending, History, Record, Until
+from equipoise.peer.training.safetensors_io import ImageError
+
+DIGEST = "ab" * 32
+
+
+def record(number: int, value: float | None = None, **fields: Any) -> Record:
+    evaluation = {} if value is None else {"accuracy": value}
+    return Record(
+        number=number, contributors={"b": 2.0, "a": 1.0}, evaluation=evaluation, digest=DIGEST, **fields
+    )
+
+
+def history(*values: float | None) -> History:
+    return History([record(at + 1, value) for at, value in enumerate(values)])
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("accuracy >= 0.95", "accuracy >= 0.95"),
+        ("accuracy>=.95", "accuracy >= 0.95"),
+        (" val loss<1e-2 ", "val loss < 0.01"),
+        ("loss <= -3", "loss <= -3.0"),
+        ("a > 0", "a > 0.0"),
+        ("x" * 24 + " < 1", "x" * 24 + " < 1.0"),
+    ],
+)
+def test_conditions_are_read(text: str, told: str) -> None:
+    assert str(Until.parse(text)) == told
+    assert Until.parse(told) == Until.parse(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "accuracy",
+        "accuracy == 1",
+        ">= 1",
+        "a >= one",
+        "a >= nan",
+        "a >= inf",
+        "x" * 25 + " < 1",
+        "a < 1 2",
+        3,
+    ],
+)
+def test_what_is_no_condition_is_refused(text: Any) -> None:
+    with pytest.raises(ValueError, match=r"^until: expected NAME >= NUMBER, with >=, <=, > or <, as "):
+        Until.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("operator", "below", "at", "above"),
+    [
+        (">=", False, True, True),
+        (">", False, False, True),
+        ("<=", True, True, False),
+        ("<", True, False, False),
+    ],
+)
+def test_operators_mean_what_they_say(operator: str, below: bool, at: bool, above: bool) -> None:
+    until = Until("x", operator, 2.0)
+    assert (until.holds(1.0), until.holds(2.0), until.holds(3.0)) == (below, at, above)
+
+
+def test_a_training_ends_by_its_rounds() -> None:
+    ending = Ending(2, None, 0)
+    assert ending.reason(History()) == ending.reason(history(None)) == ""
+    assert ending.reason(history(None, None)) == "all 2 rounds are made"
+    assert Ending(None, None, 0).reason(history(*[None] * 99)) == ""
+
+
+def test_a_training_ends_by_its_condition() -> None:
+    ending = Ending(9, Until.parse("accuracy >= 0.9"), 0)
+    assert ending.reason(history(0.5, None, 0.89)) == ""
+    assert ending.reason(history(0.5, 0.95)) == "accuracy >= 0.9 in round 2: 0.95"
+
+
+def test_the_evaluation_comes_before_the_metrics_of_the_training() -> None:
+    both = record(1, 0.5, metrics={"accuracy": 1.0, "loss": 0.1})
+    assert (both.value("accuracy"), both.value("loss"), both.value("other")) == (0.5, 0.1, None)
+
+
+def test_patience_counts_rounds_since_the_best() -> None:
+    rising, falling = Until.parse("accuracy >= 2"), Until.parse("accuracy <= -2")
+    assert Ending(None, rising, 2).reason(history(0.1, 0.4, 0.3)) == ""
+    told = "accuracy has not improved for 2 rounds: 0.4 in round 2"
+    assert Ending(None, rising, 2).reason(history(0.1, 0.4, 0.3, 0.4)) == told
+    assert Ending(None, rising, 2).reason(history(0.1, 0.4, 0.3, 0.5)) == ""
+    assert Ending(None, falling, 2).reason(history(0.1, 0.4, 0.3)) != ""
+    assert Ending(None, rising, 2).reason(history(None, None, None, 0.1)) == ""
+
+
+def test_histories_are_equal_if_what_all_agree_on_is() -> None:
+    mine, theirs = history(0.1, 0.2), history(0.1, 0.2)
+    theirs.add(record(2, 0.2, seconds=3.0, late=1.0, reason="slow", bytes_sent=9, drawn=("a",)))
+    assert mine == theirs
+    assert mine != history(0.1, 0.3)
+    assert mine != history(0.1)
+    assert [one.number for one in theirs] == [1, 2]
+
+
+def test_a_history_is_written_as_json_lines_and_read_again(tmp_path: Path) -> None:
+    whole = History([record(1, 0.5, drawn=("a", "b"), seconds=1.5), record(2)])
+    path = tmp_path / "history.jsonl"
+    whole.write(path)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["number"] for line in lines] == [1, 2]
+    assert lines[0]["contributors"] == {"b": 2.0, "a": 1.0}
+    assert list(History.read(path)) == list(whole)
+    path.write_text("nonsense\n")
+    with pytest.raises(ValueError, match="JSON"):
+        History.read(path)
+
+
+def test_a_history_travels_with_the_state_and_keeps_what_is_the_peers_own() -> None:
+    theirs, mine = history(0.1, 0.2, 0.3), History([record(1, 0.1, seconds=3.0), record(2, 0.9, seconds=4.0)])
+    mine.check(theirs.tree(), foreign=True)
+    mine.load(theirs.tree())
+    assert mine == theirs
+    assert [one.seconds for one in mine] == [3.0, 0.0, 0.0]
+    assert torch.equal(mine.tree()["records"], theirs.tree()["records"])
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [[2, {}, {}, {}, DIGEST]],
+        [[1, {}, {}, {}, "short"]],
+        [[1, {}, {"x" * 25: 1.0}, {}, DIGEST]],
+        [[1, {}, {"loss": float("nan")}, {}, DIGEST]],
+        [[1, {"": 1.0}, {}, {}, DIGEST]],
+        [[0, {}, {}, {}, DIGEST]],
+        "text",
+    ],
+)
+def test_a_foreign_history_is_checked(rows: Any) -> None:
+    bytes_ = torch.frombuffer(bytearray(msgspec.msgpack.encode(rows)), dtype=torch.uint8)
+    with pytest.raises(ImageError, match="expected a history's records"):
+        History().check({"records": bytes_})
+
+
+@pytest.mark.parametrize("tree", [None, {}, {"records": 3}, {"records": torch.zeros(2)}])
+def test_what_is_no_history_is_refused(tree: Any) -> None:
+    with pytest.raises(ImageError, match="expected a history's records as bytes"):
+        History().check(tree)
+
+
+def test_a_record_follows_from_an_outcome() -> None:
+    outcome = Outcome(
+        ok=True,
+        reason="all contributed",
+        contributors={"a": 3.0, "idle": 2.0**-30},
+        metrics={"loss": 0.5},
+        evaluation={"accuracy": 0.25},
+        digest=DIGEST,
+        bytes_sent=7,
+    )
+    made = Record.of(4, outcome)
+    assert (made.number, made.ok, made.contributors, made.bytes_sent) == (4, True, {"a": 3.0}, 7)
+    assert (made.metrics, made.evaluation, made.digest) == ({"loss": 0.5}, {"accuracy": 0.25}, DIGEST)
+    assert made

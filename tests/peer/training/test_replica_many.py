@@ -1,0 +1,167 @@
+"""Many replicas, their rounds and downloads, and faults from a seed: equal ids are equal states, and all end alike."""
+
+from __future__ import annotations
+
+import random
+import zlib
+
+import pytest
+
+from equipoise.averaging.state import StateId, group_state
+from equipoise.peer.training import events
+from equipoise.peer.training.events import (
+    Apply,
+    Check,
+    Checked,
+    Due,
+    Fetch,
+    FetchFailed,
+    Forget,
+    Hold,
+    ImageFetched,
+    Keep,
+    Load,
+    MeanFetched,
+    Meet,
+    Recover,
+    RecoveryFailed,
+    RoundFailed,
+    RoundSucceeded,
+    StepAlone,
+    SteppedAlone,
+)
+from equipoise.peer.training.lineage import MAX_MISSED, beginning
+from equipoise.peer.training.replica import ATTENDANCE, HELD_MEANS, Phase, Replica
+
+
+def mixed(*parts: object) -> int:
+    """A number that depends on all of them, and is the same in every process."""
+    return zlib.crc32(repr(parts).encode())
+
+
+class Peer:
+    """A replica, and what a driver would do for it, with a number in place of parameters."""
+
+    def __init__(self, name: str, value: int) -> None:
+        self.name, self.value = name, value
+        self.machine = Replica(name, beginning(str(value)), 0.0, patience=3.0)
+        self.held: dict[StateId, int] = {}
+        self.wanted: int | None = None
+        self.missed: StateId | None = None
+        self.found = 0
+
+    def act(
+        self,
+        actions: list[events.Action],
+        now: float,
+        mean: int = 0,
+        image: tuple[StateId, int] | None = None,
+    ) -> None:
+        for action in actions:
+            match action:
+                case Apply(before):
+                    self.value = mixed(self.value, self.held.pop(before, mean))
+                case Hold(before):
+                    self.held[before] = mean
+                case Forget(before):
+                    self.held.pop(before, None)
+                case Keep(before):
+                    self.held[before] = self.found
+                case Fetch(at_least):
+                    self.wanted, self.missed = at_least, None
+                case Recover(after):
+                    self.wanted, self.missed = None, after
+                case Load():
+                    assert image is not None
+                    self.value = image[1]
+                case Check():
+                    self.act(self.machine.handle(Checked(str(self.value)), now), now, mean)
+                case StepAlone():
+                    self.value = mixed(self.value, self.name)
+                    self.act(self.machine.handle(SteppedAlone(str(self.value)), now), now)
+                case Meet():
+                    pass
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_equal_ids_are_equal_states_and_in_the_end_all_are_in_step(seed: int) -> None:
+    """Peers that begin alike or not, miss rounds, get snapshots late, are replaced by newcomers; then the faults
+    stop."""
+    chance = random.Random(seed)
+    peers = [Peer(f"p{at}", chance.choice([0, 0, at])) for at in range(chance.randint(2, 5))]
+    kept: dict[StateId, int] = {}
+    for now in range(140):
+        calm = now > 90
+        if not calm and chance.random() < 0.05:
+            gone = chance.randrange(len(peers))
+            peers[gone] = Peer(f"{peers[gone].name}'", chance.choice([0, now]))
+        group = [peer for peer in peers if calm or chance.random() < 0.8]
+        _round(group, now, chance, calm, kept)
+        for peer in peers:
+            _recover(peer, now, chance, calm, kept)
+            _fetch(peer, peers, now, chance, calm)
+        known: dict[StateId, int] = {}
+        for peer in peers:
+            assert known.setdefault(peer.machine.state, peer.value) == peer.value
+            assert len(peer.held) <= HELD_MEANS + MAX_MISSED
+    assert {peer.machine.phase for peer in peers} == {Phase.IN_STEP}, [peer.machine.reason for peer in peers]
+    if len({peer.machine.state for peer in peers}) > 1:
+        # Two islands keep their states as long as two are left that have trained with each other (`trust`).
+        for peer in peers:
+            island = {one.name for one in peers if one.machine.state == peer.machine.state}
+            assert island & set(peer.machine.known.names), f"{peer.name} has trained with none of its island"
+
+
+def _round(group: list[Peer], now: int, chance: random.Random, calm: bool, kept: dict[StateId, int]) -> None:
+    weights = {p.name: 8.0 if p.machine.phase is Phase.IN_STEP else p.machine.attendance() for p in group}
+    contributors = {name: weight for name, weight in weights.items() if weight > 0}
+    if len(contributors) < 2:
+        for peer in group:
+            peer.act(peer.machine.handle(RoundFailed("too few"), now), now)
+            peer.act(peer.machine.handle(Due(company=chance.random() < 0.5 or calm), now), now)
+        return
+    states = {peer.name: peer.machine.claim for peer in group if peer.machine.claim is not None}
+    members = sorted(peer.name for peer in group)
+    mean = mixed(now, *members)
+    before = group_state(states.values())
+    if before is not None and any(weight > ATTENDANCE for weight in weights.values()):
+        kept[before] = mean
+    for peer in group:
+        event: events.Event = RoundSucceeded(before, states, str(mean), contributors, members, 0)
+        if not calm and chance.random() < 0.1:
+            event = RoundFailed("it was cut off", formed=chance.random() < 0.8)
+        peer.act(peer.machine.handle(event, now), now, mean)
+
+
+def _recover(peer: Peer, now: int, chance: random.Random, calm: bool, kept: dict[StateId, int]) -> None:
+    """What it missed comes now and then, and now and then what somebody has made up."""
+    while (after := peer.missed) is not None:
+        blocks = peer.machine.phase is not Phase.ASTRAY
+        if not blocks and chance.random() < (0.2 if calm else 0.5):
+            return
+        peer.missed = None
+        peer.found = kept.get(after, 0)
+        if not calm and chance.random() < 0.1:
+            peer.found = mixed("lie", now)
+        event: events.Event = MeanFetched(after, str(peer.found), chance.random() < 0.5)
+        if not peer.found or (not calm and chance.random() < 0.1):
+            event = RecoveryFailed("nobody keeps it")
+        peer.act(peer.machine.handle(event, now), now, image=None)
+
+
+def _fetch(peer: Peer, peers: list[Peer], now: int, chance: random.Random, calm: bool) -> None:
+    if peer.wanted is None or chance.random() < (0.2 if calm else 0.5):
+        return
+    donors = [
+        one
+        for one in peers
+        if one is not peer and one.machine.claim is not None and one.machine.state.epoch >= peer.wanted
+    ]
+    if donors and (calm or chance.random() < 0.8):
+        donor = chance.choice(donors)
+        image = donor.machine.state, donor.value
+        peer.wanted = None
+        peer.act(peer.machine.handle(ImageFetched(image[0]), now), now, image=image)
+    elif chance.random() < 0.3:
+        peer.wanted = None
+        peer.act(peer.machine.handle(FetchFailed("nobody has it"), now), now)

@@ -1,0 +1,152 @@
+"""Strangers with another state: those who have trained together keep theirs, whatever the strangers' number."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+
+from equipoise.averaging.state import StateId, group_state
+from equipoise.averaging.statesync.snapshot_quorum import SnapshotQuorum
+from equipoise.peer.training.events import RoundSucceeded
+from equipoise.peer.training.lineage import beginning
+from equipoise.peer.training.replica import ATTENDANCE, MAX_KNOWN, Known, Phase, Replica
+from fakes.trainers import SAMPLES, Trainer, assert_alike
+from fakes.training import FakeSwarm
+from oracles.training import network
+
+OURS, THEIRS = StateId(7, "a" * 64), StateId(2**40, "b" * 64)
+
+
+class Stranger(Trainer):
+    """It comes with a state of its own, of any epoch, that nobody else has heard of."""
+
+    def join(self) -> None:
+        self.model = network(seed=7)
+        super().join()
+        self.opt.load(self.opt.member._subject.state.image(THEIRS))
+
+
+def of(claims: Mapping[str, StateId | None], missing: int = 0) -> RoundSucceeded:
+    states = {name: state for name, state in claims.items() if state is not None}
+    weights = dict.fromkeys(claims, 8.0)
+    return RoundSucceeded(group_state(states.values()), states, "m", weights, sorted(claims), missing)
+
+
+def known(*names: str) -> Known:
+    mine = Known("a", "known", 10.0, 0.0)
+    mine.add(names)
+    return mine
+
+
+@pytest.mark.parametrize("strangers", [4, 20])
+def test_newcomers_with_another_state_do_not_replace_that_of_three_who_have_trained(
+    fake: FakeSwarm, strangers: int
+) -> None:
+    fake.group_size = 64
+    ours = [Trainer(fake, index, 30, target_batch_size=3 * SAMPLES).begin() for index in range(3)]
+    for index in range(3, 3 + strangers):
+        stranger = Stranger(fake, index, THEIRS.epoch + 5, target_batch_size=3 * SAMPLES)
+        stranger.begin(at=5.0)
+    fake.run()
+    assert_alike(ours)
+    assert all(trainer.opt.epoch == 30 for trainer in ours)
+    steps = [epoch for epoch, _ in ours[0].seen]
+    assert len(steps) <= 30 / 0.8, "at least 80 % of the steps are updates"
+    told = [reason for _, reason in ours[0].seen if "keeps the state" in reason]
+    assert told[0] == (
+        f"it keeps the state of those it has trained with: {strangers} others hold epoch {THEIRS.epoch} (bbbbbbbb), "
+        'and it has trained with none of them; trust="heads" would follow most'
+    )
+
+
+def test_where_heads_are_trusted_most_are_followed(fake: FakeSwarm) -> None:
+    options = {"target_batch_size": 3 * SAMPLES, "trust": "heads"}
+    ours = [Trainer(fake, index, THEIRS.epoch + 5, **options).begin() for index in range(3)]
+    strangers = [Stranger(fake, index, THEIRS.epoch + 5, **options).begin(at=5.0) for index in range(3, 7)]
+    fake.run()
+    assert_alike([*ours, *strangers])
+
+
+def test_who_has_trained_with_nobody_follows_most() -> None:
+    assert known().group(of({"a": OURS, "b": THEIRS, "c": THEIRS}), 1.0) == THEIRS
+
+
+def test_who_was_cut_off_comes_back_to_those_it_has_trained_with() -> None:
+    machine = Replica("a", beginning("start"), 0.0)
+    machine.handle(of(dict.fromkeys("abc", machine.state)), 0.0)
+    assert machine.phase is Phase.IN_STEP
+    later = StateId(9, "c" * 64)
+    machine.handle(of({"a": machine.state, "b": later, "c": later, **dict.fromkeys("mno", THEIRS)}), 60.0)
+    assert machine.phase is Phase.ASTRAY
+    assert machine.reason.startswith("astray: it holds epoch 1")
+    assert "the group epoch 9" in machine.reason
+
+
+def test_of_those_it_has_trained_with_most_are_followed() -> None:
+    claims = {"a": OURS, "b": THEIRS, "c": THEIRS, "m": OURS, "n": OURS}
+    assert known("b", "c").group(of(claims), 1.0) == THEIRS
+
+
+def test_strangers_are_followed_where_none_is_left_and_only_after_a_while() -> None:
+    mine, alone = known("b", "c"), of({"a": OURS, "m": THEIRS, "n": THEIRS})
+    assert [mine.group(alone, at) for at in (1.0, 5.0, 9.9)] == [OURS] * 3
+    assert mine.group(of({"a": OURS, "b": OURS, "m": THEIRS, "n": THEIRS}), 11.0) == OURS
+    assert [mine.group(alone, at) for at in (12.0, 16.0, 20.9)] == [OURS] * 3
+    assert mine.group(of({"a": OURS, "m": THEIRS, "n": THEIRS}, missing=1), 30.0) == OURS, "it may be one"
+    assert mine.group(alone, 21.0) == THEIRS
+
+
+def test_strangers_are_not_followed_for_one_slow_round() -> None:
+    mine, alone = known("b", "c"), of({"a": OURS, "m": THEIRS, "n": THEIRS})
+    assert [mine.group(alone, at) for at in (15.0, 30.0, 45.0)] == [OURS, OURS, THEIRS]
+
+
+def test_of_two_islands_the_one_of_which_one_is_left_joins_the_other() -> None:
+    one, other = known("b"), Known("m", "known", 10.0, 0.0)
+    other.add(["n"])
+    met = of({"a": THEIRS, "m": OURS, "n": OURS})
+    for at in (18.0, 19.0):
+        assert one.group(met, at) == THEIRS
+    assert one.group(met, 20.0) == OURS == other.group(met, 20.0)
+
+
+def test_an_astray_peer_among_strangers_alone_waits_for_those_it_knows() -> None:
+    assert known("b").group(of({"a": None, "m": THEIRS}), 1.0) is None
+
+
+def test_a_peer_that_claims_the_groups_state_and_gives_nothing_is_not_one_of_them() -> None:
+    mine = Replica("a", OURS, 0.0)
+    states = dict.fromkeys("abm", OURS)
+    weights = {"a": 8.0, "b": 8.0, "m": ATTENDANCE}
+    mine.handle(RoundSucceeded(OURS, states, "m", weights, ["a", "b", "m"], 0), 0.0)
+    assert mine.known.names == ("b",)
+
+
+def test_those_remembered_are_bounded_and_the_recent_stay() -> None:
+    mine = known("b")
+    for number in range(2 * MAX_KNOWN):
+        mine.add([f"s{number}", "b"])
+    assert len(mine._names) == MAX_KNOWN
+    assert "b" in mine._names
+
+
+def test_one_whose_round_failed_among_strangers_gets_the_state_of_those_it_knows(fake: FakeSwarm) -> None:
+    """Its mean is kept as that of the strangers, so it needs a snapshot, and most offer that of the strangers."""
+    fake.group_size = 64
+    fake.fails = lambda number, peer: number == 12 and peer == "peer2"
+    ours = [Trainer(fake, index, 30, target_batch_size=3 * SAMPLES).begin() for index in range(3)]
+    for index in range(3, 7):
+        Stranger(fake, index, THEIRS.epoch + 60, target_batch_size=3 * SAMPLES).begin(at=2.0)
+    fake.run()
+    assert any("astray" in reason for _, reason in ours[2].seen), "else it had no need of one"
+    assert_alike(ours)
+
+
+def test_a_snapshot_is_asked_of_those_it_knows_while_one_is_there() -> None:
+    poll = SnapshotQuorum(3, among=frozenset("bc"))
+    assert poll.see(("b", "m", "n"), 0.0) == ["b"]
+    assert sorted(poll.see(("m", "n"), 1.0)) == ["m", "n"]
+    assert poll.see(("c", "m", "n"), 2.0) == ["c"]
+    poll.bar("c", "sent a wrong byte")
+    assert sorted(poll.see(("c", "m", "n"), 3.0)) == ["m", "n"]
