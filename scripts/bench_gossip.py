@@ -6,7 +6,8 @@ as a trainer does whose GPU computes: so what averaging costs the loop is seen, 
     scripts/bench_gossip.py                  # 8 trainers, two of them 5 times slower, 10 s of each
     scripts/bench_gossip.py --peers 4 --seconds 5 --json
 
-Printed are steps a second of the fast trainers, the least and the median over turns, and the ratio to those alone.
+Printed are steps a second of the fast trainers, the least and the median over turns, and the ratio to those alone. The
+exit status is 1 if trainers that gossip take less than 95 % of the steps of those alone.
 """
 
 from __future__ import annotations
@@ -36,6 +37,9 @@ from equipoise.peer.training import Gossip, LocalSGD
 SLOW = 2
 SLOWER = 5.0
 START_SECONDS = 60.0
+
+LEAST_RATIO = 0.95
+"""Least steps a second of trainers that gossip, as a share of those alone."""
 
 Averaging = Callable[[Run], contextlib.AbstractContextManager[object]]
 
@@ -121,6 +125,9 @@ def main() -> int:
     else:
         for way, one in figures.items():
             print(f"{way:10} {one['least']:8.2f} least {one['median']:8.2f} median  {one['x']:.3f} x alone")
+    if figures["gossip"]["x"] < LEAST_RATIO:
+        print(f"expected gossip to take at least {LEAST_RATIO} x the steps of those alone", file=sys.stderr)
+        return 1
     return 0
 
 

@@ -35,6 +35,9 @@ UNPICKLERS = {"cloudpickle", "dill", "joblib", "marshal", "pickle", "shelve"}
 
 UNSAFE_CALLS = {"eval", "exec", "os.popen", "os.system", "torch.load", "yaml.load"}
 
+UNIONS = ("Event", "Action", "Move")
+"""How the names of the unions of a machine's events and actions end."""
+
 
 def test_no_bare_imports_of_the_packages() -> None:
     found = _found(sources(*PACKAGES, "tests", "scripts"), lambda one: one.top in PACKAGES)
@@ -46,7 +49,7 @@ def test_only_dht_imports_hivemind() -> None:
 
 
 def test_compression_imports_torch_and_numpy_only() -> None:
-    own = {"equipoise", "torch", "numpy", "numba", *sys.stdlib_module_names}
+    own = {"equipoise", "torch", "numpy", "numba", "triton", *sys.stdlib_module_names}
     assert not _found(sources("compression"), lambda one: one.top not in own)
 
 
@@ -103,6 +106,26 @@ def test_one_driver_runs_every_machine() -> None:
         if name.endswith(".handle") and len(call.args) == 2 and source not in machines
     ]
     assert not fed, "use equipoise.tasks.Driver"
+
+
+def test_events_actions_and_moves_are_declared_in_one_way() -> None:
+    declared = {
+        (str(source), name.id)
+        for source in sources(*PACKAGES)
+        for union in source.nodes
+        if isinstance(union, ast.Assign) and isinstance(union.value, ast.BinOp)
+        if ast.unparse(union.targets[0]).endswith(UNIONS)
+        for name in ast.walk(union.value)
+        if isinstance(name, ast.Name) and not name.id.endswith(UNIONS)
+    }
+    structs = {
+        (str(source), node.name)
+        for source in sources(*PACKAGES)
+        for node in source.nodes
+        if isinstance(node, ast.ClassDef) and [ast.unparse(base) for base in node.bases] == ["msgspec.Struct"]
+    }
+    assert len(declared) >= 60
+    assert not declared - structs
 
 
 def test_nothing_is_unpickled_and_no_shell_is_started() -> None:

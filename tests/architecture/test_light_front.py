@@ -1,4 +1,4 @@
-"""The command line starts without torch, and neither it nor the client a training script imports pulls in hivemind."""
+"""Command line and daemon start without torch; neither the former nor the client of a script pulls in hivemind."""
 
 from __future__ import annotations
 
@@ -26,6 +26,13 @@ main()
 )
 def test_help_is_light(words: tuple[str, ...]) -> None:
     assert not _modules(HELP, *words, "--help") & {"torch", "hivemind", "numpy", "grpc", "sklearn"}
+
+
+def test_a_daemon_without_a_run_needs_neither_torch_nor_kernels() -> None:
+    bare = "from equipoise.dht.hivemind_stub import bare_packages; bare_packages()"
+    loaded = _modules(f"{bare}\nimport equipoise.peer.daemon, equipoise.peer.wiring\n{REPORT}")
+    assert "equipoise" in loaded
+    assert not loaded & {"torch", "numba", "llvmlite", "grpc"}
 
 
 def test_the_client_needs_no_hivemind() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 
-from architecture.sources import PACKAGES, calls, sources
+from architecture.sources import PACKAGES, ROOT, Source, calls, sources
 
 VAGUE_MODULES = {"utils", "util", "helpers", "helper", "common", "misc"}
 
@@ -46,6 +46,34 @@ def test_tests_wait_for_conditions_and_do_not_sleep() -> None:
         if name.rpartition(".")[2] == "sleep" and not _is_zero(call)
     ]
     assert not sleeps
+
+
+def test_tests_mirror_the_code() -> None:
+    """A test stands in its module's folder, and its name begins with that of the module, or of the folder."""
+    tests = sources(*(f"tests/{package}" for package in PACKAGES))
+    assert not [source for source in tests if source.path.stem.startswith("test_") and not _mirrors(source)]
+
+
+def test_architecture_has_the_states_of_every_machine_and_names_its_events_as_the_code_does() -> None:
+    _, _, text = (ROOT / "ARCHITECTURE.md").read_text().partition("## The machines")
+    text, _, _ = text.partition("## The timing budget")
+    nodes = [(source.path, node) for source in sources("averaging", "peer/training") for node in source.nodes]
+    machines = {
+        path
+        for path, node in nodes
+        if isinstance(node, ast.FunctionDef) and node.name == "handle" and "now" in ast.unparse(node.args)
+    }
+    assert len(machines) >= 7
+    assert not [path for path in machines if path.name not in text or str(path.parent) not in text]
+    diagrams = "".join(re.findall(r"^```\n(.*?)^```$", text, re.M | re.S))
+    names = set(re.findall(r"\b(?:[A-Z][a-z]+){2,}\b", diagrams))
+    assert names <= {node.name for _, node in nodes if isinstance(node, ast.ClassDef)}
+
+
+def _mirrors(source: Source) -> bool:
+    folder = ROOT / source.path.parent.relative_to("tests")
+    names = {folder.name} | {module.stem for module in folder.glob("*.py")}
+    return any(f"{source.path.stem}_".startswith(f"test_{name}_") for name in names)
 
 
 def _is_zero(call: ast.Call) -> bool:

@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
+import subprocess
+import sys
 import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
 
 from architecture.sources import PACKAGES, ROOT, sources
 
@@ -23,6 +31,33 @@ def test_every_package_folder_has_an_init() -> None:
 
 def test_every_package_is_typed() -> None:
     assert all((ROOT / package / "py.typed").exists() for package in PACKAGES)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_a_wheel_offers_the_public_names(tmp_path: Path) -> None:
+    source, wheels, installed = (tmp_path / name for name in ("source", "wheels", "installed"))
+    for package in PACKAGES:
+        shutil.copytree(ROOT / package, source / package, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    build = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-w", str(wheels)]
+    subprocess.run([*build, str(source)], check=True, timeout=120)
+    (wheel,) = wheels.iterdir()
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(installed)
+    code = """
+import equipoise, equipoise.peer
+assert equipoise.connect is equipoise.peer.connect and equipoise.Peer is equipoise.peer.Peer
+print(equipoise.__version__, equipoise.__file__, equipoise.peer.__file__)
+"""
+    command, environment = [sys.executable, "-c", code], {**os.environ, "PYTHONPATH": str(installed)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    front, peer = (str(installed / "equipoise" / place) for place in ("__init__.py", "peer/__init__.py"))
+    assert done.stdout.split() == [PROJECT["project"]["version"], front, peer], done.stderr
+    unpacked = {path.relative_to(installed) for path in installed.rglob("*.py")}
+    expected = {Path("equipoise", one.path) for one in sources(*PACKAGES) if one.path.parts[1] != "front"}
+    assert unpacked == expected | {Path("equipoise", one.path.name) for one in sources("peer/front")}
 
 
 def test_no_folder_here_shadows_the_namespace() -> None:

@@ -78,13 +78,19 @@ def test_every_script_averages_on_two_machines(swarm: Swarm) -> None:
     _, _, launch, resume, *_ = commands()
     first = swarm.daemon("first")
     for count, (name, command) in enumerate(
-        [("train.py", launch), ("local.py", with_script(launch, "local.py")), ("train.py", resume)], 1
+        [
+            ("train.py", launch),
+            ("local.py", with_script(launch, "local.py")),
+            ("train.py", resume),
+            ("federated.py", with_script(launch, "federated.py")),
+        ],
+        1,
     ):
         (swarm.folder / name).write_text(script(name))
         trainers = [launched(swarm, told(command, first), f"trainer{index}") for index in range(2)]
         for trainer in trainers:
             assert trainer.wait(120) == 0, trainer.errors
-            assert name == "local.py" or trainer.output.count("epoch 5: ") == (count + 1) // 2
+            assert name != "train.py" or trainer.output.count("epoch 5: ") == (count + 1) // 2
         assert_averaged(trainers, count)
 
 
