@@ -334,9 +334,10 @@ class RecordProtocol:
         return {key: (None, self._neighbours(nearest)) for key, nearest in found}
 
     def keep(self, own: Kept) -> None:
-        """Put a record of this peer itself into the record store."""
-        if (entry := self.record_store.accept(own, time.monotonic(), self.clock.now())) is not None:
-            self._tell(own, entry)
+        """Put a record of this peer itself into the record store, unless a later one of the same identity is there."""
+        with _refusing(own):
+            if (entry := self.record_store.accept(own, time.monotonic(), self.clock.now())) is not None:
+                self._tell(own, entry)
 
     async def take(self, records: Iterable[Kept], sender: str) -> int:
         """Put the valid ones of a sender's records into the record store; return their number.
@@ -349,8 +350,7 @@ class RecordProtocol:
                 accepted += 1
             elif self._scrutiny.admits(sender, kept.subkey, self.record_store.has(kept.subkey), now):
                 with _refusing(kept):
-                    if (examined := self.record_store.examine(kept, now, self.clock.now())) is not None:
-                        news.append((kept, *examined))
+                    news.append((kept, *self.record_store.examine(kept, self.clock.now())))
         if not news:
             return accepted
         loop = asyncio.get_running_loop()

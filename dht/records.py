@@ -242,18 +242,16 @@ class RecordStore:
         `now` is this machine's monotonic clock, `swarm_time` the swarm's, in seconds since 1970. Raises Forged if the
         author has not signed it, Malformed if it is another peer's, replayed, void, or one too many of its author.
         """
-        news = self.examine(found, now, swarm_time)
-        if news is None:
-            return None
-        check(*news)
-        return self.enter(found, news[0], now)
-
-    def examine(self, found: Kept, now: float, swarm_time: float) -> tuple[Readiness, Envelope] | None:
-        """Decode a record for `check`, after all that is cheaper; the arguments and the rest as of `accept`."""
-        if not 0 < found.remaining <= TTL_SECONDS:
-            raise Malformed(f"expected 0 to {TTL_SECONDS:.0f} s left to live, got {found.remaining}")
         if self.knows(found, now):
             return None
+        record, envelope = self.examine(found, swarm_time)
+        check(record, envelope)
+        return self.enter(found, record, now)
+
+    def examine(self, found: Kept, swarm_time: float) -> tuple[Readiness, Envelope]:
+        """Decode a record for `check`, after all that is cheaper; raises Malformed as `accept` does."""
+        if not 0 < found.remaining <= TTL_SECONDS:
+            raise Malformed(f"expected 0 to {TTL_SECONDS:.0f} s left to live, got {found.remaining}")
         record, envelope = unseal(found.data)
         if record.peer != found.subkey:
             raise Malformed("expected the subkey to be the record's author")

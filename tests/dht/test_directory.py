@@ -1,10 +1,19 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from pathlib import Path
+from types import SimpleNamespace
 
 from equipoise.dht import directory
-from equipoise.dht.directory import MAX_UNCONNECTED, Publisher
-from equipoise.dht.protocol import CallError
+from equipoise.dht.dialer import Dialer
+from equipoise.dht.dialpolicy import DialPolicy
+from equipoise.dht.directory import MAX_UNCONNECTED, Publisher, RunDirectory
+from equipoise.dht.identity import Identity
+from equipoise.dht.p2pd_client import P2pdClient
+from equipoise.dht.protocol import CallError, RecordProtocol
+from equipoise.dht.records import Kept, Readiness, seal, unseal
+from equipoise.dht.state import PROTOCOL_VERSION, ReachStatus
 
 
 async def test_ghosts_do_not_keep_the_news_from_who_is_there(until) -> None:
@@ -45,3 +54,41 @@ async def test_a_farewell_that_did_not_arrive_is_sent_once_more(monkeypatch) -> 
     publisher.publish(b"farewell", ["bob"])
     await publisher.close(5.0)
     assert sent == [b"farewell"] * 2
+
+
+def record_of(identity: Identity, sequence: int) -> Kept:
+    record = Readiness(
+        version=PROTOCOL_VERSION,
+        peer=identity.peer,
+        run="digits",
+        sequence=sequence,
+        state="joined",
+        issued=time.time(),
+    )
+    return Kept(identity.peer, seal(record, identity), 15.0)
+
+
+async def test_a_later_record_of_a_copied_identity_ends_no_renewals(
+    tmp_path: Path, identity: Identity, stranger: Identity, until, monkeypatch
+) -> None:
+    monkeypatch.setattr(directory, "RENEW_SECONDS", 0.02)
+    link = P2pdClient(tmp_path / "nowhere")
+    protocol = RecordProtocol(identity.peer, True, link, Dialer(link, identity.peer, DialPolicy(list)))
+    sent: list[Readiness] = []
+
+    async def store(peer: str, records: list[Kept]) -> int:
+        assert peer == stranger.peer
+        sent.extend(unseal(kept.data)[0] for kept in records)
+        return 1
+
+    monkeypatch.setattr(protocol, "store", store)
+    assert await protocol.take([record_of(stranger, 1), record_of(identity, 2**62)], stranger.peer) == 2
+    reach = SimpleNamespace(dialable=True, status=lambda: ReachStatus("direct", "it was dialled"))
+    announced = RunDirectory(identity, protocol, reach, sequence=1)
+    await announced.announce("digits", spec="ab", ready=False, round=1, accumulated=0.0, reason="stays")
+    own = announced._own["digits"]
+    await until(lambda: len(sent) >= 3)
+    await announced.withdraw("digits")
+    assert [record.sequence for record in sent] == sorted({record.sequence for record in sent})
+    assert [record.state for record in sent] == ["joined"] * (len(sent) - 1) + ["offline"]
+    assert not own.publisher._tasks
