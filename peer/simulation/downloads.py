@@ -26,6 +26,8 @@ SNAPSHOT_SECONDS, MEAN_SECONDS = 0.5, 0.1
 class Download(ABC):
     """A download that goes on, of one member of a run."""
 
+    _seconds: float
+
     def __init__(
         self,
         run: SimulatedRun,
@@ -73,10 +75,6 @@ class Download(ABC):
     def _others(self) -> list[Member]:
         """The members whose daemons can answer."""
         return [one for one in self._run.members.values() if one is not self.member and not one.dead]
-
-    @property
-    @abstractmethod
-    def _seconds(self) -> float: ...
 
     @abstractmethod
     def _find(self) -> Callable[[], Any] | None: ...

@@ -19,7 +19,7 @@ from equipoise.averaging.draw import Drawn
 from equipoise.averaging.manifest import NONCE_BYTES, Join, Manifest
 from equipoise.averaging.matchmaking.closing import ClosePolicy, LearntWait, QuorumAndGrace
 from equipoise.averaging.matchmaking.context import Context
-from equipoise.averaging.matchmaking.coordinator import LEAST_LATE
+from equipoise.averaging.matchmaking.coordinator import ENDED_KEPT, LEAST_LATE
 from equipoise.averaging.matchmaking.group_builder import Closing, GroupBuilder, Needs, Outlook, Parked
 from equipoise.averaging.matchmaking.machine import federated
 from equipoise.averaging.matchmaking.membership import MISSES, Membership
@@ -43,7 +43,7 @@ COORDINATOR = "simulated-coordinator"
 MAX_PEERS = 512
 """Most peers of a simulation: each takes a thread, and a descriptor for the tensors of each run."""
 
-JOIN_SECONDS = 0.02
+DECISION_SECONDS = 0.02
 """Virtual time from a join to the coordinator's decision. Peers that join at one time are all in before that."""
 
 EXCHANGE_SECONDS = 0.1
@@ -298,14 +298,14 @@ class SimulatedRun:
             builder.invite(outlook, now)
             builder.speak(outlook, now)
             due = min(builder.deadline(outlook), self._began + GRACE if outlook.strangers else math.inf)
-            self._look_at(max(due, now + JOIN_SECONDS))
+            self._look_at(max(due, now + DECISION_SECONDS))
             if outlook.holds:
                 self._look_soon()
         self.serve()
 
     def _look_soon(self) -> None:
         """Look when all joins of this time have been considered."""
-        self._look_at(self._time.now + JOIN_SECONDS)
+        self._look_at(self._time.now + DECISION_SECONDS)
 
     def _look_at(self, at: float) -> None:
         if at < self._looks_at:
@@ -329,7 +329,7 @@ class SimulatedRun:
         standing = self._policy.standing(builder, now)
         if standing is not None:
             closes_in = outlook.limit.at - now
-            gives_up = search.began + search.request.timeout - now
+            gives_up = search.began + search.request.timeout - self._policy.reserve - now
             quorum = self.spec.strategy.quorum
             return federated(standing, quorum, closes_in if math.isfinite(closes_in) else None, gives_up)
         target = max(len(outlook.expected | builder.parked.keys()), 2)
@@ -376,7 +376,7 @@ class SimulatedRun:
         self._company.planned = self._planned(builder.round, parked) if parked else ()
         expected, missing = self._policy.awaited(builder, now)
         joined = max((one.arrived for one in builder.parked.values()), default=now)
-        holds = self._policy.holds(builder, now) or now < joined + JOIN_SECONDS
+        holds = self._policy.holds(builder, now) or now < joined + DECISION_SECONDS
         # All peers begin at once, one after another.
         begins = now < self._began + GRACE
         group, limit = frozenset(self._company.planned), self._policy.limit(builder, now)
@@ -401,6 +401,8 @@ class SimulatedRun:
         found = exchange(self.spec, manifest, contributions, self._pool)
         if found.before is not None:
             self._beyond[found.before] = going
+            for oldest in list(self._beyond)[:-ENDED_KEPT]:
+                del self._beyond[oldest]
         self._time.at(self._time.now + EXCHANGE_SECONDS, lambda: self._end(going, searches, found))
         for join in closing.left_over:
             member = self.members[join.peer]

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from equipoise.averaging.draw import draw
-from equipoise.peer.simulation import SimulatedPeer, partition, simulate
+from equipoise.averaging.strategy import parse_strategy
+from equipoise.peer.simulation import SimulatedPeer, partition, simulate, swarm
 from equipoise.peer.training import Federated, Task
 from equipoise.peer.training.image import digest
 from equipoise.peer.training.lineage import beginning, follow
@@ -141,6 +142,38 @@ def test_a_round_closes_some_seconds_after_its_quorum_and_tells_the_late_how_lat
     assert ends[0][0][-1].seconds == pytest.approx(began + 4.5, abs=0.5)
     assert [round(one[0][-1].late, 1) for one in ends] == [0, 0, 0, 0, 7.5, 7.5]
     assert sorted(index for _, index, _ in trained) == [0, 1, 2, 3, 4, 5]
+
+
+def test_only_the_last_rounds_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(swarm, "ENDED_KEPT", 2)
+    runs: list[swarm.SimulatedRun] = []
+    make = swarm.SimulatedRun.__init__
+
+    def noted(run: swarm.SimulatedRun, *arguments: Any) -> None:
+        runs.append(run)
+        make(run, *arguments)
+
+    monkeypatch.setattr(swarm.SimulatedRun, "__init__", noted)
+    alike(fits("federated:quorum=2", {}, rounds=5, peers=2)[0])
+    assert [len(run._beyond) for run in runs if run.kept] == [2]
+
+
+def test_what_a_round_waits_for_leaves_the_time_of_the_exchange() -> None:
+    strategy = "federated:quorum=2"
+    reserve = parse_strategy(strategy).reserve
+
+    def work(peer: SimulatedPeer, index: int) -> str:
+        run = peer.join("waits", {"w": torch.zeros(300)}, strategy=strategy)
+        run.agree({"what": "a test"})
+        run.accumulate({"w": torch.ones(300)}, weight=1.0)
+        peer.compute(index * 10.0)
+        pending = run.step(timeout=reserve + 60.0, wait=False)
+        peer.compute(4.0)
+        reason = run.state.reason
+        assert pending.result().ok
+        return str(reason)
+
+    assert "until 56 s from now" in (simulate(work, 2)[0] or "")
 
 
 @pytest.mark.parametrize("late", ["drop", "next"])
