@@ -191,12 +191,12 @@ class FederatedKeywords(TypedDict, total=False):
     config: Mapping[str, Any]
     wait_for: int
     extra: Mapping[str, Stateful]
-    clock: Callable[[], float]
+    clock: Callable[[], float] | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class FederatedOptions:
-    """Options of a federated training. All but the last three become terms of the run.
+    """Options of a federated training. All but `wait_for` and `clock` become terms of the run; of `extra`, its names.
 
     Attributes:
         rounds: Rounds after which the training ends; None for no limit.
