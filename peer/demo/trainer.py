@@ -214,7 +214,9 @@ def federated(run: Run, learner: Learner, options: DemoOptions, test: Digits) ->
         if not record.ok:
             _say(Failed(update=record.number, reason=record.reason))
             continue
-        outcome = trained.member.last or Outcome(ok=True, reason=record.reason)
+        outcome = trained.member.last
+        if outcome is None or outcome.digest != record.digest:  # The mean was fetched: its bytes were never here.
+            outcome = Outcome(ok=True, reason=record.reason)
         report = _stepped(learner, record.number, record.metrics.get("loss", 0.0), outcome)
         _say(
             msgspec.structs.replace(
