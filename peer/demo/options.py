@@ -130,6 +130,8 @@ class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
                 if given:
                     raise DemoUsageError(f"--{name} needs --strategy federated, got {self.strategy}")
             return msgspec.structs.replace(self, codec=codec)
+        if strategy.tags:
+            raise DemoUsageError("--strategy: the demo's daemons carry no tags, so none would be drawn")
         for name, needed, there in (
             ("available", strategy.available, self.peers),
             ("quorum", strategy.quorum, self.peers - self.kill),
