@@ -215,7 +215,8 @@ def federated(run: Run, learner: Learner, options: DemoOptions, test: Digits) ->
             _say(Failed(update=record.number, reason=record.reason))
             continue
         outcome = trained.member.last
-        if outcome is None or outcome.digest != record.digest:  # The mean was fetched: its bytes were never here.
+        # Where the mean was fetched, the last outcome is of an earlier round.
+        if outcome is None or outcome.digest != record.digest:
             outcome = Outcome(ok=True, reason=record.reason)
         report = _stepped(learner, record.number, record.metrics.get("loss", 0.0), outcome)
         _say(
