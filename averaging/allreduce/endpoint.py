@@ -46,7 +46,7 @@ class Endpoint:
         me: int,
         now: float,
         timeout: float,
-        make: Callable[[Group, int, float, float], AllReduce] = AllReduce,
+        make: Callable[[Group, int, float, float], AllReduce],
     ) -> None:
         self.machine = make(group, me, now, timeout)
         self._dialable = group.dialable

@@ -93,7 +93,8 @@ class Member:
         self.group = group
         self.index = index
         self.values = values
-        self.endpoint = (AllReduce if bare else Endpoint)(group, index, now, timeout)
+        given = (group, index, now, timeout)
+        self.endpoint = AllReduce(*given) if bare else Endpoint(*given, AllReduce)
         signer = Signer(group.names[index])
         self.vote_signatures = VoteSignatures(group.round_id, index, group.names, signer)
         self.ended: events.Finish | events.Fail | None = None
