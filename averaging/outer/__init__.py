@@ -12,11 +12,13 @@ from equipoise.averaging.outer.fedadam import FedAdam
 from equipoise.averaging.outer.fedavgm import FedAvgM
 from equipoise.averaging.outer.fedyogi import FedYogi
 from equipoise.averaging.outer.nesterov import Nesterov
-from equipoise.averaging.outer.step import Outer, OuterStep
+from equipoise.averaging.outer.step import OuterStep
 from equipoise.compression.grammar import Registry, decimal
 from equipoise.compression.plugins import Plugins
 
-OUTER_STEPS: Registry[Outer] = Registry(
+Outer = OuterStep  # `peer.training.federated` still imports it by this name.
+
+OUTER_STEPS: Registry[OuterStep] = Registry(
     "outer step", "outer steps", "nesterov:lr=0.7", 128, Plugins("equipoise.outer", OuterStep)
 )
 """All outer steps; `OUTER_STEPS.register` makes another one known, as does an entry point `equipoise.outer` of a
@@ -43,7 +45,6 @@ __all__ = [
     "FedAvgM",
     "FedYogi",
     "Nesterov",
-    "Outer",
     "OuterStep",
     "parse_outer",
 ]

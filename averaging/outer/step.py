@@ -5,40 +5,20 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from equipoise.compression.grammar import canonical
 
 
-class Outer(Protocol):
-    """An outer step and what it remembers; bit for bit the same on all peers that are given the same means."""
-
-    def __str__(self) -> str:
-        """The canonical spec, name and hyperparameters: what peers must have alike."""
-
-    def step(self, agreed: Mapping[str, torch.Tensor], mean: Mapping[str, torch.Tensor]) -> None:
-        """Take the agreed parameters one step further, in place.
-
-        Args:
-            agreed: f32 or f64, by name: the parameters on which all peers agreed last.
-            mean: Like `agreed`: the mean over the peers of agreed parameters minus own ones.
-        """
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return its memory."""
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Remember what another did."""
-
-
 class OuterStep(ABC):
     """An outer step that treats every value alike, and remembers `moments` of the parameters, 0 at first.
 
-    Every operation takes whole tensors and is rounded on its own. `alpha=`, `addcmul`, `addcdiv` and `lerp` are not
-    used: devices differ in whether they fuse them. Nor is a tensor divided by a number, which some multiply by its
-    reciprocal.
+    It does the same, bit for bit, on all peers that are given the same means. `str` is its canonical spec, which peers
+    must have alike. Every operation takes whole tensors and is rounded on its own. `alpha=`, `addcmul`, `addcdiv` and
+    `lerp` are not used: devices differ in whether they fuse them. Nor is a tensor divided by a number, which some
+    multiply by its reciprocal.
 
     Attributes:
         spec: The canonical spec.
@@ -55,7 +35,12 @@ class OuterStep(ABC):
         return self.spec
 
     def step(self, agreed: Mapping[str, torch.Tensor], mean: Mapping[str, torch.Tensor]) -> None:
-        """See `Outer`."""
+        """Take the agreed parameters one step further, in place.
+
+        Args:
+            agreed: f32 or f64, by name: the parameters on which all peers agreed last.
+            mean: Like `agreed`: the mean over the peers of agreed parameters minus own ones.
+        """
         for name, parameter in agreed.items():
             for kept in self._kept.values():
                 # Those of a checkpoint, or of another peer, come on the CPU.
@@ -68,7 +53,7 @@ class OuterStep(ABC):
         """Change one parameter by the mean of what it has moved back by, and its moments, in place."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The moments, by the names of the parameters."""
+        """The moments, by the names of the parameters; a subclass may add counts, which are whole numbers."""
         return {moment: dict(kept) for moment, kept in self._kept.items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

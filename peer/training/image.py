@@ -17,7 +17,7 @@ import msgspec
 import torch
 from blake3 import blake3
 
-from equipoise.averaging.outer import Outer, OuterStep
+from equipoise.averaging.outer import OuterStep
 from equipoise.averaging.state import MAX_EPOCH, StateId
 from equipoise.peer.training.safetensors_io import ImageError, pack, unpack
 
@@ -265,9 +265,9 @@ class UserPart:
 
 
 class OuterPart(UserPart):
-    """An outer step. What the program's own steps remember is a moment of each parameter, and counts of steps."""
+    """An outer step. It remembers moments of each parameter, and counts of steps."""
 
-    def __init__(self, outer: Outer, tensors: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, outer: OuterStep, tensors: Mapping[str, torch.Tensor]) -> None:
         """`tensors` are the agreed parameters by name."""
         super().__init__(outer)
         self._tensors = tensors
@@ -275,8 +275,6 @@ class OuterPart(UserPart):
     def check(self, tree: Tree, foreign: bool = False) -> None:
         """See `Part`."""
         super().check(tree)
-        if not isinstance(self._what, OuterStep):
-            return
         for key, ours in self.tree().items():
             theirs = tree.get(key)
             if isinstance(ours, dict):

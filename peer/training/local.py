@@ -22,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from equipoise.averaging.outcome import Outcome
-from equipoise.averaging.outer import Average, Nesterov, Outer, parse_outer
+from equipoise.averaging.outer import Average, Nesterov, OuterStep, parse_outer
 from equipoise.averaging.schema import SchemaError
 from equipoise.peer.errors import Refused
 from equipoise.peer.run import Run
@@ -132,7 +132,7 @@ class DiLoCo(LocalTraining[Finished]):
         self,
         run: Run,
         every: int = 0,
-        outer: Outer | str | None = None,
+        outer: OuterStep | str | None = None,
         *,
         checkpoints: Checkpoints | None = None,
         **options: Unpack[LocalKeywords],
@@ -275,7 +275,7 @@ class Fragment:
     """
 
     def __init__(
-        self, run: Run, local: Mapping[str, torch.Tensor], outer: Outer, options: LocalOptions, at: int
+        self, run: Run, local: Mapping[str, torch.Tensor], outer: OuterStep, options: LocalOptions, at: int
     ) -> None:
         self.sent_at = 0
         self.run = run

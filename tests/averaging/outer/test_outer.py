@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from equipoise.averaging.outer import Average, FedAdam, FedAvgM, Nesterov, Outer, parse_outer
+from equipoise.averaging.outer import Average, FedAdam, FedAvgM, Nesterov, OuterStep, parse_outer
 from equipoise.averaging.outer.fedadam import _power
 from equipoise.averaging.rules import parse_rule
 from oracles.federated import OUTER, RULES
@@ -155,7 +155,7 @@ def test_threads_and_the_place_of_a_value_change_no_bit(spec: str) -> None:
     assert torch.equal(ended(parse_outer(spec), start[part], [mean[part] for mean in given]), alone[part])
 
 
-def ended(outer: Outer, start: torch.Tensor, given: list[torch.Tensor]) -> torch.Tensor:
+def ended(outer: OuterStep, start: torch.Tensor, given: list[torch.Tensor]) -> torch.Tensor:
     agreed = {"w": start.clone()}
     for mean in given:
         outer.step(agreed, {"w": mean})

@@ -11,7 +11,7 @@ from safetensors.torch import load as load_safetensors
 from safetensors.torch import save as save_safetensors
 from torch import nn
 
-from equipoise.averaging.outer import Outer, parse_outer
+from equipoise.averaging.outer import OuterStep, parse_outer
 from equipoise.averaging.state import StateId
 from equipoise.peer.training.image import (
     ModelPart,
@@ -317,7 +317,7 @@ def test_what_other_optimizers_remember_may_have_shapes_of_its_own() -> None:
     part.check({**part.tree(), "state": {"w": {"absmax": torch.zeros(3)}}})
 
 
-def outer_state(outer: Outer) -> tuple[TrainingState, dict[str, torch.Tensor]]:
+def outer_state(outer: OuterStep) -> tuple[TrainingState, dict[str, torch.Tensor]]:
     agreed = {"w": torch.ones(3, 2), "b": torch.ones(2)}
     return TrainingState({"outer": OuterPart(outer, agreed), "model": ModelPart(agreed, {})}), agreed
 
