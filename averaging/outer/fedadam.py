@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from equipoise.averaging.outer.step import OuterStep, above_zero, below_one, root
+from equipoise.averaging.outer.step import AdaptiveStep, root
 
 
-class FedAdam(OuterStep):
+class FedAdam(AdaptiveStep):
     """m <- b1 m + (1 - b1) d; v <- b2 v + (1 - b2) d^2; w <- w + eta_t m / (sqrt v + tau), m = v = 0 at first.
 
     d is the mean of w_i - w, and eta_t = eta sqrt(1 - b2^(t+1)) / (1 - b1^(t+1)) in round t = 1, 2, ...
@@ -20,23 +20,13 @@ class FedAdam(OuterStep):
     the first round.
     """
 
-    moments = ("m", "v")
-
     def __init__(self, eta: float = 0.1, beta1: float = 0.9, beta2: float = 0.99, tau: float = 1e-3) -> None:
-        """`eta` and `tau` are above 0, `beta1` and `beta2` at least 0 and below 1.
-
-        With a tiny `tau` the rounding of a codec becomes a full step.
-
-        Raises:
-            ValueError: One of them is out of its range.
-        """
-        self.eta, self.tau = above_zero("eta", eta), above_zero("tau", tau)
-        self.beta1, self.beta2 = below_one("beta1", beta1), below_one("beta2", beta2)
+        """See `AdaptiveStep`."""
         self._steps = 0
-        super().__init__("fedadam", eta=self.eta, beta1=self.beta1, beta2=self.beta2, tau=self.tau)
+        super().__init__("fedadam", eta, beta1, beta2, tau)
 
     def step(self, agreed: Mapping[str, torch.Tensor], mean: Mapping[str, torch.Tensor]) -> None:
-        """See `Outer`."""
+        """See `OuterStep`."""
         self._steps += 1
         super().step(agreed, mean)
 

@@ -6,28 +6,18 @@ from collections.abc import Sequence
 
 import torch
 
-from equipoise.averaging.outer.step import OuterStep, above_zero, below_one, root
+from equipoise.averaging.outer.step import AdaptiveStep, root
 
 
-class FedYogi(OuterStep):
+class FedYogi(AdaptiveStep):
     """m <- b1 m + (1 - b1) d; v <- v - (1 - b2) d^2 sign(v - d^2); w <- w + eta m / (sqrt v + tau), m = v = 0 at first.
 
     d is the mean of w_i - w. Reddi 2021 (arXiv:2003.00295), algorithm 2; there is no bias correction.
     """
 
-    moments = ("m", "v")
-
     def __init__(self, eta: float = 0.01, beta1: float = 0.9, beta2: float = 0.99, tau: float = 1e-3) -> None:
-        """`eta` and `tau` are above 0, `beta1` and `beta2` at least 0 and below 1.
-
-        With a tiny `tau` the rounding of a codec becomes a full step.
-
-        Raises:
-            ValueError: One of them is out of its range.
-        """
-        self.eta, self.tau = above_zero("eta", eta), above_zero("tau", tau)
-        self.beta1, self.beta2 = below_one("beta1", beta1), below_one("beta2", beta2)
-        super().__init__("fedyogi", eta=self.eta, beta1=self.beta1, beta2=self.beta2, tau=self.tau)
+        """See `AdaptiveStep`."""
+        super().__init__("fedyogi", eta, beta1, beta2, tau)
 
     def move(self, parameter: torch.Tensor, mean: torch.Tensor, moments: Sequence[torch.Tensor]) -> None:
         """See `OuterStep`."""

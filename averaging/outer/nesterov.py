@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
-from equipoise.averaging.outer.step import OuterStep, above_zero, below_one
+from equipoise.averaging.outer.step import MomentumStep
 
 
-class Nesterov(OuterStep):
+class Nesterov(MomentumStep):
     """m <- mu m + D; theta <- theta - alpha (D + mu m), with D the mean of theta - theta_i, and m = 0 at first.
 
     DiLoCo (Douillard 2023, 2311.08105, section 2), which names this step and its defaults; the form is that of
@@ -20,13 +20,8 @@ class Nesterov(OuterStep):
     moments = ("moments",)
 
     def __init__(self, lr: float = 0.7, momentum: float = 0.9) -> None:
-        """`lr` is alpha, above 0; `momentum` is mu, at least 0 and below 1.
-
-        Raises:
-            ValueError: One of them is out of its range.
-        """
-        self.lr, self.momentum = above_zero("lr", lr), below_one("momentum", momentum)
-        super().__init__("nesterov", lr=self.lr, momentum=self.momentum)
+        """See `MomentumStep`; `lr` is alpha, `momentum` is mu."""
+        super().__init__("nesterov", lr, momentum)
 
     def move(self, parameter: torch.Tensor, mean: torch.Tensor, moments: Sequence[torch.Tensor]) -> None:
         """See `OuterStep`."""
