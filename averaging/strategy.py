@@ -7,7 +7,6 @@ training script only names a strategy.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING
@@ -32,7 +31,7 @@ MAX_SECONDS = 86_400
 """Longest grace, and longest deadline, of a federated round, in seconds: a day, the longest patience of a join."""
 
 
-class Strategy(ABC):
+class Strategy:
     """The way in which a run averages.
 
     Attributes:
@@ -53,9 +52,11 @@ class Strategy(ABC):
     pairs: bool = False
     batches: bool = True
 
-    @abstractmethod
     def matchmaker(self, context: Context, chance: Random) -> Matchmaker:
         """Make the machine that forms the groups of one peer in `context`; the machine draws from `chance` alone."""
+        from equipoise.averaging.matchmaking.machine import Matchmaking
+
+        return Matchmaking(context, self.policy(context))
 
     def exchange(self, group: Group, me: int, now: float, timeout: float) -> RoundMachine:
         """Make the machine of one round, by which member `me` exchanges with its group within `timeout` seconds."""
@@ -80,12 +81,6 @@ class AllReduce(Strategy):
             raise ValueError(f"expected a quorum of at least 2 contributors, got {quorum}")
         self.quorum = quorum
         self.spec = canonical(self.name, {"quorum": quorum})
-
-    def matchmaker(self, context: Context, chance: Random) -> Matchmaker:
-        """See `Strategy.matchmaker`."""
-        from equipoise.averaging.matchmaking.machine import Matchmaking
-
-        return Matchmaking(context)
 
 
 class Gossip(Strategy):
@@ -156,12 +151,6 @@ class Federated(Strategy):
         self.spec = canonical(self.name, vars(self))
         if len(self.spec) > MAX_SPEC_CHARS:
             raise ValueError(f"federated: expected tags that fit into a spec of {MAX_SPEC_CHARS} characters")
-
-    def matchmaker(self, context: Context, chance: Random) -> Matchmaker:
-        """See `Strategy.matchmaker`."""
-        from equipoise.averaging.matchmaking.machine import Matchmaking
-
-        return Matchmaking(context, self.policy(context))
 
     def policy(self, view: View) -> ClosePolicy:
         """See `Strategy.policy`."""
