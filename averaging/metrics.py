@@ -94,9 +94,11 @@ def report_of(evaluation: Evaluation) -> Report:
     if not isinstance(evaluation, tuple) or len(evaluation) != 2:
         raise ValueError(f"expected an evaluation as (weight, {{name: number}}), got {repr(evaluation)[:80]}")
     weight, metrics = evaluation
-    if isinstance(weight, bool) or not _is_valid(weight, Weight):
-        raise ValueError(f"expected the weight of metrics as a number of 0 to {MAX_WEIGHT:g}, got {weight!r}")
-    return Report(float(weight), values_of(metrics))
+    counted = _number(weight)
+    if isinstance(weight, bool) or not _is_valid(counted, Weight):
+        got = repr(weight)[:80]
+        raise ValueError(f"expected the weight of metrics as a number of 0 to {MAX_WEIGHT:g}, got {got}")
+    return Report(counted, values_of(metrics))
 
 
 def averaged(reports: Iterable[tuple[float, Values]], robust: bool) -> dict[str, float]:
@@ -125,11 +127,16 @@ def _average(rows: list[tuple[Fraction, Fraction]], robust: bool) -> Fraction:
     return sum((weight * value for weight, value in rows), Fraction()) / total
 
 
-def _finite(name: str, value: object) -> float:
+def _number(value: object) -> float:
+    """A number, also one of numpy or a tensor of one value, as a float; NaN for anything else."""
     try:
-        number = float("nan") if isinstance(value, str | bytes) else float(value)  # type: ignore[arg-type]
+        return float("nan") if isinstance(value, str | bytes) else float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError, RuntimeError, OverflowError):  # RuntimeError: a tensor of several values.
-        number = float("nan")
+        return float("nan")
+
+
+def _finite(name: str, value: object) -> float:
+    number = _number(value)
     if not _is_valid(number, Finite):
         raise ValueError(f"expected metric {name!r} as a finite number, got {repr(value)[:80]}")
     return number

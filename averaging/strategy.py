@@ -108,13 +108,13 @@ class Federated(Strategy):
     Attributes:
         fraction: Share of the live peers that is drawn.
         minimum: Fewest peers drawn; the quorum, if that is more.
-        available: Fewest live peers with which the first round begins.
+        available: Fewest live peers that may be drawn with which a round begins.
         quorum: Fewest contributors of a round.
         grace: Seconds for which a round waits for the other drawn peers, once its quorum is reached.
         deadline: Seconds within which a round reaches its quorum, or fails.
         late: `drop`, or `next` to count a late contribution at a discount in the next round.
         tags: Tags that a peer must carry to be drawn, sorted.
-        reserve: Seconds of a round's timeout that are for the exchange, beyond the deadline.
+        reserve: Seconds of a round's timeout beyond the deadline: for the grace, and for the exchange.
 
     Raises:
         ValueError: An option is out of its range; names it.
@@ -132,7 +132,6 @@ class Federated(Strategy):
     name = "federated"
     least = LEAST_CONTRIBUTION
     batches = False
-    reserve = EXCHANGE_SECONDS
 
     def __post_init__(self) -> None:
         """Check the options, and write the spec."""
@@ -149,6 +148,7 @@ class Federated(Strategy):
             if not holds:
                 raise ValueError(f"federated: expected {expected}")
         self.spec = canonical(self.name, vars(self))
+        self.reserve = self.grace + EXCHANGE_SECONDS
         if len(self.spec) > MAX_SPEC_CHARS:
             raise ValueError(f"federated: expected tags that fit into a spec of {MAX_SPEC_CHARS} characters")
 

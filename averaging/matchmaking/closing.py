@@ -40,6 +40,13 @@ class Awaited(NamedTuple):
     missing: Set[str]
 
 
+class _Draw(NamedTuple):
+    """The number of peers drawn for a state, and since when each peer is, or was before a newcomer displaced it."""
+
+    size: int
+    since: dict[str, float]
+
+
 class View(Protocol):
     """The coordinator's view of the run, as a policy sees it."""
 
@@ -146,18 +153,17 @@ class QuorumAndGrace(ClosePolicy):
         self._introducing = LearntWait(view)
         self._drawn_for: tuple[StateId | None, tuple[str, ...]] = (None, ())
         self._drawn = Drawn((), ())
-        self._since: dict[StateId | None, dict[str, float]] = {}
+        self._draws: dict[StateId | None, _Draw] = {}
 
     def awaited(self, gathering: GroupBuilder, now: float) -> Awaited:
         """See `ClosePolicy.awaited`."""
         if gathering.introduces:
             return self._introducing.awaited(gathering, now)
         state = gathering.state
-        drawn = self.draw(state, now).peers
-        since = self._since[state]
-        return Awaited(
-            set(drawn), {peer for peer in drawn if not self._is_in(gathering, peer, since[peer], now)}
-        )
+        self.draw(state, now)
+        since = self._draws[state].since
+        missing = {peer for peer, at in since.items() if not self._is_in(gathering, peer, at, now)}
+        return Awaited(since.keys(), missing)
 
     def limit(self, gathering: GroupBuilder, now: float) -> Limit:
         """See `ClosePolicy.limit`."""
@@ -173,11 +179,16 @@ class QuorumAndGrace(ClosePolicy):
         strategy, live = self._strategy, self._view.live(self._strategy.tags)
         if (state, live) != self._drawn_for:
             # Fewer than the quorum could only fail. Where peers die, others take their places.
-            minimum = max(strategy.minimum, strategy.quorum, len(self._since.get(state, ())))
+            before = self._draws.pop(state, _Draw(0, {}))
+            minimum = max(strategy.minimum, strategy.quorum, before.size)
             seed = "" if state is None else state.lineage
-            peers = draw(live, seed, fraction=strategy.fraction, minimum=minimum)
-            self._drawn_for, self._drawn = (state, live), Drawn(peers[: self._view.group_size], live)
-            self._note(state, self._drawn.peers, now)
+            peers = draw(live, seed, fraction=strategy.fraction, minimum=minimum)[: self._view.group_size]
+            self._drawn_for, self._drawn = (state, live), Drawn(peers, live)
+            # A peer that a newcomer has displaced may be training: the round still waits for it.
+            stay = dict.fromkeys((*peers, *(peer for peer in before.since if peer in live)))
+            self._draws[state] = _Draw(len(peers), {peer: before.since.get(peer, now) for peer in stay})
+            if len(self._draws) > MAX_DRAWS:
+                del self._draws[next(iter(self._draws))]
         return self._drawn
 
     def holds(self, gathering: GroupBuilder, now: float) -> bool:
@@ -193,13 +204,6 @@ class QuorumAndGrace(ClosePolicy):
         """See `ClosePolicy.describe`."""
         counted = f"{len(gathering.contributors)} of {self._strategy.quorum} contributions"
         return f"{counted}, {len(expected)} drawn, {len(gathering.parked)} here"
-
-    def _note(self, state: StateId | None, drawn: tuple[str, ...], now: float) -> None:
-        """Remember since when each peer is drawn."""
-        before = self._since.pop(state, {})
-        self._since[state] = {peer: before.get(peer, now) for peer in drawn}
-        if len(self._since) > MAX_DRAWS:
-            del self._since[next(iter(self._since))]
 
     def _is_in(self, gathering: GroupBuilder, peer: str, since: float, now: float) -> bool:
         """True if the peer contributes, or observes though it knew that it was drawn."""

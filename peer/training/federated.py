@@ -30,12 +30,13 @@ from msgspec import structs
 from equipoise.averaging.draw import Drawn
 from equipoise.averaging.metrics import Evaluation, report_of
 from equipoise.averaging.options import MAX_TERM_CHARS
-from equipoise.averaging.outcome import Exchanging, Outcome
+from equipoise.averaging.outcome import Exchanging, Gathering, Outcome
 from equipoise.averaging.outer import Outer, parse_outer
 from equipoise.averaging.schema import SchemaError
 from equipoise.averaging.state import StateId
 from equipoise.averaging.strategy import MAX_SECONDS
 from equipoise.averaging.strategy import Federated as FederatedStrategy
+from equipoise.averaging.weights import LEAST_CONTRIBUTION
 from equipoise.peer.errors import Refused
 from equipoise.peer.run import Run
 from equipoise.peer.tensors import copies_of, persistent_buffers, stepped_tensors
@@ -62,7 +63,11 @@ longest such time. It doubles, because each question goes to all peers. An obser
 has joined, and does not hear so."""
 
 LEAST_WAIT_SECONDS = 10.0
-"""Least time for a peer to join the round, beyond the grace, though its training took longer than the deadline."""
+"""Least time for a peer to join the round, though its training took longer than the deadline."""
+
+WITHHELD_SECONDS = 10.0
+"""Longest time for which a peer that came too late waits for the round's mean. Without a mean, that round has failed,
+and the peer offers its contribution again: if the round has come about, it only hears once more that it is late."""
 
 OFFER_BYTES = 2**30
 """Largest limit of an image that each peer offers before each round, so that newcomers need not wait for a peer that
@@ -116,14 +121,14 @@ class Result:
         values: That state's parameters minus the trained ones, by name, fp32.
         weight: What `fit` returned.
         metrics: The finite ones of the metrics that `fit` returned.
-        missed: The state for whose round it came too late, if it did.
+        withheld_until: The time until which it waits for the mean of the round for which it came too late.
     """
 
     state: StateId
     values: dict[str, torch.Tensor]
     weight: float
     metrics: dict[str, float]
-    missed: StateId | None = None
+    withheld_until: float = 0.0
 
     def weight_at(self, state: StateId) -> float:
         """Its weight in the round after a state: discounted by its age."""
@@ -189,7 +194,8 @@ class Federated:
         self._trained: StateId | None = None
         self._result: Result | None = None
         self._drawn: tuple[int, tuple[str, ...]] = (0, ())
-        self._begun = False
+        self._live = 0
+        self._deserted = ""
         module = run.source if isinstance(run.source, torch.nn.Module) else torch.nn.Module()
         buffers = persistent_buffers(module)
         frozen = {name: one for name, one in module.named_parameters() if not one.requires_grad}
@@ -198,6 +204,7 @@ class Federated:
         self.member = self._join(buffers)
         self._clock = self.member.clock
         self._look_at, self._pause = self._clock(), 0.0
+        self._deadline = self._clock()
         self._keeper: Keeper | None = None
         if checkpoints is not None:
             self._keeper = keep_checkpoints(self.member, run, checkpoints, scores=True)
@@ -211,16 +218,27 @@ class Federated:
 
     @property
     def ended(self) -> bool:
-        """Whether the training has ended, by `rounds`, `until` or `patience`; equal histories say the same."""
-        return bool(self._ending.reason(self.history))
+        """Whether the training has ended: by `rounds`, `until` or `patience`, as equal histories say alike, or because
+        all others have left and not come back for as long as a round may take.
+        """
+        return bool(self._why_ended)
 
     @property
     def reason(self) -> str:
         """Why the training has ended; until then, why this peer is in step with the group or not, one line."""
-        return self._ending.reason(self.history) or self.member.reason
+        return self._why_ended or self.member.reason
+
+    @property
+    def _why_ended(self) -> str:
+        return self._ending.reason(self.history) or self._deserted
 
     def run(self) -> History:
-        """Make rounds until the training ends, and end together with the others; a failed round is tried again."""
+        """Make rounds until the training ends, and end together with the others; a failed round is tried again.
+
+        Raises:
+            TypeError: `fit` or `evaluate` returned something else than a weight and metrics.
+            ValueError: The weight or a metric is not valid; the error names it.
+        """
         while not self.ended:
             began = self._clock()
             record = self.step()
@@ -235,18 +253,16 @@ class Federated:
         A peer that begins, or has missed rounds, first catches up with the group.
         """
         began = self._clock()
-        deadline = began + self._strategy.deadline
+        self._deadline = began + self._strategy.deadline
         sent, received, late = 0, 0, 0.0
         failure, number = "", None
-        if self._result is not None:
-            self._result.missed = None  # If that round had come about, this peer would hold its mean now.
         while not failure and (number is None or self.epoch < number):
             if number is None and self.member.in_step:
                 if self.ended:
                     return self.history[-1]
                 number = self.epoch + 1
             ended = self.member.outcomes
-            failure = self._advance(deadline)
+            failure = self._advance()
             if self.member.outcomes != ended and self.member.last is not None:
                 sent += self.member.last.bytes_sent
                 received += self.member.last.bytes_received
@@ -287,10 +303,8 @@ class Federated:
 
     # ---- one round ----
 
-    def _advance(self, deadline: float) -> str:
+    def _advance(self) -> str:
         """Take the next step that is due, and wait a moment; returns why the round failed, if it has."""
-        if not self._begun:
-            return self._wait_for_peers(deadline)
         if self.member.in_step:
             self._forget_the_old()
             self._look_at_model()
@@ -298,11 +312,11 @@ class Federated:
                 # Not sooner: where a round has just closed, others still apply its mean.
                 self.member.offer()
             drawn = self._run.draw(self.member.id)
-            self._drawn = self.epoch + 1, drawn.peers
+            self._drawn, self._live = (self.epoch + 1, drawn.peers), len(drawn.live)
             if self._trains(drawn):
-                self._train(deadline)
+                self._train()
         before, ended = (self.member.id, self.member.in_step), self.member.outcomes
-        self._take_part(deadline)
+        self._take_part()
         self._look_around()
         poll = OBSERVER_POLL_SECONDS if self.member.in_step else POLL_SECONDS
         self.member.wait(min(poll, self._pause))
@@ -314,33 +328,37 @@ class Federated:
             return ""
         if self.member.outcomes != ended:
             return self._failure()
-        if self._clock() >= deadline and not isinstance(self._run.state, Exchanging):
+        if self._clock() >= self._deadline and not self._comes_about():
             return self._give_up()
         return ""
 
-    def _wait_for_peers(self, deadline: float) -> str:
-        """Wait a moment for enough peers, before this peer's first round; returns why none begins, if time is over."""
-        live, available = len(self._run.draw(self.member.id).live), self._strategy.available
-        self._begun = live >= available
-        if self._begun:
-            return ""
-        self._run.sleep(POLL_SECONDS)
-        if self._clock() < deadline:
-            return ""
-        return f"{live} of {available} available peers are there after {self._strategy.deadline:g} s"
+    def _comes_about(self) -> bool:
+        """Whether the round has begun, or will within the grace: its quorum is there."""
+        match self._run.state:
+            case Exchanging():
+                return True
+            case Gathering(contributed=contributed):
+                return len(contributed) >= self._strategy.quorum
+        return False
 
     def _failure(self) -> str:
         """Why the round that has just ended failed; empty if this peer only missed it."""
         outcome = self.member.last
         assert outcome is not None, "it has just ended"
         if outcome.late and self._result is not None:
-            self._result.missed = self.member.id
+            self._result.withheld_until = self._clock() + WITHHELD_SECONDS
         return "" if outcome.ok or outcome.late else outcome.reason
 
     def _give_up(self) -> str:
         """End the search for a group at the deadline; returns why."""
         before, waits = self.member.id, getattr(self._run.state, "reason", "")
+        if self._live < self._strategy.available:
+            waits = (
+                f"{self._live} of the {self._strategy.available} peers with which a round begins are there"
+            )
         told = f"no round within {self._strategy.deadline:g} s: {waits or self.member.reason}"
+        if self.history and not self.member.has_company():
+            self._deserted = f"all other peers have left, {told}"
         self.member.withdraw(told)
         return "" if self.member.id != before else told
 
@@ -356,16 +374,16 @@ class Federated:
         else:
             self.member.look_back()
 
-    def _take_part(self, deadline: float) -> None:
+    def _take_part(self) -> None:
         """Join the round with this peer's contribution, or as an observer, unless it has joined already."""
         if self.member.pending:
             return
         self._look_at = self._clock()
-        left = max(deadline - self._clock(), self._strategy.grace + LEAST_WAIT_SECONDS)
+        left = max(self._deadline - self._clock(), 0.0)
         seconds = min(left + self._strategy.reserve, MAX_SECONDS)
         state, result = self.member.id, self._result
         evaluation = self.evaluation if self._evaluated == state else None
-        if result is None or result.missed == state or not self.member.in_step:
+        if result is None or self._clock() < result.withheld_until or not self.member.in_step:
             self.member.observe(seconds, Reports(evaluation=evaluation))
             return
         try:
@@ -377,23 +395,24 @@ class Federated:
             self._return_to_agreed()
 
     def _trains(self, drawn: Drawn) -> bool:
-        """Whether this peer is to train now: it is drawn, and has nothing to contribute yet."""
+        """Whether this peer is to train now: it is drawn, enough peers are there, and it has nothing to contribute."""
         if self._fit is None or self._result is not None or self._trained == self.member.id:
             return False
-        return self._run.peer in drawn.peers
+        return self._run.peer in drawn.peers and len(drawn.live) >= self._strategy.available
 
-    def _train(self, deadline: float) -> None:
+    def _train(self) -> None:
         state = self.member.id
         self.member.withdraw("this peer is drawn")
         if self._fit is None or self.member.id != state or not self.member.in_step:
             return
-        ends = time.strftime("%H:%M:%S", time.localtime(time.time() + deadline - self._clock()))
+        ends = time.strftime("%H:%M:%S", time.localtime(time.time() + self._deadline - self._clock()))
         self._tell(
             f"round {state.epoch + 1}: it trains; the round fails at {ends}, unless its quorum is there"
         )
         self._return_to_agreed()
-        weight, metrics = _returned("fit", self._fit(self._task(state.epoch + 1, deadline)))
+        weight, metrics = _returned("fit", self._fit(self._task(state.epoch + 1)))
         self._trained = state
+        self._deadline = max(self._deadline, self._clock() + LEAST_WAIT_SECONDS)
         with torch.no_grad():
             values = {name: agreed - self._local[name] for name, agreed in self._agreed.items()}
         self._result = Result(state, values, weight, dict(metrics))
@@ -411,11 +430,10 @@ class Federated:
             self._keeper()
         if self._evaluate is not None:
             self._return_to_agreed()
-            deadline = self._clock() + self._strategy.deadline
-            self.evaluation = _returned("evaluate", self._evaluate(self._task(state.epoch, deadline)))
+            self.evaluation = _returned("evaluate", self._evaluate(self._task(state.epoch)))
 
-    def _task(self, number: int, deadline: float) -> Task:
-        return Task(number, self._config, lambda: max(deadline - self._clock(), 0.0), self._proximal)
+    def _task(self, number: int) -> Task:
+        return Task(number, self._config, lambda: max(self._deadline - self._clock(), 0.0), self._proximal)
 
     def _proximal(self) -> torch.Tensor:
         terms = [(own.float() - self._agreed[name]).square().sum() for name, own in self._local.items()]
@@ -448,8 +466,6 @@ class Federated:
         self.history.add(Record.of(before.epoch + 1, outcome))
         if self._keeper is not None:
             self._keeper.score(before, outcome.evaluation)
-        if self._result is not None and outcome.counted(self._run.peer):
-            self._result = None
 
     @torch.no_grad()
     def _update(self, mean: Mapping[str, torch.Tensor]) -> None:
@@ -467,8 +483,18 @@ class Federated:
         return self._result is not None and self._result.state == state
 
     def _forget_the_old(self) -> None:
-        """Drop a contribution to a round that is over, unless it is to count later."""
-        if self._strategy.late == "drop" and not self._result_of(self.member.id):
+        """Drop a contribution that counts no more: it has counted, weighs too little, or is late and is not to count.
+
+        The history says whether it has counted, also where a snapshot brought the round's mean.
+        """
+        result = self._result
+        if result is None:
+            return
+        has_counted = any(
+            self._run.peer in record.contributors for record in self.history[result.state.epoch :]
+        )
+        too_old = self._strategy.late == "drop" and result.state != self.member.id
+        if has_counted or too_old or result.weight_at(self.member.id) < LEAST_CONTRIBUTION:
             self._result = None
 
     def _leave(self) -> None:
@@ -532,13 +558,21 @@ def _returned(who: str, found: Any) -> Evaluation:
     if not isinstance(found, tuple) or len(found) != 2 or not isinstance(found[1], Mapping):
         raise TypeError(f"{who}: expected (weight, {{name: number}}) to be returned, got {repr(found)[:80]}")
     weight, metrics = found
-    finite = {name: one for name, one in metrics.items() if math.isfinite(one)}
+    finite = {name: one for name, one in metrics.items() if not _is_infinite(one)}
     if len(finite) < len(metrics):
         log.warning(
             "%s: these metrics are not finite, and not told: %s", who, sorted(metrics.keys() - finite)
         )
     try:
-        report = report_of((float(weight), finite))
+        report = report_of((weight, finite))
     except ValueError as error:
         raise ValueError(f"{who}: {error}") from None
     return report.weight, dict(report.values)
+
+
+def _is_infinite(metric: Any) -> bool:
+    """Whether a metric is a number that is not finite; `report_of` names what is no number at all."""
+    try:
+        return not math.isfinite(metric)
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # RuntimeError: a tensor of several values.
+        return False

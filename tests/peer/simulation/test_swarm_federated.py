@@ -13,6 +13,7 @@ from equipoise.averaging.draw import draw
 from equipoise.averaging.strategy import parse_strategy
 from equipoise.peer.simulation import SimulatedPeer, partition, simulate, swarm
 from equipoise.peer.training import Federated, Task
+from equipoise.peer.training.history import Record
 from equipoise.peer.training.image import digest
 from equipoise.peer.training.lineage import beginning, follow
 
@@ -300,3 +301,100 @@ def test_faults_leave_all_peers_alike(seed: int) -> None:
 def test_any_faults_leave_all_peers_alike() -> None:
     for seed in range(5, 300):
         assert_sound(seed)
+
+
+def steps(
+    strategy: str, peers: int, until: int, begins: Mapping[int, float] = {}, **options: Any
+) -> list[list[tuple[float, Record]]]:
+    """The records of each simulated peer's steps with the time of each: until a round, or the third step that fails."""
+    seconds, fill = options.pop("seconds", {}), options.pop("fill", 0.0)
+    found: list[list[tuple[float, Record]]] = [[] for _ in range(peers)]
+
+    def work(peer: SimulatedPeer, index: int) -> None:
+        peer.compute(begins.get(index, 0.0))
+        w = torch.full((300,), fill)
+
+        def fit(task: Task) -> tuple[float, dict[str, float]]:
+            peer.compute(seconds.get((index, task.number), seconds.get(index, 1.0)))
+            w.add_(1)
+            return 1.0, {}
+
+        with peer.join("steps", [w], strategy=strategy, codec="fp32") as run:
+            federated = Federated(run, fit, rounds=until)
+            while not federated.ended and sum(not record.ok for _, record in found[index]) < 3:
+                found[index].append((peer.clock(), federated.step()))
+
+    simulate(work, peers, **options)
+    return found
+
+
+def test_a_quorum_within_the_deadline_has_its_grace() -> None:
+    seconds = {0: 1.0, 1: 5.0, 2: 30.0, 3: 30.0}
+    found = steps("federated:grace=10,deadline=12,available=4", 4, 1, seconds=seconds)
+    for (began, record), late in zip((one[0] for one in found), (False, False, True, True), strict=True):
+        assert record.ok, record.reason
+        assert (record.late > 0) == late
+        assert late or began + record.seconds == pytest.approx(5 + 10, abs=1)
+
+
+def test_a_training_longer_than_the_deadline_still_counts() -> None:
+    found = steps("federated:grace=5,deadline=10", 2, 1, seconds={0: 15.0, 1: 18.0})
+    assert [one[0][1].ok for one in found] == [True, True]
+    assert len(found[0][0][1].contributors) == 2
+
+
+def test_a_round_begins_once_enough_peers_are_there_and_newcomers_get_the_state_before() -> None:
+    found = steps("federated:grace=2,deadline=20,available=4", 5, 60, {4: 20.0}, kill={2: 10.0, 3: 10.0})
+    for index in (0, 1, 4):
+        failed = [record for _, record in found[index] if not record.ok]
+        assert all(
+            "3 of the 4 peers with which a round begins are there" in record.reason for record in failed[:2]
+        )
+    assert found[4][0][1].number == found[0][-1][1].number > 2
+
+
+def test_a_peer_whose_training_a_newcomer_displaces_is_waited_for() -> None:
+    strategy = "federated:fraction=0.5,grace=1000,available=4"
+    displaced = 0
+    for fill in range(4):  # The draw follows from the state.
+        seconds = {**dict.fromkeys(range(4), 60.0), 4: 1.0}
+        found = steps(strategy, 5, 1, {4: 20.0}, seconds=seconds, fill=float(fill))
+        records = [record for one in found for _, record in one]
+        assert all(record.ok and not record.late for record in records)
+        displaced += len(records[0].contributors) == 3
+    assert displaced
+
+
+@pytest.mark.parametrize("late", ["drop", "next"])
+def test_a_training_without_weight_ends_with_its_round(late: str) -> None:
+    trained: list[int] = []
+
+    def work(peer: SimulatedPeer, index: int) -> None:
+        def fit(task: Task) -> tuple[float, dict[str, float]]:
+            trained.append(index)
+            peer.compute(1.0)
+            return float(index != 2 or task.number > 1), {}
+
+        with peer.join(
+            "weightless", [torch.zeros(300)], strategy=f"federated:available=3,late={late}"
+        ) as run:
+            Federated(run, fit, rounds=4).run()
+
+    simulate(work, 3)
+    assert trained.count(2) == 4
+
+
+def test_a_peer_that_all_others_have_left_ends() -> None:
+    def alone(peer: SimulatedPeer, index: int) -> tuple[str, int]:
+        def fit(task: Task) -> tuple[float, dict[str, float]]:
+            peer.compute(1.0)
+            return 1.0, {}
+
+        with peer.join("left", [torch.zeros(300)], strategy="federated:deadline=20") as run:
+            federated = Federated(run, fit, rounds=1000)
+            history = federated.run()
+            return federated.reason, len(history)
+
+    reason, rounds = simulate(alone, 2, kill={1: 30.0})[0] or ("", 0)
+    assert reason.startswith("all other peers have left, no round within 20 s")
+    assert 1 < rounds < 1000

@@ -6,12 +6,13 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from equipoise.peer import Refused
 from equipoise.peer.training import Checkpoints, Federated
-from equipoise.peer.training.federated import Task
+from equipoise.peer.training.federated import Task, _returned
 from equipoise.peer.training.history import History, Record
 from equipoise.peer.training.safetensors_io import ImageError
 from fakes.federated import FederatedSwarm
@@ -533,3 +534,45 @@ def test_a_training_that_has_ended_goes_on_from_its_checkpoint_with_other_ends(t
     longer = end(rounds=4, until="w > 100", patience=50)
     assert_alike([*longer, *trained(FederatedSwarm("federated:available=3"), 3, rounds=4)])
     assert [number for number, _ in longer[0].fits] == [3, 4]
+
+
+def test_a_late_training_that_has_counted_is_no_more_to_count_though_a_snapshot_brought_its_mean() -> None:
+    swarm = FederatedSwarm("federated:grace=1,quorum=2,late=next,available=3")
+    peers = clients(swarm, 3, rounds=10)
+    failing: set[int] = set()
+    swarm.fails = lambda number, peer: peer == "peer2" and number in failing
+
+    def fate() -> None:
+        while swarm.rounds < 4:
+            swarm.compute(0.01)
+        failing.add(5)
+        while swarm.rounds < 5:
+            swarm.compute(0.01)
+        swarm.kept.popitem()  # Nobody has the mean of that round.
+
+    swarm.peer("fate", fate)
+    swarm.run()
+    weights = [record.contributors.get("peer2", 30.0) for record in peers[0].history]
+    assert weights == [30.0] * 10
+    assert len(peers[2].fits) == sum("peer2" in record.contributors for record in peers[0].history)
+
+
+@pytest.mark.parametrize(
+    ("returned", "told"),
+    [
+        ((1.0, {"loss": "low"}), "fit: expected metric 'loss' as a finite number, got 'low'"),
+        ((1.0, {"loss": torch.zeros(2)}), "fit: expected metric 'loss' as a finite number, got tensor"),
+        ((1.0, {"loss": 10**400}), "fit: expected metric 'loss' as a finite number, got 1000"),
+        ((True, {}), "fit: expected the weight of metrics as a number of 0 to 1e+12, got True"),
+        (("3", {}), "fit: expected the weight of metrics as a number of 0 to 1e+12, got '3'"),
+        ((None, {}), "fit: expected the weight of metrics as a number of 0 to 1e+12, got None"),
+    ],
+)
+def test_what_fit_returns_is_named_where_it_is_no_number(returned: Any, told: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(told)):
+        _returned("fit", returned)
+
+
+def test_numbers_of_numpy_and_torch_are_numbers() -> None:
+    given = np.int64(3), {"loss": torch.tensor(0.5), "accuracy": np.float32(0.25), "nan": float("nan")}
+    assert _returned("fit", given) == (3.0, {"accuracy": 0.25, "loss": 0.5})
