@@ -52,7 +52,7 @@ class Rule(ABC):
         """
 
 
-def require_rows(spec: str, rows: torch.Tensor, least: int = 1) -> None:
-    """Raise RuleError if a rule got fewer rows than it needs."""
-    if len(rows) < least:
-        raise RuleError(f"the rule {spec} needs at least {least} contributions, got {len(rows)}")
+def require_rows(spec: str, rows: torch.Tensor) -> None:
+    """Raise RuleError if a rule got no rows."""
+    if not len(rows):
+        raise RuleError(f"the rule {spec} needs at least 1 contributions, got 0")
