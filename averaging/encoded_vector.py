@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from equipoise.averaging.layout import Layout
@@ -22,24 +23,26 @@ class EncodedVector:
 
     def read(self, part: Part, payload: memoryview) -> None:
         """Copy the encoded values of a part, which begins at a granule and is of one region, to `payload`."""
-        at = 0
-        for place in self._layout.slices(part.start, part.stop):
-            end = at + place.stop - place.start
-            payload[at:end] = self._memory[place]
-            at = end
+        for place, piece in self._pieces(part, payload):
+            piece[:] = self._memory[place]
 
     def write(self, part: Part, payload: memoryview) -> None:
         """Copy the payload of such a part to its places."""
-        at = 0
-        for place in self._layout.slices(part.start, part.stop):
-            end = at + place.stop - place.start
-            self._memory[place] = payload[at:end]
-            at = end
+        for place, piece in self._pieces(part, payload):
+            self._memory[place] = piece
 
     def clear(self, start: int, stop: int) -> None:
         """Make zeros of the padding from `start`, behind a tensor, to `stop`, the next granule."""
         for place in self._layout.slices(start, stop):
             self._memory[place] = bytes(place.stop - place.start)
+
+    def _pieces(self, part: Part, payload: memoryview) -> Iterator[tuple[slice, memoryview]]:
+        """The places of a part's encoded values, each with the piece of the payload that belongs there."""
+        at = 0
+        for place in self._layout.slices(part.start, part.stop):
+            end = at + place.stop - place.start
+            yield place, payload[at:end]
+            at = end
 
 
 class Vectors(NamedTuple):

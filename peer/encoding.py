@@ -122,9 +122,8 @@ class Encoder:
                 vector.read(part, payload)
                 targets = [flats[piece.name][piece.start : piece.stop] for piece in wanted]
                 if len(pieces) == 1 and _is_plain(targets[0]):
-                    targets[0][
-                        :0
-                    ].zero_()  # What autograd has saved counts as changed: compiled kernels do not say so.
+                    # What autograd has saved counts as changed: compiled kernels do not say so.
+                    targets[0][:0].zero_()
                     codec.decode(payload, targets[0])
                     continue
                 room = scratch[: part.size]
