@@ -46,9 +46,6 @@ MIN_SCALE = 2.0**-123
 SCALE_BYTES = 4
 """Length of a scale, an f32."""
 
-OWN_ADDRESS = 0
-"""Stands for the address of a payload that is not there: `ArrayKernels.reduce` takes values in its stead."""
-
 
 def payload_size(count: int, block: int) -> int:
     """Return the bytes of `count` encoded values."""
@@ -66,24 +63,23 @@ class ArrayKernels:
     """Compiled kernels for arrays on a CPU, which write the same bytes: they do all that a part needs in one call.
 
     A wrong size or alignment, a value that is not finite, or a payload that no encoder wrote makes them return False,
-    with all content undefined; the torch operations then find out which it was. values, out, own: f32 [n]; payload:
+    with all content undefined; the torch operations then find out which it was. values, out, scratch: f32 [n]; payload:
     uint8; weights: f64 [m].
 
     Attributes:
         encode: `(values, payload, block)`: fill `payload`.
         decode: `(payload, out, block)`: fill `out`, if an encoder could have written `payload`.
         sound: `(payload, n, block)`: whether an encoder could have written it.
-        reduce: `(addresses, weights, own, payload, out, block)`: add up payloads in turn, each times its weight in f32,
-            encode the sum into `payload`, and decode that into `out`. addresses, int64 [m]: where the payloads begin,
-            each as large as `payload`, kept alive by the caller; OWN_ADDRESS stands for `own`, as
-            decoding its encoding returns it. Payloads of weight 0 are not read.
+        reduce: `(addresses, weights, payload, scratch, block)`: add up payloads in turn, each times its weight in f32,
+            and encode the sum into `payload`. addresses, int64 [m >= 1]: where the payloads begin, each as large as
+            `payload`, kept alive by the caller.
         address: `(payload)`: where it begins.
     """
 
     encode: Callable[[Values, Bytes, int], bool]
     decode: Callable[[Bytes, Values, int], bool]
     sound: Callable[[Bytes, int, int], bool]
-    reduce: Callable[[NDArray[np.int64], NDArray[np.float64], Values, Bytes, Values, int], bool]
+    reduce: Callable[[NDArray[np.int64], NDArray[np.float64], Bytes, Values, int], bool]
     address: Callable[[Bytes], int]
 
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from equipoise.compression import blockwise
 from equipoise.compression.array_math import BlockMath
-from equipoise.compression.blockwise import OWN_ADDRESS, ArrayKernels
+from equipoise.compression.blockwise import ArrayKernels
 from equipoise.compression.device_kernels import TensorKernels, agree
 from equipoise.compression.errors import CodecError
 from equipoise.compression.late_torch import torch
@@ -117,19 +117,18 @@ def _agree(compiled: ArrayKernels) -> bool:
     count, block, math = 64 * _PROBE_BLOCK + 5, _PROBE_BLOCK, BlockMath("int8", _PROBE_BLOCK)
     exponents = np.minimum(np.arange(count) // block * 4 - 140, 127).astype(np.float32)
     values = np.linspace(-1.9, 1.7, count, dtype=np.float32) * np.exp2(exponents)
-    own, decoded, total = values[::-1].copy(), np.empty_like(values), np.zeros_like(values)
-    payload, mean = (np.zeros(blockwise.payload_size(count, block), np.uint8) for _ in range(2))
-    math.encode(values, payload)
-    math.decode(payload, decoded)
-    math.encode(own, mean)
-    for each, weight in zip((payload, mean), _PROBE_WEIGHTS, strict=True):
-        math.accumulate(each, weight, total)
+    other, decoded, total = values[::-1].copy(), np.empty_like(values), np.zeros_like(values)
+    payloads = [np.zeros(blockwise.payload_size(count, block), np.uint8) for _ in range(2)]
+    for row, payload, weight in zip((values, other), payloads, _PROBE_WEIGHTS, strict=True):
+        math.encode(row, payload)
+        math.accumulate(payload, weight, total)
+    mean = np.zeros_like(payloads[0])
     math.encode(total, mean)
-    math.decode(mean, total)
-    expected: list[NDArray[Any]] = [payload, decoded, mean, total]
-    first, second, third, fourth = found = [np.zeros_like(each) for each in expected]
+    math.decode(payloads[0], decoded)
+    expected: list[NDArray[Any]] = [payloads[0], decoded, mean]
+    first, second, third = found = [np.zeros_like(each) for each in expected]
     compiled.encode(values, first, block)
     compiled.decode(first, second, block)
-    addresses = np.array([compiled.address(first), OWN_ADDRESS], np.int64)
-    compiled.reduce(addresses, np.array(_PROBE_WEIGHTS), own, third, fourth, block)
+    addresses = np.array([compiled.address(each) for each in payloads], np.int64)
+    compiled.reduce(addresses, np.array(_PROBE_WEIGHTS), third, total, block)
     return all(one.tobytes() == other.tobytes() for one, other in zip(found, expected, strict=True))

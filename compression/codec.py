@@ -143,46 +143,37 @@ class Codec(ABC):
         self._accumulate(self._source(payload, into), weight, into)
 
     def reduce(
-        self,
-        payloads: Sequence[Buffer | None],
-        weights: Sequence[float],
-        own: Values,
-        mean: Buffer,
-        out: Values,
+        self, payloads: Sequence[Buffer], weights: Sequence[float], mean: Buffer, scratch: Values
     ) -> EncodeReport:
-        """Encode the weighted sum of payloads into `mean`, and decode that into `out`.
+        """Encode the weighted sum of payloads into `mean`.
 
-        The bytes equal those of `accumulate` of each payload in turn into zeros, then `encode` and `decode`. Some
-        codecs do all in one pass.
+        The bytes equal those of `accumulate` of each payload in turn into zeros, then `encode`. Some codecs do all in
+        one pass.
 
         Args:
-            payloads: `encoded_size(n)` bytes each; None stands for the encoding of `own`.
-            weights: One per payload; those of weight 0 are not looked at.
-            own: f32 [n], contiguous, on the device of `out`, apart from it in memory.
-            mean: Writable, `encoded_size(n)` bytes.
-            out: f32 [n], contiguous, on any device.
+            payloads: `encoded_size(n)` bytes each.
+            weights: One per payload.
+            mean: Writable, `encoded_size(n)` bytes, apart from the payloads in memory.
+            scratch: f32 [n], contiguous, on the device that computes; its content is undefined afterwards.
 
         Raises:
-            NonFiniteError: A value of `own` is NaN or infinite; names the first.
             CodecError: A weight is no finite f32, a size or dtype differs, or the sum is not finite.
         """
         if len(weights) != len(payloads):
             raise CodecError(f"{self.spec}: expected {len(payloads)} weights, got {len(weights)}")
-        for weight in weights:
-            _check_weight(weight)
-        buffers = not any(map(is_tensor, (*payloads, mean)))
-        if self.math is not None and buffers and isinstance(out, np.ndarray) and isinstance(own, np.ndarray):
-            return self._reduce_arrays(self.math, payloads, weights, _array(own), mean, _array(out))
-        out, own = _vector(out), _vector(own)
-        if own.numel() != out.numel() or own.device != out.device:
-            got = f"{own.numel()} on {own.device}"
-            raise CodecError(f"expected {out.numel()} own values on {out.device}, got {got}")
-        sources = [
-            self._source(payload, out) if payload is not None and weight else None
-            for payload, weight in zip(payloads, weights, strict=True)
-        ]
-        with self._staged(mean, out) as target:
-            return self._reduce(sources, weights, own, target, out)
+        if isinstance(scratch, np.ndarray):
+            _array(scratch).fill(0)
+        else:
+            scratch = _vector(scratch)
+            if report := self._reduce_at_once(payloads, weights, mean, scratch):
+                return report
+            scratch.zero_()
+        for payload, weight in zip(payloads, weights, strict=True):
+            self.accumulate(payload, weight, scratch)
+        try:
+            return self.encode(scratch, mean)
+        except NonFiniteError as error:
+            raise CodecError(f"{self.spec}: the weighted sum is not finite: {error}") from None
 
     def check(self, payload: Buffer, count: int) -> None:
         """Verify that `payload` is `count` encoded values, all of which decode to finite ones.
@@ -204,78 +195,18 @@ class Codec(ABC):
     @abstractmethod
     def _accumulate(self, payload: torch.Tensor, weight: float, into: torch.Tensor) -> None: ...
 
-    def _reduce(
-        self,
-        payloads: Sequence[torch.Tensor | None],
-        weights: Sequence[float],
-        own: torch.Tensor,
-        mean: torch.Tensor,
-        out: torch.Tensor,
-    ) -> EncodeReport:
-        if (fused := self._fused(out)) and (
-            report := self._reduce_at_once(fused, payloads, weights, own, mean, out)
-        ):
-            return report
-        out.zero_()
-        count = 0
-        for payload, weight in zip(payloads, weights, strict=True):
-            if weight:
-                if payload is None:
-                    # Until the mean is there, its place is one for another payload.
-                    count += self._encode(own, mean).clamped
-                self._accumulate(mean if payload is None else payload, weight, out)
-        try:
-            count += self._encode(out, mean).clamped
-        except NonFiniteError as error:
-            raise CodecError(f"{self.spec}: the weighted sum is not finite: {error}") from None
-        self._decode(mean, out)
-        return EncodeReport(count)
-
-    def _reduce_arrays(
-        self,
-        math: ArrayMath,
-        payloads: Sequence[Buffer | None],
-        weights: Sequence[float],
-        own: NDArray[np.float32],
-        mean: Buffer,
-        out: NDArray[np.float32],
-    ) -> EncodeReport:
-        if own.size != out.size:
-            raise CodecError(f"expected {out.size} own values on cpu, got {own.size} on cpu")
-        target, count = self._bytes(mean, out.size, written=True), 0
-        used = [(payload, weight) for payload, weight in zip(payloads, weights, strict=True) if weight]
-        sources = [None if payload is None else self._bytes(payload, out.size) for payload, _ in used]
-        out.fill(0)
-        for source, (_, weight) in zip(sources, used, strict=True):
-            if source is None:
-                # Until the mean is there, its place is one for another payload.
-                count += math.encode(own, target)
-            math.accumulate(target if source is None else source, weight, out)
-        try:
-            count += math.encode(out, target)
-        except NonFiniteError as error:
-            raise CodecError(f"{self.spec}: the weighted sum is not finite: {error}") from None
-        math.decode(target, out)
-        return EncodeReport(count)
-
     def _reduce_at_once(
-        self,
-        fused: TensorKernels,
-        payloads: Sequence[torch.Tensor | None],
-        weights: Sequence[float],
-        own: torch.Tensor,
-        mean: torch.Tensor,
-        out: torch.Tensor,
+        self, payloads: Sequence[Buffer], weights: Sequence[float], mean: Buffer, scratch: torch.Tensor
     ) -> EncodeReport | None:
-        """Reduce in one pass; None if a value or a sum is not finite."""
-        used = [(payload, weight) for payload, weight in zip(payloads, weights, strict=True) if weight]
-        ours = sum(payload is None for payload, _ in used)
-        encoded, count = torch.empty_like(mean), None
-        if ours and (count := clamped(fused.encode(own, encoded, self.kind))) is None:
+        """Reduce in one pass; None if no kernel here does, or the sum is not finite."""
+        if not (fused := self._fused(scratch)):
             return None
-        there = [encoded if payload is None else payload for payload, _ in used]
-        further = clamped(fused.reduce(there, [weight for _, weight in used], mean, out, self.kind))
-        return None if further is None else EncodeReport(ours * (count or 0) + further)
+        for weight in weights:
+            _check_weight(weight)
+        sources = [self._source(payload, scratch) for payload in payloads]
+        with self._staged(mean, scratch) as target:
+            count = clamped(fused.reduce(sources, weights, target, scratch.numel(), self.kind))
+        return None if count is None else EncodeReport(count)
 
     def _fused(self, values: torch.Tensor) -> TensorKernels | None:
         if not self.kind or not values.numel():

@@ -19,7 +19,7 @@ _PROBE_WEIGHTS = (0.3, 1 / 3, 0.2, 0.7)
 class TensorKernels:
     """Kernels that are launched on the current stream of the device of their tensors, and return before they end.
 
-    All tensors are contiguous and on one device, and no payload overlaps `mean` or `out`. values, out: f32 [n >= 1];
+    All tensors are contiguous and on one device, and no payload overlaps `mean`. values, out: f32 [n >= 1];
     payload, mean: uint8, as large as n values of the kind. Notes are int32, one for each piece of the vector: how many
     values the encoding clamped, or -1 where a value, or a sum, is not finite; then the content of the rest is
     undefined. `clamped` waits for them.
@@ -27,15 +27,13 @@ class TensorKernels:
     Attributes:
         encode: `(values, payload, kind)`: fill `payload`, return notes.
         decode: `(payload, out, kind)`: fill `out`.
-        reduce: `(payloads, weights, mean, out, kind)`: add up payloads in turn, each times its weight in f32, encode
-            the sum into `mean`, and decode that into `out`, in one pass; return notes.
+        reduce: `(payloads, weights, mean, n, kind)`: add up payloads in turn, each times its weight in f32, and encode
+            the sum into `mean`, in one pass; return notes.
     """
 
     encode: Callable[[torch.Tensor, torch.Tensor, Kind], torch.Tensor]
     decode: Callable[[torch.Tensor, torch.Tensor, Kind], None]
-    reduce: Callable[
-        [Sequence[torch.Tensor], Sequence[float], torch.Tensor, torch.Tensor, Kind], torch.Tensor
-    ]
+    reduce: Callable[[Sequence[torch.Tensor], Sequence[float], torch.Tensor, int, Kind], torch.Tensor]
 
 
 def clamped(notes: torch.Tensor) -> int | None:
@@ -74,8 +72,8 @@ def _agree(kernels: TensorKernels, kind: Kind, rows: list[torch.Tensor], device:
             return False
         total += decoded * torch.tensor(weight)
     mean, found = _encoded(total, kind), torch.zeros_like(payloads[0])
-    notes = kernels.reduce(payloads, _PROBE_WEIGHTS, found, out, kind)
-    return clamped(notes) is not None and _same(found, mean) and _same(out, _decoded(mean, total, kind))
+    notes = kernels.reduce(payloads, _PROBE_WEIGHTS, found, total.numel(), kind)
+    return clamped(notes) is not None and _same(found, mean)
 
 
 def _encoded(values: torch.Tensor, kind: Kind) -> torch.Tensor:

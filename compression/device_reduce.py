@@ -33,26 +33,25 @@ class DeviceReducer:
     def reduce(
         self,
         codec: Codec,
-        payloads: Sequence[Buffer | None],
+        payloads: Sequence[Buffer],
         weights: Sequence[float],
-        values: NDArray[np.float32],
+        scratch: NDArray[np.float32],
         mean: Buffer,
     ) -> EncodeReport:
         """Encode the weighted sum of payloads into `mean`; both lie in the host's memory.
 
         Args:
             codec: Encodes and decodes.
-            payloads: `codec.encoded_size(n)` bytes each; those of weight 0 are not looked at.
+            payloads: `codec.encoded_size(n)` bytes each.
             weights: One per payload.
-            values: Memory of f32 [n], to decode into if the device fails.
+            scratch: Memory of f32 [n], for the sum if the device fails.
             mean: Writable, `codec.encoded_size(n)` bytes.
 
         Raises:
             CodecError: See `Codec.reduce`; that is the fault of the values, and no device reduces them.
         """
         try:
-            out = torch.empty(len(values), device=self.device)
-            return codec.reduce(payloads, weights, out, mean, out)
+            return codec.reduce(payloads, weights, mean, torch.empty(len(scratch), device=self.device))
         except CodecError:
             raise
         # What a driver, a compiler, or a device whose memory other programs have taken, raises is not for us to
@@ -60,4 +59,4 @@ class DeviceReducer:
         except Exception as error:
             text = (str(error) or type(error).__name__).splitlines()[0]
             self.trouble = self.trouble or f"{self.device} failed, so the CPU reduced the part: {text}"
-        return codec.reduce(payloads, weights, values, mean, values)
+        return codec.reduce(payloads, weights, mean, scratch)

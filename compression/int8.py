@@ -8,14 +8,7 @@ import numpy as np
 
 from equipoise.compression import blockwise
 from equipoise.compression.array_math import BlockMath
-from equipoise.compression.blockwise import (
-    MAX_SCALE,
-    MIN_SCALE,
-    OWN_ADDRESS,
-    SCALE_BYTES,
-    payload_size,
-    planes,
-)
+from equipoise.compression.blockwise import MAX_SCALE, MIN_SCALE, SCALE_BYTES, payload_size, planes
 from equipoise.compression.buffers import Buffer, Values, plain, raw
 from equipoise.compression.choice import kernels
 from equipoise.compression.chunks import first_non_finite, locate
@@ -88,27 +81,18 @@ class Int8Codec(Codec):
         super().check(payload, count)
 
     def reduce(
-        self,
-        payloads: Sequence[Buffer | None],
-        weights: Sequence[float],
-        own: Values,
-        mean: Buffer,
-        out: Values,
+        self, payloads: Sequence[Buffer], weights: Sequence[float], mean: Buffer, scratch: Values
     ) -> EncodeReport:
-        """Encode the weighted sum into `mean`, decode that into `out`; see `Codec.reduce`."""
-        short, target, result, values = kernels().arrays, raw(mean), plain(out), plain(own)
-        same = len(payloads) == len(weights)
-        if short and target is not None and result is not None and values is not None and same:
-            used = [payload if weight else None for payload, weight in zip(payloads, weights, strict=True)]
+        """Encode the weighted sum into `mean`; see `Codec.reduce`."""
+        short, target, values = kernels().arrays, raw(mean), plain(scratch)
+        if short and target is not None and values is not None:
             # The arrays must live as long as their addresses are in use.
-            sources = [None if payload is None else raw(payload) for payload in used]
-            fitting = sum(source is not None and source.size == target.size for source in sources)
-            addresses = [OWN_ADDRESS if source is None else short.address(source) for source in sources]
-            places, shares = np.array(addresses, np.int64), np.array(weights, np.float64)
-            fit = fitting == sum(payload is not None for payload in used)
-            if fit and short.reduce(places, shares, values, target, result, self.block):
-                return UNCLAMPED
-        return super().reduce(payloads, weights, own, mean, out)
+            sources = [one for one in map(raw, payloads) if one is not None and one.size == target.size]
+            if 0 < len(sources) == len(payloads) == len(weights):
+                places = np.array([short.address(source) for source in sources], np.int64)
+                if short.reduce(places, np.array(weights, np.float64), target, values, self.block):
+                    return UNCLAMPED
+        return super().reduce(payloads, weights, mean, scratch)
 
     def _encode(self, values: torch.Tensor, out: torch.Tensor) -> EncodeReport:
         if not blockwise.quantise(values, out, self.block):

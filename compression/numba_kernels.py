@@ -19,7 +19,6 @@ from equipoise.compression.blockwise import (
     MAX_SCALE,
     MIN_ABSMAX,
     MIN_SCALE,
-    OWN_ADDRESS,
     SCALE_BYTES,
     ArrayKernels,
 )
@@ -116,16 +115,6 @@ def _round(values, codes, inverse):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(**_compiled)
-def _round_in_place(values, codes, inverse, scale):  # type: ignore[no-untyped-def]
-    """Encode values, and leave in their place what they are decoded to."""
-    for i in range(codes.size):
-        # + 0 makes 0 of -0, which no code stands for.
-        level = np.rint(values[i] * inverse) + _ZERO
-        codes[i] = np.int8(level)
-        values[i] = level * scale
-
-
-@numba.njit(**_compiled)
 def _spread(codes, out, scale):  # type: ignore[no-untyped-def]
     for i in range(out.size):
         out[i] = np.float32(codes[i]) * scale
@@ -141,18 +130,6 @@ def _set_codes(codes, scale, weight, into):  # type: ignore[no-untyped-def]
 def _add_codes(codes, scale, weight, into):  # type: ignore[no-untyped-def]
     for i in range(into.size):
         into[i] += weight * (np.float32(codes[i]) * scale)
-
-
-@numba.njit(**_compiled)
-def _set_own(values, inverse, scale, weight, into):  # type: ignore[no-untyped-def]
-    for i in range(into.size):
-        into[i] = weight * (np.rint(values[i] * inverse) * scale)
-
-
-@numba.njit(**_compiled)
-def _add_own(values, inverse, scale, weight, into):  # type: ignore[no-untyped-def]
-    for i in range(into.size):
-        into[i] += weight * (np.rint(values[i] * inverse) * scale)
 
 
 # What is done to a part: one block after the other, each while it lies in the first-level cache.
@@ -207,53 +184,34 @@ def _decode(payload, out, block):  # type: ignore[no-untyped-def]
     return True
 
 
-@numba.njit(numba.boolean(_I64, _F64, _F32, _U8, _F32, numba.int64), **_compiled)
-def _reduce(addresses, weights, own, payload, out, block):  # type: ignore[no-untyped-def]
-    if not _fits(payload, out.size, block):
+@numba.njit(numba.boolean(_I64, _F64, _U8, _F32, numba.int64), **_compiled)
+def _reduce(addresses, weights, payload, scratch, block):  # type: ignore[no-untyped-def]
+    if not _fits(payload, scratch.size, block):
         return False
     shares = weights.astype(np.float32)
     for m in range(shares.size):
         if not np.isfinite(shares[m]) or addresses[m] % SCALE_BYTES:
             return False
-        if shares[m] != _ZERO and addresses[m] == OWN_ADDRESS and own.size != out.size:
-            return False
-    split = _blocks(out.size, block) * SCALE_BYTES
+    split = _blocks(scratch.size, block) * SCALE_BYTES
     scales = payload[:split].view(np.float32)
-    from_own, from_out, from_codes = own.ctypes.data, out.ctypes.data, payload.ctypes.data + split
+    from_scratch, from_codes = scratch.ctypes.data, payload.ctypes.data + split
     for b in range(scales.size):
         start = b * block
-        count = min(block, out.size - start)
-        total = _floats(from_out, start, count)
-        begun = False
+        count = min(block, scratch.size - start)
+        total = _floats(from_scratch, start, count)
         for m in range(shares.size):
-            if shares[m] == _ZERO:
-                continue
+            codes = _codes(addresses[m] + split, start, count)
+            scale = _floats(addresses[m], b, 1)[0]
             # The first is written, not added to zeros: what differs is the sign of zeros, which no code has.
-            if addresses[m] == OWN_ADDRESS:
-                top = _absmax_bits(_bits(from_own, start, count))
-                if top >= _EXPONENT:
-                    return False
-                scale, inverse = _scale_and_inverse(top)
-                values = _floats(from_own, start, count)
-                if begun:
-                    _add_own(values, inverse, scale, shares[m], total)
-                else:
-                    _set_own(values, inverse, scale, shares[m], total)
+            if m:
+                _add_codes(codes, scale, shares[m], total)
             else:
-                codes = _codes(addresses[m] + split, start, count)
-                scale = _floats(addresses[m], b, 1)[0]
-                if begun:
-                    _add_codes(codes, scale, shares[m], total)
-                else:
-                    _set_codes(codes, scale, shares[m], total)
-            begun = True
-        if not begun:
-            total[:] = _ZERO
-        top = _absmax_bits(_bits(from_out, start, count))
+                _set_codes(codes, scale, shares[m], total)
+        top = _absmax_bits(_bits(from_scratch, start, count))
         if top >= _EXPONENT:
             return False
         scales[b], inverse = _scale_and_inverse(top)
-        _round_in_place(total, _codes(from_codes, start, count), inverse, scales[b])
+        _round(total, _codes(from_codes, start, count), inverse)
     return True
 
 

@@ -55,7 +55,7 @@ def _quantise(x):
 
 
 @triton.jit
-def _encode_int8(values, scales, codes, notes, count, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+def _encode_int8(values, count, scales, codes, notes, BLOCK: tl.constexpr, ROWS: tl.constexpr):
     tile = tl.program_id(0).to(tl.int64)
     left = count - tile * (ROWS * BLOCK)
     row = tl.arange(0, ROWS)
@@ -68,7 +68,7 @@ def _encode_int8(values, scales, codes, notes, count, BLOCK: tl.constexpr, ROWS:
 
 
 @triton.jit
-def _decode_int8(out, scales, codes, count, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+def _decode_int8(out, count, scales, codes, BLOCK: tl.constexpr, ROWS: tl.constexpr):
     tile = tl.program_id(0).to(tl.int64)
     left = count - tile * (ROWS * BLOCK)
     row = tl.arange(0, ROWS)
@@ -80,12 +80,11 @@ def _decode_int8(out, scales, codes, count, BLOCK: tl.constexpr, ROWS: tl.conste
 
 @triton.jit
 def _reduce_int8(
-    out,
+    notes,
+    count,
     addresses,
     weights,
     members,
-    notes,
-    count,
     scales,
     codes,
     split,
@@ -108,7 +107,6 @@ def _reduce_int8(
     scale, code, faulty = _quantise(total)
     tl.store(scales + tile * ROWS + row, scale, mask=row * BLOCK < left)
     tl.store(codes + tile * (ROWS * BLOCK) + at, code, mask=at < left)
-    tl.store(out + tile * (ROWS * BLOCK) + at, code.to(tl.float32) * scale[:, None], mask=at < left)
     tl.store(notes + tile, -tl.max(faulty.to(tl.int32), 0))
 
 
@@ -137,7 +135,7 @@ def _narrow(x, limit, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def _encode_float(values, encoded, notes, count, limit, TILE: tl.constexpr):
+def _encode_float(values, count, encoded, notes, limit, TILE: tl.constexpr):
     tile = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, TILE)
     inside = at < count - tile * TILE
@@ -149,12 +147,11 @@ def _encode_float(values, encoded, notes, count, limit, TILE: tl.constexpr):
 
 @triton.jit
 def _reduce_float(
-    out,
+    notes,
+    count,
     addresses,
     weights,
     members,
-    notes,
-    count,
     encoded,
     limit,
     ALIGNED: tl.constexpr,
@@ -170,19 +167,18 @@ def _reduce_float(
         total += tl.load(weights + member) * _widen(theirs)
     narrow, noted = _narrow(total, limit, encoded.dtype.element_ty)
     tl.store(encoded + tile * TILE + at, narrow, mask=inside)
-    tl.store(out + tile * TILE + at, _widen(narrow), mask=inside)
     tl.store(notes + tile, noted)
 
 
 def encode(values: torch.Tensor, payload: torch.Tensor, kind: Kind) -> torch.Tensor:
     """Start to encode `values`; see `TensorKernels`."""
-    count, notes = values.numel(), _notes(values)
+    count, notes = values.numel(), _notes(values.numel(), values.device)
     if isinstance(kind, int):
         scales, codes = blockwise.planes(payload, count, kind)
-        _launch(_encode_int8, values, scales, codes, notes, count, kind, TILE // kind)
+        _launch(_encode_int8, values, count, scales, codes, notes, kind, TILE // kind)
     else:
         encoded = payload.view(_WIRE.get(kind, kind))
-        _launch(_encode_float, values, encoded, notes, count, torch.finfo(kind).max, TILE)
+        _launch(_encode_float, values, count, encoded, notes, torch.finfo(kind).max, TILE)
     return notes
 
 
@@ -190,24 +186,19 @@ def decode(payload: torch.Tensor, out: torch.Tensor, kind: Kind) -> None:
     """Start to decode into `out`; see `TensorKernels`. torch converts plain values in one pass as well."""
     if isinstance(kind, int):
         scales, codes = blockwise.planes(payload, out.numel(), kind)
-        _launch(_decode_int8, out, scales, codes, out.numel(), kind, TILE // kind)
+        _launch(_decode_int8, out, out.numel(), scales, codes, kind, TILE // kind)
     else:
         out.copy_(payload.view(kind))
 
 
 def reduce(
-    payloads: Sequence[torch.Tensor],
-    weights: Sequence[float],
-    mean: torch.Tensor,
-    out: torch.Tensor,
-    kind: Kind,
+    payloads: Sequence[torch.Tensor], weights: Sequence[float], mean: torch.Tensor, count: int, kind: Kind
 ) -> torch.Tensor:
     """Start to reduce `payloads`; see `TensorKernels`."""
-    count, notes = out.numel(), _notes(out)
-    addresses = [payload.data_ptr() for payload in payloads]
-    places = torch.tensor(addresses, dtype=torch.int64, device=out.device)
-    shares = torch.tensor(weights, dtype=torch.float32, device=out.device)
-    given = (out, places, shares, len(addresses), notes, count)
+    addresses, notes = [payload.data_ptr() for payload in payloads], _notes(count, mean.device)
+    places = torch.tensor(addresses, dtype=torch.int64, device=mean.device)
+    shares = torch.tensor(weights, dtype=torch.float32, device=mean.device)
+    given = (notes, count, places, shares, len(addresses))
     if isinstance(kind, int):
         scales, codes = blockwise.planes(mean, count, kind)
         split = scales.numel() * blockwise.SCALE_BYTES
@@ -219,8 +210,8 @@ def reduce(
     return notes
 
 
-def _notes(values: torch.Tensor) -> torch.Tensor:
-    return torch.empty(triton.cdiv(values.numel(), TILE), dtype=torch.int32, device=values.device)
+def _notes(count: int, device: torch.device) -> torch.Tensor:
+    return torch.empty(triton.cdiv(count, TILE), dtype=torch.int32, device=device)
 
 
 def _alignment(addresses: Iterable[int]) -> int:
@@ -228,10 +219,10 @@ def _alignment(addresses: Iterable[int]) -> int:
     return min([16, *(address & -address for address in addresses)])
 
 
-def _launch(kernel: Any, values: torch.Tensor, *args: object) -> None:
+def _launch(kernel: Any, tensor: torch.Tensor, count: int, *args: object) -> None:
     # Triton launches on the current device, which need not be that of the tensors.
-    with torch.cuda.device_of(values):
-        kernel[(triton.cdiv(values.numel(), TILE),)](values, *args, **OPTIONS)
+    with torch.cuda.device_of(tensor):
+        kernel[(triton.cdiv(count, TILE),)](tensor, count, *args, **OPTIONS)
 
 
 KERNELS = TensorKernels(encode, decode, reduce)

@@ -42,13 +42,13 @@ def bench_codec(codec: Codec, count: int, repeats: int) -> dict[str, dict[str, f
     source, target = torch.randn(count), torch.zeros(count)
     values, out = unwrapped(source), unwrapped(target)
     payload, mean = (memoryview(bytearray(codec.encoded_size(count))) for _ in range(2))
-    others, weights = [payload, payload, payload, None], [0.25] * 4
+    four, weights = [payload] * 4, [0.25] * 4
     return {
         "copy": measure(lambda: target.copy_(source), repeats),
         "encode": measure(lambda: codec.encode(values, payload), repeats),
         "check": measure(lambda: codec.check(payload, count), repeats),
         "decode": measure(lambda: codec.decode(payload, out), repeats),
-        "reduce 4": measure(lambda: codec.reduce(others, weights, values, mean, out), repeats),
+        "reduce 4": measure(lambda: codec.reduce(four, weights, mean, out), repeats),
     }
 
 
@@ -78,11 +78,11 @@ def bench_on(device: torch.device, codec: Codec, count: int, repeats: int) -> di
     if fused:
         calls["encode"] = (lambda: fused.encode(values, payload, codec.kind), 4 * count + size)
         calls["decode"] = (lambda: fused.decode(payload, out, codec.kind), 4 * count + size)
-        calls["reduce 4"] = (lambda: fused.reduce(four, weights, mean, out, codec.kind), 4 * count + 5 * size)
+        calls["reduce 4"] = (lambda: fused.reduce(four, weights, mean, count, codec.kind), 5 * size)
     else:
         calls["encode"] = (lambda: codec.encode(values, payload), 4 * count + size)
         calls["decode"] = (lambda: codec.decode(payload, out), 4 * count + size)
-        calls["reduce 4"] = (lambda: codec.reduce(four, weights, values, mean, out), 4 * count + 5 * size)
+        calls["reduce 4"] = (lambda: codec.reduce(four, weights, mean, out), 5 * size)
     found = {}
     with torch.cuda.device(device):
         for what, (call, moved) in calls.items():

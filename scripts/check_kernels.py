@@ -57,7 +57,7 @@ def launches(codec: Codec) -> list[Launch]:
     try:
         triton_kernels.KERNELS.encode(values, payload, codec.kind)
         triton_kernels.KERNELS.decode(payload, values, codec.kind)
-        triton_kernels.KERNELS.reduce([payload] * 2, [0.5] * 2, payload, values, codec.kind)
+        triton_kernels.KERNELS.reduce([payload] * 2, [0.5] * 2, payload, values.numel(), codec.kind)
     finally:
         JITFunction.run = run
     return seen

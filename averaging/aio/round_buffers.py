@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import numpy as np
 from blake3 import blake3
-from numpy.typing import NDArray
 
 from equipoise.averaging.aio.buffer_pool import BufferPool
 from equipoise.averaging.allreduce.events import Group
@@ -130,24 +129,23 @@ class RoundBuffers:
         the mean the codec does all in one pass: in fp32, in member order, times the share of the weight. Other
         rules may ignore weights, so they do not get the zeros of contributors that only attend.
         """
-        weights, kept = self._weights(contributors), self._kept[part]
+        weights = {member: weight for member, weight in enumerate(self._weights(contributors)) if weight}
         mean, own = (self._pool.take(self._sizes[part]) for _ in range(2))
-        payloads = [
-            (own if member == self._me else kept[member]) if weight else None
-            for member, weight in enumerate(weights)
-        ]
+        kept = self._kept[part]
+        payloads = {member: own if member == self._me else kept[member] for member in weights}
         scratch = np.frombuffer(self._pool.take(self._counts[part] * VALUE_BYTES), np.float32)
+        given = list(payloads.values()), list(weights.values())
         codec, reducer, is_mean = self._codecs[part], self._reducer, isinstance(self._rule, Mean)
 
         def job() -> Reduction:
-            if weights[self._me]:
+            if self._me in weights:
                 self._read_own(part, own)
             if not is_mean:
-                report = self._apply_rule(codec, payloads, weights, scratch, mean)
+                report = self._apply_rule(codec, payloads, weights, len(scratch), mean)
             elif reducer is None:
-                report = codec.reduce(payloads, weights, scratch, mean, scratch)
+                report = codec.reduce(*given, mean, scratch)
             else:
-                report = reducer.reduce(codec, payloads, weights, scratch, mean)
+                report = reducer.reduce(codec, *given, scratch, mean)
             return Reduction(mean, blake3(mean).digest(), report.clamped)
 
         return job
@@ -182,18 +180,16 @@ class RoundBuffers:
     def _apply_rule(
         self,
         codec: Codec,
-        payloads: Sequence[memoryview | None],
-        weights: Sequence[float],
-        values: NDArray[np.float32],
+        payloads: Mapping[int, memoryview],
+        weights: Mapping[int, float],
+        count: int,
         mean: memoryview,
     ) -> EncodeReport:
-        present = [member for member, weight in enumerate(weights) if weight]
-        trained = [member for member in present if self._group.weights[member] > ATTENDANCE_LIMIT] or present
-        rows = torch.empty(len(trained), len(values))
+        trained = [member for member in payloads if self._group.weights[member] > ATTENDANCE_LIMIT]
+        trained = trained or list(payloads)
+        rows = torch.empty(len(trained), count)
         for row, member in zip(rows, trained, strict=True):
-            payload = payloads[member]
-            assert payload is not None, "it has a weight"
-            codec.decode(payload, row)
+            codec.decode(payloads[member], row)
         shares = torch.tensor([weights[member] for member in trained], dtype=torch.float64)
         try:
             return codec.encode(self._combined(rows, shares), mean)

@@ -71,21 +71,15 @@ def test_torch_where_bytes_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     from equipoise.compression.numba_kernels import KERNELS
 
     def fused(
-        addresses: np.ndarray,
-        weights: np.ndarray,
-        own: np.ndarray,
-        payload: np.ndarray,
-        out: np.ndarray,
-        block: int,
+        addresses: np.ndarray, weights: np.ndarray, payload: np.ndarray, scratch: np.ndarray, block: int
     ) -> bool:
-        first = np.array((ctypes.c_uint8 * payload.size).from_address(int(addresses[0])))
-        one, other = np.empty_like(own), np.empty_like(own)
-        KERNELS.decode(first, one, block)
-        KERNELS.encode(own, payload, block)
-        KERNELS.decode(payload, other, block)
-        one, share = one * np.float32(weights[0]), float(np.float32(weights[1]))
-        out[:] = one.astype(np.float64) + share * other.astype(np.float64)
-        return KERNELS.encode(out, payload, block) and KERNELS.decode(payload, out, block)
+        total, decoded = np.zeros_like(scratch), np.empty_like(scratch)
+        for address, weight in zip(addresses, weights, strict=True):
+            theirs = np.array((ctypes.c_uint8 * payload.size).from_address(int(address)))
+            KERNELS.decode(theirs, decoded, block)
+            # Rounded once for each member, not twice.
+            total[:] = total.astype(np.float64) + float(np.float32(weight)) * decoded.astype(np.float64)
+        return KERNELS.encode(total, payload, block)
 
     monkeypatch.setattr("equipoise.compression.choice._numba", lambda: replace(KERNELS, reduce=fused))
     assert (kernels().name, kernels().reason) == (

@@ -37,7 +37,7 @@ def room(codec: Codec) -> memoryview:
 def test_the_bytes_do_not_depend_on_the_device(spec: str, device: str) -> None:
     codec, reducer = parse_codec(spec), DeviceReducer(torch.device(device))
     payloads, mean, expected = contributions(codec), room(codec), room(codec)
-    codec.reduce(payloads, WEIGHTS, torch.empty(COUNT), expected, torch.empty(COUNT))
+    codec.reduce(payloads, WEIGHTS, expected, torch.empty(COUNT))
     for _ in range(2):
         mean[:] = bytes(len(mean))
         reducer.reduce(codec, payloads, WEIGHTS, scratch(), mean)
