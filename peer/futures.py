@@ -44,7 +44,7 @@ class Pending(ABC, Generic[Ended]):
         self._reply = reply
         self._deadline = deadline
         self._lock = threading.Lock()
-        self._ended: Ended | EquipoiseError | None = None
+        self._ended: Ended | Exception | None = None
 
     def done(self) -> bool:
         """Return whether `result` returns at once."""
@@ -69,14 +69,17 @@ class Pending(ABC, Generic[Ended]):
             raise TimeoutError(f"the {self.what} has not ended within {timeout:g} s; call result() again")
         with self._lock:
             if self._ended is None:
-                self._ended = self._collect(limit)
-        if isinstance(self._ended, EquipoiseError):
+                try:
+                    self._ended = self._collect(limit)
+                except Exception as error:  # It is the end, too: the next round may have the memory by now.
+                    self._ended = error
+        if isinstance(self._ended, Exception):
             raise self._ended
         return self._ended
 
     @abstractmethod
-    def _collect(self, limit: float) -> Ended | EquipoiseError:
-        """Wait `limit` seconds for the daemon's answer, and return the result."""
+    def _collect(self, limit: float) -> Ended:
+        """Wait `limit` seconds for the daemon's answer, and return the result; called once."""
 
 
 class PendingRound(Pending[Outcome]):
@@ -113,7 +116,7 @@ class PendingRound(Pending[Outcome]):
             with contextlib.suppress(DaemonLost):  # That ends it as well.
                 self._link.ask(messages.StopRound(self._run, why))
 
-    def _collect(self, limit: float) -> Outcome | EquipoiseError:
+    def _collect(self, limit: float) -> Outcome:
         try:
             outcome: Outcome = self._link.wait(self._reply, limit)
         except DaemonLost as error:
@@ -121,9 +124,9 @@ class PendingRound(Pending[Outcome]):
             outcome = Outcome(
                 ok=False, reason=str(error), run=self._run, started=self._started, in_doubt=True
             )
-        except EquipoiseError as error:
+        except EquipoiseError:
             self._settle(None)
-            return error
+            raise
         began = self._link.clock()
         self._settle(outcome)
         decoding = {"decode": self._link.clock() - began} if outcome.ok else {}
@@ -183,13 +186,11 @@ class Download(Pending[Ended]):
             with contextlib.suppress(DaemonLost):  # That ends it as well.
                 self._link.ask(messages.StopFetch(self._run))
 
-    def _collect(self, limit: float) -> Ended | EquipoiseError:
+    def _collect(self, limit: float) -> Ended:
         try:
             return self._take(self._link.wait(self._reply, limit), self._memory)
         except DaemonLost as error:
             return self._lost(str(error))
-        except EquipoiseError as error:
-            return error
         finally:
             self._memory.close()
 

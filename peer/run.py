@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -107,6 +108,7 @@ class Run:
         self._link = link
         self._binding = binding
         self._region = region
+        self._process = os.getpid()
         self._accumulated: Accumulator | None = None
         self._contributed: Accumulator | None = None
         self._spare: Accumulator | None = None
@@ -285,7 +287,8 @@ class Run:
             self._stepping = True
             stepped, accumulated, region = self._binding.stepped(), self._accumulated, self._region
             weight, clamped, began = accumulated.weight if accumulated else 0.0, 0, self.clock()
-            if accumulated is not None and weight > 0:
+            self._binding.carried()  # A buffer that has changed is told before the round, also to an observer.
+            if accumulated is not None and weight > 0 and self._link.lost is None:
                 clamped = self._binding.write_step(accumulated, region.contribution)
             self._contributed, self._accumulated = accumulated, None
             settle = partial(self._stepped, tensors=stepped, region=region, me=self.peer)
@@ -454,7 +457,7 @@ class Run:
             ValueError: The timeout is out of range.
             Refused: The machine has not enough memory.
         """
-        size = self._binding.stepping.stored_size
+        size = self._binding.steps.layout.stored_size
         request = messages.FetchMean(self.name, after, size, timeout, circle, proved, patient)
 
         def take(found: MeanOutcome, memory: SharedMemory) -> Recovered:
@@ -524,7 +527,7 @@ class Run:
     @property
     def schema(self) -> Schema:
         """The tensors of `step`: gradients, and the buffers that travel with them."""
-        return self._binding.stepping.schema
+        return self._binding.steps.layout.schema
 
     @property
     def home(self) -> str:
@@ -619,6 +622,11 @@ class Run:
             self.rounds_failed, self._why_not = self.rounds_failed + 1, outcome.reason
 
     def _require_idle(self) -> None:
+        """Refuse to encode where another may use the memory: an open round's, or that of the process that forked."""
+        if os.getpid() != self._process:
+            raise Refused(
+                f"run {self.name!r} belongs to process {self._process}", "connect again after a fork"
+            )
         if self.left:
             raise Refused(f"run {self.name!r} was left", "join it again")
         if self.pending is not None:
@@ -650,8 +658,9 @@ class Run:
             self._require_idle()
             tensors, region = self._binding.tensors(), self._region
             clamped, began, copies = 0, self.clock(), {}
-            if weight > 0:  # An observer's tensors may hold NaN: the mean will replace it.
-                clamped = self._binding.write_average(tensors, region.contribution)
+            # An observer's tensors may hold NaN: the mean will replace it.
+            if weight > 0 and self._link.lost is None:
+                clamped = self._binding.averages.encode(tensors, region.contribution)
             if moves:
                 copies = copies_of(tensors)
             settle = partial(self._averaged, tensors=tensors, region=region, copies=copies)
@@ -673,7 +682,7 @@ class Run:
                 if copies:
                     self._binding.shift(region.mean, tensors, copies)
                 else:
-                    self._binding.read_average(region.mean, tensors)
+                    self._binding.averages.decode(region.mean, tensors)
 
     def _stepped(
         self, outcome: Outcome | None, tensors: Mapping[str, torch.Tensor], region: Region, me: str

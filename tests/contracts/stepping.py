@@ -146,6 +146,30 @@ class SteppingContract:
             assert sorted(run.mean) == sorted(dict(model.named_parameters()))
         assert torch.equal(models[0][0].weight.grad, models[1][0].weight.grad)
 
+    def test_a_buffer_that_has_changed_is_told_before_the_round_to_an_observer_too(
+        self, peers: Peers
+    ) -> None:
+        model: Any = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+        run = peers(1)[0].join("digits", model, **OPTIONS)
+        run.agree({}, buffers=True)
+        model[1].running_mean = torch.zeros(3)
+        with pytest.raises(SchemaError, match="running_mean"):
+            run.step(timeout=0.1)
+        assert run.pending is None
+
+    def test_what_is_raised_for_a_result_is_raised_again_and_the_round_is_settled_once(
+        self, peers: Peers
+    ) -> None:
+        tensors = [[torch.full((4,), float(index))] for index in range(2)]
+        runs = join_all(peers(2), tensors)
+        pending = [run.average(timeout=SOON, wait=False) for run in runs]
+        assert pending[1].result()
+        tensors[0][0].resize_(5)
+        for _ in range(2):
+            with pytest.raises(SchemaError):
+                pending[0].result()
+        assert runs[0].rounds_ok == 1
+
     def test_only_those_of_equal_terms_meet(self, peers: Peers) -> None:
         runs = join_all(peers(3), [[torch.zeros(1)] for _ in range(3)])
         for run in runs[:2]:

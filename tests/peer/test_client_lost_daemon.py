@@ -132,6 +132,36 @@ def test_a_round_that_was_going_on_fails_and_its_memory_is_left_alone(machines: 
     assert torch.equal(tensor, torch.ones(2))
 
 
+def test_nothing_is_encoded_into_the_memory_of_a_lost_daemon(machines: list[Machine]) -> None:
+    tensor = torch.ones(300)
+    run = machines[0].client.join("digits", [tensor], **OPTIONS)
+    assert not run.average(timeout=0.1)
+    lose(machines[0], run)
+    memory = run._region.contribution  # A daemon that was only stopped may still send what is here.
+    before = bytes(memory)
+    tensor.fill_(7.0)
+    run.accumulate([torch.full((300,), 5.0)])
+    assert not run.average(timeout=SOON)
+    assert not run.step(timeout=SOON)
+    assert bytes(memory) == before
+    assert run.accumulated == 1.0
+
+
+def test_a_fork_encodes_nothing_into_the_memory_of_its_parent(machines: list[Machine]) -> None:
+    tensor = torch.ones(300)
+    run = machines[0].client.join("digits", [tensor], **OPTIONS)
+    assert not run.average(timeout=0.1)
+    before = bytes(run._region.contribution)
+    tensor.fill_(7.0)
+    run._process += 1  # As it is after a fork.
+    with pytest.raises(Refused, match="belongs to process"):
+        run.average(timeout=SOON)
+    run.accumulate([torch.full((300,), 5.0)])
+    with pytest.raises(Refused, match="belongs to process"):
+        run.step(timeout=SOON)
+    assert bytes(run._region.contribution) == before
+
+
 def test_what_was_agreed_on_is_agreed_on_again(machines: list[Machine]) -> None:
     models: list[Any] = [
         torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2)) for _ in machines
