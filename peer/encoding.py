@@ -49,10 +49,10 @@ class Span(NamedTuple):
 
 
 class Encoder:
-    """Encodes the tensors of one layout, and decodes them."""
+    """Encodes the tensors of one `layout`, and decodes them."""
 
     def __init__(self, layout: Layout) -> None:
-        self._layout = layout
+        self.layout = layout
         self._spans = _spans(layout)
         self._most = max((span.part.size for span in self._spans), default=0)
 
@@ -74,7 +74,7 @@ class Encoder:
         Raises:
             SchemaError: A tensor holds NaN or Inf (also one that overflows fp32); `out` is then undefined.
         """
-        vector, (scratch, payloads), clamped = EncodedVector(self._layout, out), self._scratch(), 0
+        vector, (scratch, payloads), clamped = EncodedVector(self.layout, out), self._scratch(), 0
         name, flat = "", scratch
         for part, end, pieces in self._spans:
             values = room = scratch[: part.size]
@@ -89,7 +89,7 @@ class Encoder:
                     values = taken
                 elif taken is not place:
                     place.copy_(taken)
-            codec = self._layout.codec_of(part)
+            codec = self.layout.codec_of(part)
             payload = payloads[: codec.encoded_size(part.size)]
             try:
                 clamped += codec.encode(values, payload).clamped
@@ -105,7 +105,7 @@ class Encoder:
         Raises:
             CodecError: No encoder writes such a vector; the tensors are then undefined.
         """
-        vector, (scratch, payloads) = EncodedVector(self._layout, stored), self._scratch()
+        vector, (scratch, payloads) = EncodedVector(self.layout, stored), self._scratch()
         with torch.no_grad():
             strided = {name: tensor for name, tensor in tensors.items() if not _is_dense(tensor)}
             dense = {
@@ -117,7 +117,7 @@ class Encoder:
                 wanted = [piece for piece in pieces if piece.name in flats]
                 if not wanted:
                     continue
-                codec = self._layout.codec_of(part)
+                codec = self.layout.codec_of(part)
                 payload = payloads[: codec.encoded_size(part.size)]
                 vector.read(part, payload)
                 targets = [flats[piece.name][piece.start : piece.stop] for piece in wanted]
@@ -135,12 +135,12 @@ class Encoder:
 
     def _scratch(self) -> tuple[torch.Tensor, memoryview]:
         """Memory for the values of a span, f32, and for their payload."""
-        sizes = (self._layout.codec_of(span.part).encoded_size(span.part.size) for span in self._spans)
+        sizes = (self.layout.codec_of(span.part).encoded_size(span.part.size) for span in self._spans)
         values = torch.from_numpy(np.empty(self._most, np.float32))
         return values, np.empty(max(sizes, default=0), np.uint8).data
 
     def _named(self, index: int, value: float) -> SchemaError:
-        name, at = self._layout.locate(index)
+        name, at = self.layout.locate(index)
         return SchemaError(
             f"tensor {name!r} holds {value} at flat index {at}: expected finite values within fp32's range"
         )

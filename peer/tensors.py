@@ -25,8 +25,8 @@ class Binding:
         schema: Schema of the tensors that `average` exchanges.
         gradients: Schema of the gradients that `step` exchanges.
         buffers: Schema of the buffers that travel behind them.
-        averaged: The flat vector of `average`.
-        stepping: The flat vector of `step`.
+        averages: Encodes the contribution of `average`, and decodes its mean.
+        steps: Encodes and decodes those of `step`.
         sparse: Names of the parameters whose `.grad` is sparse.
     """
 
@@ -35,19 +35,18 @@ class Binding:
         self.schema = tensor_schema(tensors)
         self.gradients = fp32_schema(stepped_tensors(tensors))
         self.buffers = Schema(())
-        self.averaged = Layout(self.schema, codec)
-        self.stepping = Layout(self.gradients, codec)
-        self._averages, self._steps = Encoder(self.averaged), Encoder(self.stepping)
+        self.averages = Encoder(Layout(self.schema, codec))
+        self.steps = Encoder(Layout(self.gradients, codec))
         self.sparse = sparse_gradients(tensors) if isinstance(tensors, torch.nn.Module) else frozenset()
 
     @property
     def size(self) -> int:
         """Bytes of the longer of the two encoded vectors."""
-        return max(self.averaged.stored_size, self.stepping.stored_size)
+        return max(self.averages.layout.stored_size, self.steps.layout.stored_size)
 
     def prepare(self) -> None:
         """Encode for the first time, which loads kernels and takes a second: the first round must not wait for that."""
-        codec = self.averaged.codec
+        codec = self.averages.layout.codec
         codec.encode(torch.zeros(1, dtype=torch.float32), bytearray(codec.encoded_size(1)))
 
     def buffer_schema(self) -> Schema:
@@ -67,8 +66,7 @@ class Binding:
         """Let these buffers travel behind the gradients from now on."""
         self.buffers = buffers
         both = Schema((*self.gradients.tensors, *buffers.tensors))
-        self.stepping = Layout(both, self.stepping.codec)
-        self._steps = Encoder(self.stepping)
+        self.steps = Encoder(Layout(both, self.steps.layout.codec))
 
     def carried(self) -> dict[str, torch.Tensor]:
         """The present buffers that travel behind the gradients.
@@ -104,36 +102,24 @@ class Binding:
         _require_unchanged("parameters that require gradients", self.gradients, fp32_schema(named))
         return named
 
-    def write_average(self, tensors: Mapping[str, torch.Tensor], contribution: memoryview) -> int:
-        """Encode the contribution of `average`, u8 [`size`]; returns how many values were clamped.
-
-        Raises:
-            SchemaError: A tensor is not finite.
-        """
-        return self._averages.encode(tensors, contribution)
-
-    def read_average(self, mean: memoryview, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Decode the mean of an `average`, u8 [`size`], into the tensors, in place."""
-        self._averages.decode(mean, tensors)
-
     def shift(
         self, mean: memoryview, tensors: Mapping[str, torch.Tensor], copies: Mapping[str, torch.Tensor]
     ) -> None:
         """Move the tensors, in place, by the difference of a mean, u8 [`size`], from their copies: += mean - copy."""
         means = {name: torch.empty_like(copy) for name, copy in copies.items()}
-        self._averages.decode(mean, means)
+        self.averages.decode(mean, means)
         with torch.no_grad():
             for name, tensor in tensors.items():
                 tensor.add_(means[name].sub_(copies[name]))
 
     def write_step(self, accumulated: Accumulator, contribution: memoryview) -> int:
-        """Encode the contribution of `step`, u8 [`size`]: mean gradients, then buffers; returns as `write_average`.
+        """Encode the contribution of `step`, u8 [`size`]: mean gradients, then buffers; returns how many were clamped.
 
         Raises:
             SchemaError: A buffer has changed since join, or is not finite.
         """
         sums = accumulated.sums
-        return self._steps.encode({**sums, **self.carried()}, contribution, accumulated.weight, sums)
+        return self.steps.encode({**sums, **self.carried()}, contribution, accumulated.weight, sums)
 
     def read_step(
         self,
@@ -153,7 +139,7 @@ class Binding:
         for name, tensor in stepped.items():
             if name not in mean or mean[name].device != tensor.device:
                 mean[name] = torch.empty(tensor.shape, dtype=torch.float32, device=tensor.device)
-        self._steps.decode(result, {**mean, **carried})
+        self.steps.decode(result, {**mean, **carried})
         if hand_back and isinstance(self.source, torch.nn.Module):
             for name, tensor in stepped.items():
                 _hand_back(tensor, mean[name], name in self.sparse)
@@ -164,7 +150,7 @@ class Binding:
             {tensor.name: torch.empty(tensor.shape, dtype=torch.float32) for tensor in schema.tensors}
             for schema in (self.gradients, self.buffers)
         )
-        self._steps.decode(result, {**gradients, **buffers})
+        self.steps.decode(result, {**gradients, **buffers})
         return gradients, buffers
 
 

@@ -203,7 +203,7 @@ class FakeSwarm:
         claimed = {peer: run.weight for peer, run in group.items() if run.weight > 0}
         counted = counted_weights(list(claimed.values()), (1 << len(claimed)) - 1, cap_of(CAPPED))
         weights = dict(zip(claimed, counted, strict=True))
-        layout = next(iter(group.values()))._binding.stepping
+        layout = next(iter(group.values()))._binding.steps.layout
         mean = memoryview(bytearray(layout.stored_size))
         for part in layout.cut([1.0], max(layout.size, 1)):
             codec, total = layout.codec_of(part), torch.zeros(part.size)
@@ -245,6 +245,7 @@ class FakeRun(Run):
         options = RunOptions(group_size=swarm.group_size, strategy=parse_strategy(swarm.strategy).spec)
         link: Any = SimpleNamespace(
             welcome=SimpleNamespace(peer_id=peer, home=""),
+            lost=None,
             start=self._start_request,
             ask=self._ask_request,
             clock=time.monotonic,
@@ -280,7 +281,7 @@ class FakeRun(Run):
 
     @property
     def size(self) -> int:
-        return self._binding.stepping.stored_size
+        return self._binding.steps.layout.stored_size
 
     def others(self) -> list[FakeRun]:
         members = self.swarm.runs.get(self.key, {})

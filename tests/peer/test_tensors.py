@@ -20,7 +20,7 @@ def test_shift_moves_tensors_by_a_difference_and_keeps_what_was_added_meanwhile(
     named = tensors()
     binding, copies = Binding(named, parse_codec("int8")), copies_of(named)
     mean = memoryview(bytearray(binding.size))
-    binding.write_average({name: 3 * tensor for name, tensor in tensors().items()}, mean)
+    binding.averages.encode({name: 3 * tensor for name, tensor in tensors().items()}, mean)
     for tensor in named.values():
         tensor.add_(1.0)
     binding.shift(mean, named, copies)
