@@ -10,6 +10,7 @@ multiply-add), so that CPUs, kernels and accelerators agree bit for bit.
 from __future__ import annotations
 
 import math
+import os
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -21,7 +22,7 @@ from numpy.typing import NDArray
 
 from equipoise.compression.array_math import ArrayMath
 from equipoise.compression.buffers import Buffer, Values, contiguous, plain, shared
-from equipoise.compression.choice import kernels
+from equipoise.compression.choice import INTERPRETER, kernels
 from equipoise.compression.chunks import F32_MAX
 from equipoise.compression.device_kernels import Kind, TensorKernels, clamped
 from equipoise.compression.errors import CodecError, NonFiniteError
@@ -211,7 +212,10 @@ class Codec(ABC):
     def _fused(self, values: torch.Tensor) -> TensorKernels | None:
         if not self.kind or not values.numel():
             return None
-        return (kernels() if values.is_cpu else kernels(str(values.device))).tensors
+        if values.is_cpu:
+            # Only Triton's interpreter has such kernels there, and the choice of others loads numba.
+            return kernels().tensors if os.environ.get(INTERPRETER) == "1" else None
+        return kernels(str(values.device)).tensors
 
     @abstractmethod
     def _check(self, payload: torch.Tensor, count: int) -> None: ...

@@ -100,9 +100,20 @@ def test_codecs_use_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     assert payloads[0] == payloads[1]
 
 
-def test_importing_and_parsing_load_no_numba() -> None:
+FLOATS = """
+import torch
+for spec in ("fp32", "fp16", "bf16"):
+    codec, values = parse_codec(spec), torch.ones(10)
+    payload, mean = (bytearray(codec.encoded_size(10)) for _ in range(2))
+    codec.encode(values, payload)
+    codec.decode(payload, values)
+    codec.reduce([payload], [1.0], mean, values)
+"""
+
+
+@pytest.mark.parametrize("then", ["parse_codec('int8')", FLOATS], ids=["parsing", "plain values"])
+def test_what_no_kernels_serve_loads_no_numba(then: str) -> None:
     code = (
-        "import sys; from equipoise.compression import parse_codec; parse_codec('int8');"
-        "sys.exit('numba' in sys.modules)"
+        f"import sys\nfrom equipoise.compression import parse_codec\n{then}\nsys.exit('numba' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
