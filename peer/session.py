@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import logging
 import time
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ from equipoise.averaging.encoded_vector import Vectors
 from equipoise.averaging.options import Terms
 from equipoise.averaging.outcome import FetchOutcome, MeanOutcome, NoPeers, Outcome, RunState
 from equipoise.averaging.ports import Candidate
+from equipoise.averaging.rules import Mean
 from equipoise.averaging.schema import Schema
 from equipoise.averaging.spec import RunSpec
 from equipoise.averaging.state import MAX_EPOCH, StateId
@@ -448,7 +450,7 @@ class Service:
             ValueError: An option, the schema or the memory is not valid, or the run has a client already.
         """
         region = Region.attach(fd, request.size)
-        await self._load_kernels()
+        await self._load_kernels(request)
         await self._make_room(request.run)
         session = self._sessions[request.run] = Session(self._router, self._swarm, request, region, client)
         return session
@@ -463,8 +465,15 @@ class Service:
         """All known peers of the open runs, in both of their purposes."""
         return [row for session in self.sessions for row in await session.peers()]
 
-    async def _load_kernels(self) -> None:
-        """Choose the kernels at the first join, in a thread: a daemon without a run does not need their libraries."""
+    async def _load_kernels(self, request: JoinRun) -> None:
+        """Load what the run computes with, in threads: a daemon without a run does not need these libraries.
+
+        The kernels are chosen at the first join.
+
+        Raises:
+            ValueError: An option or the schema is not valid.
+        """
+        await asyncio.to_thread(_load_torch, request)
         if self.kernels is NO_KERNELS:
             chosen = await asyncio.to_thread(kernels)
             # What is here are arrays: where no compiled kernels work on those, numpy does.
@@ -500,6 +509,13 @@ def _exchanges(run_driver: RunDriver) -> Exchanges:
         in_doubt=run_driver.rounds_in_doubt,
         spread=sum(apart) / len(apart) if apart else None,
     )
+
+
+def _load_torch(request: JoinRun) -> None:
+    """Import torch if a rule or codec of the run uses it: in a round, that would hold the loop up for 2 s."""
+    for spec in run_specs(request).values():
+        if not isinstance(spec.rule, Mean) or spec.layout.codec.math is None:
+            importlib.import_module("torch")
 
 
 def _nothing_to(purpose: str, run: str) -> Refused:

@@ -1,8 +1,10 @@
-"""The figures of a gossip run in `status`."""
+"""The figures of a gossip run in `status`, rounds that a session gives up, and what a join loads."""
 
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from collections import deque
 from types import SimpleNamespace
 
@@ -45,3 +47,57 @@ async def test_a_round_that_the_session_gives_up_says_whether_it_is_in_doubt(
     found = await session._within(asyncio.create_task(exchange()), -OVERTIME)
     assert (found.ok, found.in_doubt) == (ok, in_doubt)
     assert ends is None or found == ends
+
+
+JOIN = """
+from equipoise.dht.hivemind_stub import bare_packages; bare_packages()
+import asyncio, os, sys, threading
+from equipoise.averaging.options import RunOptions
+from equipoise.averaging.schema import Schema, TensorSpec
+from equipoise.compression.floats import FloatCodec
+from equipoise.compression.spec import CODECS
+from equipoise.peer.control.messages import JoinRun
+from equipoise.peer.session import Service
+from equipoise.peer.shared_memory import Region
+
+class OnTensors(FloatCodec):
+    def __init__(self):
+        super().__init__("fp32")
+        self.spec, self.math = "tensors", None
+
+class Watch:
+    def find_spec(self, name, *rest):
+        if name == "torch":
+            print("off the loop" if threading.current_thread() is not threading.main_thread() else "on the loop")
+
+async def join(rule, codec):
+    options = RunOptions(rule=rule, codec=codec, part_values=256)
+    schema = Schema((TensorSpec("w", (1000,), "float32"),))
+    memory = Region.create(8192).memory
+    fd = os.dup(memory.fd)
+    await Service(None, None).join(JoinRun("run", options, schema, Schema(()), 8192), fd, "test")
+    print("loaded" if "torch" in sys.modules else "not loaded")
+
+CODECS.register("tensors", OnTensors)
+sys.meta_path.insert(0, Watch())
+asyncio.run(join(*sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("rule", "codec", "told"),
+    [
+        ("mean", "int8", ["not loaded"]),
+        ("median", "int8", ["off the loop", "loaded"]),
+        ("trimmed", "fp32", ["off the loop", "loaded"]),
+        ("mean", "tensors", ["off the loop", "loaded"]),
+    ],
+)
+def test_joining_loads_torch_in_a_thread_if_rounds_will_use_it(
+    rule: str, codec: str, told: list[str]
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", JOIN, rule, codec], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == told
