@@ -352,7 +352,8 @@ class Transfer:
 
         spec, ticket = self._spec, os.urandom(TICKET_BYTES)
         limit = most_bytes(spec)
-        request = Request(spec.name, spec.hash, ticket, 0, limit, after, circle, patient, proved)
+        quorum = spec.strategy.quorum if spec.strategy.least else 0
+        request = Request(spec.name, spec.hash, ticket, 0, limit, after, circle, patient, proved, quorum)
         got = await self._get(request, timeout, room)
         found = Outcome(ok=False, reason=got.reason, run=spec.name)
         if got.ok:

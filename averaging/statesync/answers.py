@@ -30,6 +30,8 @@ class Request:
             far as they can be reached. For a snapshot: PeerIDs of the only peers to take it from, while any is there.
         patient: Whether to wait for the peers that are not as far, if no other peer has that mean.
         proved: Whether the asking peer will know that mean by its digest, so that it can take it from any donor.
+        quorum: Fewest members that make a round without the others, where a draw decides who contributes; 0: no
+            minority does.
     """
 
     run: str
@@ -41,6 +43,7 @@ class Request:
     circle: frozenset[str] = frozenset()
     patient: bool = False
     proved: bool = False
+    quorum: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,10 @@ also have outvoted the others in that round or poll. Peers of the circle that ar
 count: else the mean of a group would be lost with half of its members. A peer that is silent counts, because it may
 still be in the round of that mean.
 
+Where a draw decides which peers contribute, these few make a round, and the others may all have missed it. Then the
+peers of the circle that are not beyond the state do not count, and the quorum of such a round must offer the mean, but
+for its members that are gone.
+
 A peer that will know the mean by its digest takes it from any donor. It first tries the mean that most of its circle
 offer, so that inventions of strangers cost it no time, and last a mean that its donors offer but do not deliver. The
 choice changes as answers come: a peer in the middle of that round answers when the round has ended.
@@ -59,10 +63,13 @@ class UpdateQuery(Answers):
         offer = max(tally, key=lambda one: (*self.rank(one), tally[one], one.image.digest), default=None)
         if offer is None:
             return None
-        voters = self._circle
+        voters, quorum = self._circle, self._request.quorum
         if self._settled(now, LONE_SECONDS):
             voters = voters & self.peers.keys() - self._silent
         *_, near = self.rank(offer)
+        gone = len(self._circle) - len(voters)
+        if quorum and near >= max(quorum - gone, 1):
+            voters = voters - {peer for peer in voters if self._waits(peer)}
         if 2 * near <= len(voters) and not (self._request.proved and self._settled(now)):
             return None
         return self._agreed(offer, f"{tally[offer]} of {counted(len(self.peers))} offer it")
@@ -75,6 +82,11 @@ class UpdateQuery(Answers):
     def wish(self, now: float) -> bool:
         """Returns False: a mean is kept or not, so there are no epochs to wish for."""
         return False
+
+    def _waits(self, peer: str) -> bool:
+        """True if a peer has answered, and is not beyond the state: it has missed the mean, too."""
+        answer = self._answers.get(peer)
+        return answer is not None and (answer.epoch is None or answer.epoch <= self._after.epoch)
 
     @property
     def _awaited(self) -> Set[str]:

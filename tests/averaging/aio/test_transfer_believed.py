@@ -174,10 +174,9 @@ GENUINE, FORGED = offer_of(7), offer_of(7, kind=1)
 class Fetching:
     """The machine of one that missed a mean, of which all chunks come as soon as they are asked for."""
 
-    def __init__(self, *peers: str, circle: str = "", proved: bool = False) -> None:
-        request = Request(
-            RUN, HASH, TICKET, 0, 10 * CHUNK_BYTES, GENUINE.state, frozenset(circle), proved=proved
-        )
+    def __init__(self, *peers: str, circle: str = "", proved: bool = False, quorum: int = 0) -> None:
+        given = (RUN, HASH, TICKET, 0, 10 * CHUNK_BYTES, GENUINE.state, frozenset(circle))
+        request = Request(*given, proved=proved, quorum=quorum)
         self.machine = Fetch(request, 0.0, timeout=60.0)
         self.done: list[object] = []
         self.asked: list[tuple[str, int]] = []
@@ -195,8 +194,8 @@ class Fetching:
                 case _:
                     self.done.append(action)
 
-    def hear(self, peer: str, *offers: Offer, now: float = 0.0) -> None:
-        self.tell(AnswerReceived(peer, answer(8, *offers)), now)
+    def hear(self, peer: str, *offers: Offer, now: float = 0.0, epoch: int = 8) -> None:
+        self.tell(AnswerReceived(peer, answer(epoch, *offers)), now)
 
     def wait(self, since: float) -> float:
         """Until something is to be done, while nothing comes that is asked for; returns when that is."""
@@ -261,6 +260,36 @@ def test_a_stranger_is_not_believed_though_the_whole_circle_is_gone() -> None:
     fetching.hear("x", FORGED)
     fetching.hear("y", FORGED)
     assert "0 of the 2 peers that vouch" in fetching.end().reason
+
+
+def test_the_few_that_a_draw_chose_are_believed_by_all_that_have_missed_their_round() -> None:
+    behind, ahead = GENUINE.state.epoch, GENUINE.state.epoch + 1
+    fetching = Fetching(*"abcd", circle="abcd", quorum=2)
+    for peer in "cd":
+        fetching.hear(peer, epoch=behind)
+    fetching.hear("a", GENUINE, epoch=ahead)
+    assert fetching.take() == [], "one makes no round"
+    fetching.hear("b", GENUINE, epoch=ahead)
+    fetching.download(GENUINE)
+    assert fetching.end().ok
+
+
+def test_they_are_not_believed_against_as_many_that_are_beyond_with_another_mean() -> None:
+    fetching = Fetching(*"abcd", circle="abcd", quorum=2)
+    for peer in "ab":
+        fetching.hear(peer, FORGED)
+    for peer in "cd":
+        fetching.hear(peer, GENUINE)
+    assert "2 of the 4 peers that vouch" in fetching.end().reason
+
+
+def test_one_of_them_is_believed_once_the_other_is_gone() -> None:
+    fetching = Fetching(*"acd", circle="abcd", quorum=2)
+    for peer in "cd":
+        fetching.hear(peer, epoch=GENUINE.state.epoch)
+    fetching.hear("a", GENUINE)
+    fetching.download(GENUINE)
+    assert fetching.end().ok
 
 
 def test_a_donor_that_dies_is_no_reason_to_doubt_what_most_of_the_circle_offered() -> None:
