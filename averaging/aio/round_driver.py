@@ -329,7 +329,9 @@ class RoundDriver:
         except RuleError as error:
             self.withdraw(str(error))
         else:
-            self._store.keep_reduction(part, contributors, reduction)
+            # The round may have ended meanwhile, or be over other contributors, whose mean must not be replaced.
+            if self._machine.wants_mean(self._me, part, contributors):
+                self._store.keep_reduction(part, contributors, reduction)
             self._driver.tell(events.PartReduced(part, contributors, reduction.digest))
 
     def _post(self, to: int, message: wire.RoundMessage) -> None:
