@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -38,7 +39,8 @@ def means() -> list[torch.Tensor]:
 def test_its_text_is_its_spec_with_every_option(spec: str) -> None:
     assert str(parse_outer(spec)) == spec
     assert str(parse_outer(spec.partition(":")[0])) == spec
-    assert str(type(parse_outer(spec))()) == spec
+    makes: Callable[[], OuterStep] = type(parse_outer(spec))  # type: ignore[assignment]
+    assert str(makes()) == spec
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from equipoise.averaging.draw import draw
+from equipoise.averaging.outcome import Gathering
+from equipoise.averaging.strategy import Federated as FederatedStrategy
 from equipoise.averaging.strategy import parse_strategy
 from equipoise.peer.simulation import SimulatedPeer, partition, simulate, swarm
 from equipoise.peer.training import Federated, Task
@@ -161,18 +163,19 @@ def test_only_the_last_rounds_are_remembered(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_what_a_round_waits_for_leaves_the_time_of_the_exchange() -> None:
     strategy = "federated:quorum=2"
-    reserve = parse_strategy(strategy).reserve
+    rules = parse_strategy(strategy)
+    assert isinstance(rules, FederatedStrategy)
 
     def work(peer: SimulatedPeer, index: int) -> str:
         run = peer.join("waits", {"w": torch.zeros(300)}, strategy=strategy)
         run.agree({"what": "a test"})
         run.accumulate({"w": torch.ones(300)}, weight=1.0)
         peer.compute(index * 10.0)
-        pending = run.step(timeout=reserve + 60.0, wait=False)
+        pending = run.step(timeout=rules.reserve + 60.0, wait=False)
         peer.compute(4.0)
-        reason = run.state.reason
+        state = run.state
         assert pending.result().ok
-        return str(reason)
+        return state.reason if isinstance(state, Gathering) else str(state)
 
     assert "until 56 s from now" in (simulate(work, 2)[0] or "")
 
