@@ -16,8 +16,6 @@ from equipoise.averaging.outer.step import OuterStep
 from equipoise.compression.grammar import Registry, decimal
 from equipoise.compression.plugins import Plugins
 
-Outer = OuterStep  # `peer.training.federated` still imports it by this name.
-
 OUTER_STEPS: Registry[OuterStep] = Registry(
     "outer step", "outer steps", "nesterov:lr=0.7", 128, Plugins("equipoise.outer", OuterStep)
 )

@@ -46,7 +46,12 @@ class OuterStep(ABC):
                 # Those of a checkpoint, or of another peer, come on the CPU.
                 found = kept.get(name)
                 kept[name] = torch.zeros_like(parameter) if found is None else found.to(parameter.device)
-            self.move(parameter, mean[name], [kept[name] for kept in self._kept.values()])
+            moments = [kept[name] for kept in self._kept.values()]
+            self.move(parameter, mean[name], moments)
+            # A square may overflow. A moment of infinity would stay, and no newcomer takes such a state.
+            limit = torch.finfo(parameter.dtype).max
+            for moment in moments:
+                moment.clamp_(-limit, limit)
 
     @abstractmethod
     def move(self, parameter: torch.Tensor, mean: torch.Tensor, moments: Sequence[torch.Tensor]) -> None:

@@ -31,7 +31,7 @@ from equipoise.averaging.draw import Drawn
 from equipoise.averaging.metrics import Evaluation, report_of
 from equipoise.averaging.options import MAX_TERM_CHARS
 from equipoise.averaging.outcome import Exchanging, Gathering, Outcome
-from equipoise.averaging.outer import Outer, parse_outer
+from equipoise.averaging.outer import OuterStep, parse_outer
 from equipoise.averaging.schema import SchemaError
 from equipoise.averaging.state import StateId
 from equipoise.averaging.strategy import MAX_SECONDS
@@ -153,7 +153,7 @@ class Federated:
         run: Run,
         fit: Fit | None,
         evaluate: Fit | None = None,
-        outer: str | Outer = "average",
+        outer: str | OuterStep = "average",
         *,
         checkpoints: Checkpoints | None = None,
         **options: Unpack[FederatedKeywords],

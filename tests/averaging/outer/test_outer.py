@@ -271,3 +271,13 @@ def test_moments_follow_the_parameters_to_their_device() -> None:
 def test_hyperparameters_out_of_range_are_refused(options: dict[str, float], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         Nesterov(**options)
+
+
+@pytest.mark.parametrize("spec", ["nesterov", "fedavgm", "fedadagrad", "fedadam", "fedyogi"])
+def test_one_huge_mean_leaves_no_infinity_behind(spec: str) -> None:
+    outer, agreed = parse_outer(spec), {"w": torch.zeros(3)}
+    for value in (1.0, 1e20, -1e20, 3e38, 3e38, 3e38, 1.0):
+        outer.step(agreed, {"w": torch.full((3,), value)})
+    kept = [moments["w"] for moments in outer.state_dict().values() if isinstance(moments, dict)]
+    assert kept
+    assert all(bool(torch.isfinite(moment).all()) for moment in kept)
