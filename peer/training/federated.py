@@ -376,14 +376,19 @@ class Federated:
 
     def _take_part(self) -> None:
         """Join the round with this peer's contribution, or as an observer, unless it has joined already."""
+        state, result = self.member.id, self._result
+        gives = result is not None and self.member.in_step and self._clock() >= result.withheld_until
         if self.member.pending:
-            return
+            if self.member.contributes or not gives:
+                return
+            self.member.withdraw("this peer offers its contribution again")
+            if self.member.id != state or not self.member.in_step:
+                return
         self._look_at = self._clock()
         left = max(self._deadline - self._clock(), 0.0)
         seconds = min(left + self._strategy.reserve, MAX_SECONDS)
-        state, result = self.member.id, self._result
         evaluation = self.evaluation if self._evaluated == state else None
-        if result is None or self._clock() < result.withheld_until or not self.member.in_step:
+        if result is None or not gives:
             self.member.observe(seconds, Reports(evaluation=evaluation))
             return
         try:

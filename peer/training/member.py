@@ -199,6 +199,11 @@ class Member:
         return self._pending is not None
 
     @property
+    def contributes(self) -> bool:
+        """Whether the open round has a contribution of this peer; it observes the others."""
+        return self._gave
+
+    @property
     def round_done(self) -> bool:
         """Whether `collect` would not have to wait: no round goes on, or it has ended."""
         return self._pending is None or self._pending.done()

@@ -29,6 +29,9 @@ POLL_SECONDS = 0.5
 LOOK_SECONDS = 2.0
 """From a mean to its arrival at a peer that missed it, where no coordinator told the peer so."""
 
+WITHHELD_SECONDS = 10.0
+"""How long a late contribution is withheld; see `equipoise.peer.training.federated`."""
+
 SLACK_SECONDS = 3.0
 """Most seconds that a round stays open beyond its grace while its coordinator lives."""
 
@@ -54,8 +57,10 @@ class Trainer(matchmaking.Peer):
         self.begun = False
         self._fed = world
         self._trains = False
+        self._weight = 0.0
         self._round: Manifest | None = None
         self._search = 0
+        self._withheld_until = 0.0
         self.after(POLL_SECONDS * world.random.random(), self.act)
 
     def matchmaker(self, world: World, context: Context) -> Matchmaker:
@@ -77,6 +82,11 @@ class Trainer(matchmaking.Peer):
         self.begun = True
         if self.name in found.peers and self.state not in self.trained:
             self._train()
+        elif self.machine.ready and not self._weight and self.result == self.state:
+            if self._fed.now >= self._withheld_until:
+                self.tell(
+                    events.Withdrew()
+                )  # The round for which it was late has failed: it counts in the next.
         elif not self.machine.ready:
             self._join()
 
@@ -94,16 +104,25 @@ class Trainer(matchmaking.Peer):
 
     def _join(self) -> None:
         self._search += 1
-        patience, nonce = self._fed.strategy.deadline, self._fed.random.randbytes(NONCE_BYTES)
-        weight = 1.0 if self.result == self.state else 0.0
-        self.after(patience, self._give_up, self._search)
+        strategy, nonce = self._fed.strategy, self._fed.random.randbytes(NONCE_BYTES)
+        patience = strategy.deadline + strategy.reserve
+        weight = 1.0 if self.result == self.state and self._fed.now >= self._withheld_until else 0.0
+        self._weight = weight
+        self.after(strategy.deadline, self._give_up, self._search, self._fed.now + strategy.deadline)
         self.became_ready += 1
         self.tell(
             events.BecameReady(weight, nonce, dialable=self.dialable, patience=patience, state=self.state)
         )
 
-    def _give_up(self, search: int) -> None:
-        if self.machine.ready and search == self._search:
+    def _give_up(self, search: int, due: float) -> None:
+        """Give up at the deadline, unless the quorum is there: then the round is to close within its grace."""
+        if not self.machine.ready or search != self._search:
+            return
+        strategy, gathering = self._fed.strategy, self.machine.gathering
+        reached = gathering is not None and len(gathering.contributed) >= strategy.quorum
+        if reached and self._fed.now < due + strategy.grace + SLACK_SECONDS:
+            self.after(POLL_SECONDS, self._give_up, search, due)
+        else:
             self.tell(events.Withdrew())
 
     def catch_up(self, lag: float) -> None:
@@ -120,6 +139,7 @@ class Trainer(matchmaking.Peer):
         """Do what the machine asks for."""
         if isinstance(action, events.Late):
             self.late += 1
+            self._withheld_until = self._fed.now + WITHHELD_SECONDS
             if action.seconds <= 0:
                 raise Violation(f"{self.name} is late by {action.seconds} s")
             self.after(0.0, self.catch_up, 0.0)

@@ -576,3 +576,25 @@ def test_what_fit_returns_is_named_where_it_is_no_number(returned: Any, told: st
 def test_numbers_of_numpy_and_torch_are_numbers() -> None:
     given = np.int64(3), {"loss": torch.tensor(0.5), "accuracy": np.float32(0.25), "nan": float("nan")}
     assert _returned("fit", given) == (3.0, {"accuracy": 0.25, "loss": 0.5})
+
+
+def test_a_peer_that_was_late_for_a_round_that_failed_offers_its_contribution_again() -> None:
+    swarm = FederatedSwarm("federated:deadline=600")
+    peers = clients(swarm, 2, rounds=1)
+
+    def fate() -> None:
+        # Both are told that they are late, and there is no mean.
+        swarm.compute(0.5)
+        state = peers[0].trained.member.id
+        swarm.closed[state] = swarm.now
+        swarm.compute(4.0)
+        del swarm.closed[state]
+
+    swarm.peer("fate", fate)
+    swarm.run()
+    for peer in peers:
+        assert peer.records[-1].ok
+        assert peer.records[-1].late > 0
+        assert peer.records[-1].seconds < 60
+        assert len(peer.fits) == 1
+    assert len(peers[0].history[0].contributors) == 2
