@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -271,3 +272,66 @@ def test_a_late_contribution_of_local_steps_counts_never(places: list[DaemonProc
     assert rounds == [everyone, without, everyone, everyone]
     counted = [[named.get(name, 0.0) / sum(named.values()) for named in rounds] for name in names]
     torch.testing.assert_close(models[0], torch.tensor(counted))
+
+
+@pytest.mark.slow
+def test_a_round_closes_some_seconds_after_its_quorum_and_tells_the_late_how_late_they_are(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    lasts = (0.0, 0.0, 0.5, 3.0, 12.0, 12.0)
+    strategy = f"federated:available={len(lasts)},minimum={len(lasts)},quorum=3,grace=4"
+    begun, applied = threading.Barrier(len(lasts)), [0.0] * len(lasts)
+
+    def work(trainer: Trainer) -> None:
+        trains, evaluates = trainer.fit, trainer.evaluate
+
+        def fit(task: Task) -> tuple[float, dict[str, float]]:
+            begun.wait(30.0)
+            trainer.began = time.monotonic()
+            threading.Event().wait(lasts[trainer.index])
+            return trains(task)
+
+        def evaluate(task: Task) -> tuple[float, dict[str, float]]:
+            applied[trainer.index] = time.monotonic() - getattr(trainer, "began", time.monotonic())
+            return evaluates(task)
+
+        trainer.fit, trainer.evaluate = fit, evaluate  # type: ignore[method-assign]
+        trainer.train("grace", strategy, "average", "mean", rounds=1)
+
+    with shared_daemons(tmp_path_factory, len(lasts)) as places:
+        trainers = trained(places, "", work)
+    assert_alike(trainers)
+    late = [one.records[-1].late for one in trainers]
+    print(
+        f"\nholding the mean after {[f'{one:.2f}' for one in applied]} s, late by {late[4]:.2f}, {late[5]:.2f} s"
+    )
+    assert set(trainers[0].history[0].contributors) == {one.peer for one in trainers[:4]}
+    assert late[:4] == [0.0] * 4
+    for one in (4, 5):
+        assert late[one] == pytest.approx(lasts[one] - applied[0], abs=3.0)
+
+
+@pytest.mark.slow
+def test_client_drift_of_three_daemons_has_its_closed_form(places: list[DaemonProcess]) -> None:
+    curves, minima, samples, steps, eta = (1.0, 4.0, 10.0), (-1.0, 0.5, 3.0), (1.0, 2.0, 3.0), 5, 0.05
+
+    def work(index: int) -> float:
+        w = torch.zeros(1)
+
+        def fit(task: Task) -> tuple[float, dict[str, float]]:
+            for _ in range(steps):
+                w.sub_(eta * curves[index] * (w - minima[index]))
+            return samples[index], {}
+
+        strategy = "federated:quorum=3,available=3,minimum=3"
+        with (
+            connect(places[index].home) as peer,
+            peer.join("drift", {"w": w}, strategy=strategy, codec="fp32") as run,
+        ):
+            Federated(run, fit, rounds=30).run()
+        return float(w)
+
+    pulls = [p * (1 - (1 - eta * a) ** steps) for p, a in zip(samples, curves, strict=True)]
+    limit = sum(pull * b for pull, b in zip(pulls, minima, strict=True)) / sum(pulls)
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(work, range(3))) == pytest.approx([limit] * 3, abs=1e-5)
