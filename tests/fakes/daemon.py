@@ -394,7 +394,8 @@ class FakeRunDriver:
             live = tuple(sorted(peer for peer, member in members if member.spec == self._spec.hash))
         if not isinstance(strategy, Federated):
             return Drawn(live, live)
-        drawn = draw(live, state.lineage, fraction=strategy.fraction, minimum=strategy.minimum)
+        minimum = max(strategy.minimum, strategy.quorum)
+        drawn = draw(live, state.lineage, fraction=strategy.fraction, minimum=minimum)
         return Drawn(drawn, live)
 
     def difference(self, peer: str) -> str:
