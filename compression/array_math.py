@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from equipoise.compression.blockwise import LEVELS, MAX_SCALE, MIN_ABSMAX, MIN_SCALE, SCALE_BYTES
+from equipoise.compression.chunks import F32_MAX
 from equipoise.compression.errors import CodecError, NonFiniteError
 
 Values = NDArray[np.float32]
@@ -119,11 +120,35 @@ class BlockMath(ArrayMath):
             yield values[None, whole:], codes[None, whole:], scales[-1:, None]
 
 
-class FloatMath(ArrayMath):
-    """fp32, fp16 or bf16, of which `limit` is the greatest value."""
+class Format(NamedTuple):
+    """A floating-point format.
 
-    def __init__(self, spec: str, limit: float) -> None:
+    Attributes:
+        name: What torch calls it; numpy has no bfloat16.
+        size: Bytes of a value.
+        limit: The greatest value.
+        exponent: Mask of the exponent's bits, all set in NaN and infinities and in nothing else.
+    """
+
+    name: str
+    size: int
+    limit: float
+    exponent: int
+
+
+FORMATS = {
+    "fp32": Format("float32", 4, F32_MAX, 0x7F80_0000),
+    "fp16": Format("float16", 2, 65504.0, 0x7C00),
+    "bf16": Format("bfloat16", 2, float.fromhex("0x1.fep+127"), 0x7F80),
+}
+
+
+class FloatMath(ArrayMath):
+    """fp32, fp16 or bf16."""
+
+    def __init__(self, spec: str) -> None:
         self._spec = spec
+        self._name, self._itemsize, limit, self._exponent = FORMATS[spec]
         self._limit = np.float32(limit)
 
     def encode(self, values: Values, payload: Bytes) -> int:
@@ -146,7 +171,7 @@ class FloatMath(ArrayMath):
             bits[...] = payload.view(np.uint16)
             bits <<= 16
         else:
-            out[...] = payload.view(np.float32 if self._spec == "fp32" else np.float16)
+            out[...] = payload.view(self._name)
 
     def accumulate(self, payload: Bytes, weight: float, into: Values) -> None:
         """See `ArrayMath.accumulate`."""
@@ -160,10 +185,8 @@ class FloatMath(ArrayMath):
 
     def check(self, payload: Bytes, count: int) -> None:
         """See `ArrayMath.check`."""
-        bits, exponent = _BITS[self._spec]
-        words = payload.view(bits)
+        words, exponent = payload.view(f"u{self._itemsize}"), self._exponent
         for start in range(0, count, CHUNK_VALUES):
-            # All bits of the exponent are set in NaN and infinities, and in nothing else.
             found = words[start : start + CHUNK_VALUES] & exponent
             if found.max() == exponent:
                 index = start + int(found.argmax())
@@ -171,25 +194,13 @@ class FloatMath(ArrayMath):
                 self.decode(payload[index * self._itemsize : (index + 1) * self._itemsize], value)
                 raise CodecError(f"{self._spec}: value {index} of {count} is {float(value[0])}, not finite")
 
-    @property
-    def _itemsize(self) -> int:
-        return int(_BITS[self._spec][0].itemsize)
-
     def _write(self, values: Values, payload: Bytes) -> None:
         if self._spec == "bf16":
             bits = values.view(np.uint32)
             # Half of the last kept place, less 1 unless that place is odd: rounds to nearest, ties to even.
             payload.view(np.uint16)[...] = (bits + (np.uint32(0x7FFF) + ((bits >> 16) & 1))) >> 16
         else:
-            payload.view(np.float32 if self._spec == "fp32" else np.float16)[...] = values
-
-
-_BITS: dict[str, tuple[np.dtype[Any], Any]] = {
-    "fp32": (np.dtype(np.uint32), np.uint32(0x7F80_0000)),
-    "fp16": (np.dtype(np.uint16), np.uint16(0x7C00)),
-    "bf16": (np.dtype(np.uint16), np.uint16(0x7F80)),
-}
-"""The words of each format, and the bits of the exponent in them."""
+            payload.view(self._name)[...] = values
 
 
 def _require_finite(values: Values) -> None:

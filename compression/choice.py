@@ -5,17 +5,12 @@ from __future__ import annotations
 import functools
 import os
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from equipoise.compression import blockwise
-from equipoise.compression.array_math import BlockMath
 from equipoise.compression.blockwise import ArrayKernels
-from equipoise.compression.device_kernels import TensorKernels, agree
+from equipoise.compression.device_kernels import TensorKernels
 from equipoise.compression.errors import CodecError
 from equipoise.compression.late_torch import torch
+from equipoise.compression.probe import arrays_agree, tensors_agree
 
 ENVIRONMENT = "EQUIPOISE_KERNELS"
 """Name of the variable that decides if it is set to one of NAMES."""
@@ -24,9 +19,6 @@ NAMES = ("torch", "numba", "triton")
 
 INTERPRETER = "TRITON_INTERPRET"
 """Name of Triton's own variable: with "1" its kernels run on CPU tensors, for tests."""
-
-_PROBE_BLOCK = 32
-_PROBE_WEIGHTS = (0.3, 0.7)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +42,8 @@ class Choice:
 def kernels(device: str = "cpu") -> Choice:
     """Choose the kernels for a device, as "cpu" or "cuda:0", once per process.
 
-    They are numba's on a CPU and Triton's on a GPU, where these are installed and do not disagree with torch (on a
-    CPU: with numpy, whose bytes are the same).
+    They are numba's on a CPU and Triton's on a GPU, where these are installed and do not disagree with numpy, whose
+    bytes are torch's.
     The first call imports them and loads compiled code (0.6-0.9 s; longer once per machine, when they compile).
     Call it in a thread for which no round waits.
 
@@ -75,10 +67,10 @@ def kernels(device: str = "cpu") -> Choice:
     try:
         if name == "triton":
             tensors = _triton()
-            agreed, choice = agree(tensors, torch.device(device)), Choice(name, None, origin, tensors)
+            agreed, choice = tensors_agree(tensors, torch.device(device)), Choice(name, None, origin, tensors)
         else:
             arrays = _numba()
-            agreed, choice = _agree(arrays), Choice(name, arrays, origin)
+            agreed, choice = arrays_agree(arrays), Choice(name, arrays, origin)
     except ModuleNotFoundError as error:
         return Choice("torch", None, f"{error.name} is not installed; {hint}")
     # What can go wrong in a compiler, its binary dependencies and its cache is not for us to enumerate; all of it
@@ -110,25 +102,3 @@ def _numba() -> ArrayKernels:
     from equipoise.compression.numba_kernels import KERNELS
 
     return KERNELS
-
-
-def _agree(compiled: ArrayKernels) -> bool:
-    """Compare bytes with numpy's on values of many magnitudes; a fused operation in either changes some of them."""
-    count, block, math = 64 * _PROBE_BLOCK + 5, _PROBE_BLOCK, BlockMath("int8", _PROBE_BLOCK)
-    exponents = np.minimum(np.arange(count) // block * 4 - 140, 127).astype(np.float32)
-    values = np.linspace(-1.9, 1.7, count, dtype=np.float32) * np.exp2(exponents)
-    other, decoded, total = values[::-1].copy(), np.empty_like(values), np.zeros_like(values)
-    payloads = [np.zeros(blockwise.payload_size(count, block), np.uint8) for _ in range(2)]
-    for row, payload, weight in zip((values, other), payloads, _PROBE_WEIGHTS, strict=True):
-        math.encode(row, payload)
-        math.accumulate(payload, weight, total)
-    mean = np.zeros_like(payloads[0])
-    math.encode(total, mean)
-    math.decode(payloads[0], decoded)
-    expected: list[NDArray[Any]] = [payloads[0], decoded, mean]
-    first, second, third = found = [np.zeros_like(each) for each in expected]
-    compiled.encode(values, first, block)
-    compiled.decode(first, second, block)
-    addresses = np.array([compiled.address(each) for each in payloads], np.int64)
-    compiled.reduce(addresses, np.array(_PROBE_WEIGHTS), third, total, block)
-    return all(one.tobytes() == other.tobytes() for one, other in zip(found, expected, strict=True))

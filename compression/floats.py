@@ -2,38 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-from equipoise.compression.array_math import FloatMath
-from equipoise.compression.chunks import F32_MAX, extremes, first_non_finite, locate, scratch, spans, within
+from equipoise.compression.array_math import FORMATS, FloatMath
+from equipoise.compression.chunks import extremes, first_non_finite, locate, scratch, spans, within
 from equipoise.compression.codec import Codec, EncodeReport
-from equipoise.compression.device_kernels import Kind
 from equipoise.compression.errors import CodecError, NonFiniteError
 from equipoise.compression.late_torch import torch
-
-
-class _Format(NamedTuple):
-    name: str
-    size: int
-    limit: float
-    exponent: int
-    """Mask of the exponent's bits, all set in NaN and infinities and in nothing else."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        dtype: torch.dtype = getattr(torch, self.name)
-        return dtype
-
-    @property
-    def bits(self) -> torch.dtype:
-        return torch.int32 if self.size == 4 else torch.int16
-
-
-_FORMATS = {
-    "fp32": _Format("float32", 4, F32_MAX, 0x7F80_0000),
-    "fp16": _Format("float16", 2, 65504.0, 0x7C00),
-    "bf16": _Format("bfloat16", 2, float.fromhex("0x1.fep+127"), 0x7F80),
-}
 
 
 class FloatCodec(Codec):
@@ -45,22 +18,23 @@ class FloatCodec(Codec):
 
     def __init__(self, name: str) -> None:
         self.spec = name
-        self._format = _FORMATS[name]
+        self._format = FORMATS[name]
         self._limit = self._format.limit
         self.alignment = self._format.size
-        self.math = FloatMath(name, self._limit)
+        self.math = FloatMath(name)
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> torch.dtype:
         """The dtype; see `Codec.kind`."""
-        return self._format.dtype
+        dtype: torch.dtype = getattr(torch, self._format.name)
+        return dtype
 
     def encoded_size(self, count: int) -> int:
         """Return the exact size in bytes of a payload of `count` values."""
         return count * self._format.size
 
     def _encode(self, values: torch.Tensor, out: torch.Tensor) -> EncodeReport:
-        encoded = out.view(self._format.dtype)
+        encoded = out.view(self.kind)
         clamped = 0
         for span in spans(values.numel(), values.device):
             piece = values[span]
@@ -75,10 +49,10 @@ class FloatCodec(Codec):
         return EncodeReport(clamped)
 
     def _decode(self, payload: torch.Tensor, out: torch.Tensor) -> None:
-        out.copy_(payload.view(self._format.dtype))
+        out.copy_(payload.view(self.kind))
 
     def _accumulate(self, payload: torch.Tensor, weight: float, into: torch.Tensor) -> None:
-        encoded = payload.view(self._format.dtype)
+        encoded = payload.view(self.kind)
         for span in spans(into.numel(), into.device):
             weighted = scratch(span.stop - span.start, into.device)
             if encoded.dtype == torch.float32:
@@ -89,7 +63,7 @@ class FloatCodec(Codec):
             into[span].add_(weighted)
 
     def _check(self, payload: torch.Tensor, count: int) -> None:
-        encoded = payload.view(self._format.dtype)
+        encoded = payload.view(self.kind)
         for span in spans(count, payload.device):
             if not self._finite(encoded[span]):
                 index = span.start + locate(~torch.isfinite(encoded[span]))
@@ -101,6 +75,6 @@ class FloatCodec(Codec):
         if encoded.dtype == torch.float32:
             return within(*extremes(encoded))
         # Twice as fast as comparing half-precision values, which CPUs widen first.
-        exponents = scratch(encoded.numel(), encoded.device).view(self._format.bits)[: encoded.numel()]
-        torch.bitwise_and(encoded.view(self._format.bits), self._format.exponent, out=exponents)
+        exponents = scratch(encoded.numel(), encoded.device).view(torch.int16)[: encoded.numel()]
+        torch.bitwise_and(encoded.view(torch.int16), self._format.exponent, out=exponents)
         return int(exponents.amax()) != self._format.exponent

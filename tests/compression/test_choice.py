@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -86,6 +87,17 @@ def test_torch_where_bytes_differ(monkeypatch: pytest.MonkeyPatch) -> None:
         "torch",
         "numba's bytes differ from torch's on this machine",
     )
+
+
+def test_torch_where_contributions_are_added_in_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("numba")
+    from equipoise.compression.numba_kernels import KERNELS
+
+    def reduce(addresses: np.ndarray, weights: np.ndarray, *rest: Any) -> bool:
+        return KERNELS.reduce(addresses[::-1].copy(), weights[::-1].copy(), *rest)
+
+    monkeypatch.setattr("equipoise.compression.choice._numba", lambda: replace(KERNELS, reduce=reduce))
+    assert kernels().name == "torch"
 
 
 def test_codecs_use_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
