@@ -1,6 +1,6 @@
 """Codecs: flat fp32 vectors to bytes and back."""
 
-from equipoise.compression.buffers import Values, unwrapped
+from equipoise.compression.buffers import Values
 from equipoise.compression.choice import kernels, kernels_for
 from equipoise.compression.chunks import first_non_finite
 from equipoise.compression.codec import Codec, EncodeReport
@@ -17,5 +17,4 @@ __all__ = [
     "kernels",
     "kernels_for",
     "parse_codec",
-    "unwrapped",
 ]

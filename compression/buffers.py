@@ -21,14 +21,6 @@ Values: TypeAlias = "torch.Tensor | NDArray[np.float32]"
 _F32 = np.dtype(np.float32)
 
 
-def unwrapped(values: torch.Tensor) -> Values:
-    """Return `values` as what is quickest to slice and to hand to a codec, sharing its memory: on a CPU, an array.
-
-    (A slice of an array costs .07 us, one of a tensor .9; to turn the one into the other .5.)
-    """
-    return values.detach().numpy() if values.is_cpu else values.detach()
-
-
 def plain(values: Values) -> NDArray[np.float32] | None:
     """Return `values` as an array if compiled kernels can work on them as they are."""
     if not isinstance(values, np.ndarray):
