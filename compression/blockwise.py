@@ -18,7 +18,7 @@ The error of a value is at most half a step, a / 254, and a few units in the las
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -74,6 +74,9 @@ class ArrayKernels:
             and encode the sum into `payload`. addresses, int64 [m >= 1]: where the payloads begin, each as large as
             `payload`, kept alive by the caller.
         address: `(payload)`: where it begins.
+        widen: By format, fp16 and bf16, `(words, bits)`: decode words, u16 [n], to the bits of f32 values, u32 [n].
+        narrow: By format, `(bits, words, limit)`: encode, and return the number of values that were clamped to the
+            limit, bits of an f32; -1 if one is not finite.
     """
 
     encode: Callable[[Values, Bytes, int], bool]
@@ -81,6 +84,8 @@ class ArrayKernels:
     sound: Callable[[Bytes, int, int], bool]
     reduce: Callable[[NDArray[np.int64], NDArray[np.float64], Bytes, Values, int], bool]
     address: Callable[[Bytes], int]
+    widen: Mapping[str, Callable[[NDArray[np.uint16], NDArray[np.uint32]], None]]
+    narrow: Mapping[str, Callable[[NDArray[np.uint32], NDArray[np.uint16], np.uint32], int]]
 
 
 def quantise(values: torch.Tensor, payload: torch.Tensor, block: int) -> bool:

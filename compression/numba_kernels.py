@@ -1,4 +1,4 @@
-"""Blockwise int8 compiled by numba, for CPUs. Importing this module imports numba.
+"""Blockwise int8, fp16 and bf16 compiled by numba, for CPUs. Importing this module imports numba.
 
 Compiled code is kept in numba's cache beside this file (or in the user's cache directory where that is read-only),
 so that only a machine's first process compiles; it is trusted like a .pyc.
@@ -31,9 +31,12 @@ _ZERO = np.float32(0)
 _MAGNITUDE = np.int32(0x7FFF_FFFF)
 _EXPONENT = np.int32(0x7F80_0000)
 _FLOAT_BYTES = 4
+_SIGN, _LOW_HALF = np.uint32(0x8000), np.uint32(0x7FFF)
+_REBIAS, _INFINITE_HALF = np.uint32(112 << 23), np.uint32(0x7C00)
+_SMALLEST_HALF, _HALF_STEP, _ONE_HALF = np.uint32(0x3880_0000), np.float32(2.0**-24), np.float32(0.5)
 
 _F32, _I32, _I8, _U8 = numba.float32[::1], numba.int32[::1], numba.int8[::1], numba.uint8[::1]
-_I64, _F64 = numba.int64[::1], numba.float64[::1]
+_I64, _F64, _U16, _U32 = numba.int64[::1], numba.float64[::1], numba.uint16[::1], numba.uint32[::1]
 _compiled = {"nogil": True, "cache": True, "error_model": "numpy"}
 
 
@@ -215,4 +218,62 @@ def _reduce(addresses, weights, payload, scratch, block):  # type: ignore[no-unt
     return True
 
 
-KERNELS = ArrayKernels(encode=_encode, decode=_decode, sound=_sound, reduce=_reduce, address=_address)
+# fp16 and bf16, by integers: no product of subnormal numbers, which some processors flush to zero.
+
+
+@numba.njit(numba.void(_U16, _U32), **_compiled)
+def _widen_fp16(words, bits):  # type: ignore[no-untyped-def]
+    for i in range(bits.size):
+        magnitude = np.uint32(words[i]) & _LOW_HALF
+        wide = np.uint32((magnitude << 13) + _REBIAS)
+        wide += _REBIAS * np.uint32(magnitude >= _INFINITE_HALF)
+        tiny = np.float32(np.float32(np.int32(magnitude)) * _HALF_STEP).view(np.uint32)
+        chosen = tiny if magnitude < np.uint32(0x400) else wide
+        bits[i] = chosen | ((np.uint32(words[i]) & _SIGN) << 16)
+
+
+@numba.njit(numba.int64(_U32, _U16, numba.uint32), **_compiled)
+def _narrow_fp16(bits, words, limit):  # type: ignore[no-untyped-def]
+    top, clamped = np.uint32(0), 0
+    for i in range(bits.size):
+        magnitude = np.uint32(bits[i] & np.uint32(_MAGNITUDE))
+        top = max(top, np.uint32(magnitude))
+        clamped += np.int32(magnitude > limit)
+        kept = np.uint32(min(magnitude, limit))
+        # Half of the last kept place, less 1 unless that place is odd: rounds to nearest, ties to even.
+        wide = np.uint32(kept - _REBIAS + np.uint32(0x0FFF) + ((kept >> 13) & np.uint32(1))) >> 13
+        # Below the normal numbers the places are those of 0.5, which the processor rounds to.
+        tiny = np.float32(kept.view(np.float32) + _ONE_HALF).view(np.uint32) & np.uint32(0xFFFF)
+        chosen = tiny if kept < _SMALLEST_HALF else wide
+        words[i] = np.uint16(chosen | ((bits[i] >> 16) & _SIGN))
+    return -1 if top >= np.uint32(_EXPONENT) else clamped
+
+
+@numba.njit(numba.void(_U16, _U32), **_compiled)
+def _widen_bf16(words, bits):  # type: ignore[no-untyped-def]
+    for i in range(bits.size):
+        bits[i] = np.uint32(words[i]) << 16
+
+
+@numba.njit(numba.int64(_U32, _U16, numba.uint32), **_compiled)
+def _narrow_bf16(bits, words, limit):  # type: ignore[no-untyped-def]
+    top, clamped = np.uint32(0), 0
+    for i in range(bits.size):
+        magnitude = np.uint32(bits[i] & np.uint32(_MAGNITUDE))
+        top = max(top, np.uint32(magnitude))
+        clamped += np.int32(magnitude > limit)
+        kept = np.uint32(min(magnitude, limit))
+        rounded = np.uint32(kept + _LOW_HALF + ((kept >> 16) & np.uint32(1))) >> 16
+        words[i] = np.uint16(rounded | ((bits[i] >> 16) & _SIGN))
+    return -1 if top >= np.uint32(_EXPONENT) else clamped
+
+
+KERNELS = ArrayKernels(
+    encode=_encode,
+    decode=_decode,
+    sound=_sound,
+    reduce=_reduce,
+    address=_address,
+    widen={"fp16": _widen_fp16, "bf16": _widen_bf16},
+    narrow={"fp16": _narrow_fp16, "bf16": _narrow_bf16},
+)

@@ -19,9 +19,13 @@ WEIGHTS = (0.3, 1 / 3, 0.2, 0.7, 0.1)
 
 def arrays_agree(kernels: ArrayKernels) -> bool:
     """Compare the bytes of kernels for arrays with numpy's."""
-    return all(
+    blocks = all(
         _by_arrays(kernels, block) == _expected(BlockMath("int8", block), payload_size(COUNT, block))
         for block in BLOCKS
+    )
+    return blocks and all(
+        _expected(FloatMath(spec, lambda: kernels), 2 * COUNT) == _expected(FloatMath(spec), 2 * COUNT)
+        for spec in kernels.narrow
     )
 
 
