@@ -126,6 +126,25 @@ class Codec(ABC):
         else:
             self._decode(source, out)
 
+    def begin_encode(self, values: torch.Tensor, payload: torch.Tensor) -> torch.Tensor | EncodeReport:
+        """Start to encode `values`, f32 [n >= 1], into `payload`, uint8 [`encoded_size(n)`], aligned, on their device.
+
+        It is queued on the current stream. Returns the kernel's notes, see `TensorKernels`; where there is no such
+        kernel, a report.
+
+        Raises:
+            NonFiniteError: A value is NaN or infinite, and there is no such kernel.
+        """
+        values, payload = _vector(values), self._sized(payload, values.numel())
+        fused = self._fused(values)
+        return fused.encode(values, payload, self.kind) if fused else self._encode(values, payload)
+
+    def begin_decode(self, payload: torch.Tensor, out: torch.Tensor) -> None:
+        """Start to decode such a payload, which was checked before, into `out`, f32 [n >= 1]."""
+        out, payload = _vector(out), self._sized(payload, out.numel())
+        fused = self._fused(out)
+        fused.decode(payload, out, self.kind) if fused else self._decode(payload, out)
+
     def accumulate(self, payload: Buffer, weight: float, into: Values) -> None:
         """Add `weight` times the decoded `payload` to `into`, f32 [n], contiguous, on any device.
 

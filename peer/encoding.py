@@ -6,20 +6,23 @@ memory, many at a time, as do tensors that no codec takes as they are.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from typing import NamedTuple
+import contextlib
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple, TypeAlias
 
-import numpy as np
 import torch
 
-from equipoise.averaging.encoded_vector import EncodedVector
 from equipoise.averaging.layout import Layout
 from equipoise.averaging.partition import Part
 from equipoise.averaging.schema import SchemaError
 from equipoise.compression import NonFiniteError
+from equipoise.peer.lanes import DeviceLane, Lane, Sizes, linked
 
 SPAN_VALUES = 512 * 1024
 """Most values that are encoded together: few enough to stay in the cache with their codes."""
+
+LANE_VALUES = 8 * 1024 * 1024
+"""Most values that a GPU encodes together: a copy of their codes takes longer than to launch the next."""
 
 LARGE_VALUES = 64 * 1024
 """Fewest values of a tensor that is encoded by itself: the fixed cost of a call is small beside them."""
@@ -48,13 +51,23 @@ class Span(NamedTuple):
     pieces: list[Piece]
 
 
+Devices: TypeAlias = "tuple[torch.device | None, ...]"
+"""The device of each place of a layout; None is the host."""
+
+Plan: TypeAlias = "dict[torch.device | None, list[Span]]"
+
+Lanes: TypeAlias = "list[tuple[Lane, list[Span]]]"
+
+
 class Encoder:
     """Encodes the tensors of one `layout`, and decodes them."""
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
-        self._spans = _spans(layout)
-        self._most = max((span.part.size for span in self._spans), default=0)
+        on_host = (None,) * len(layout.places)
+        self._spans = _spans(layout, on_host)
+        self._planned: tuple[Devices, Plan] = on_host, self._spans
+        self._unsettled: list[Callable[[], None]] = []
 
     def encode(
         self,
@@ -67,77 +80,154 @@ class Encoder:
 
         Args:
             tensors: By name, all of the schema.
-            out: The encoded vector, u8 [`stored_size`].
+            out: The encoded vector, u8 [`stored_size`]. It is complete, also on a GPU, when this returns.
             divisor: What the values of some tensors are divided by.
             divided: The names of those.
 
         Raises:
             SchemaError: A tensor holds NaN or Inf (also one that overflows fp32); `out` is then undefined.
         """
-        vector, (scratch, payloads), clamped = EncodedVector(self.layout, out), self._scratch(), 0
-        name, flat = "", scratch
-        for part, end, pieces in self._spans:
-            values = room = scratch[: part.size]
-            if len(pieces) > 1:
-                room.zero_()
-            for piece in pieces:
-                if piece.name != name:  # One copy of a strided tensor serves all its pieces.
-                    name, flat = piece.name, tensors[piece.name].detach().reshape(-1)
-                place = _place(piece, part, room)
-                taken = _taken(flat[piece.start : piece.stop], divisor if name in divided else 1.0, place)
-                if len(pieces) == 1:
-                    values = taken
-                elif taken is not place:
-                    place.copy_(taken)
-            codec = self.layout.codec_of(part)
-            payload = payloads[: codec.encoded_size(part.size)]
-            try:
-                clamped += codec.encode(values, payload).clamped
-            except NonFiniteError as error:
-                raise self._named(part.start + error.index, error.value) from None
-            vector.write(part, payload)
-            vector.clear(part.stop, end)
-        return clamped
+        given = {name: tensor.detach() for name, tensor in tensors.items()}
+        rest = given, divisor, divided
+        clamped = self._encode(self._lanes(self._plan(given), given, out, aside=True), *rest)
+        if clamped is None:  # The host names the value that is not finite.
+            clamped = self._encode(self._lanes(self._spans, given, out, aside=True), *rest)
+        return clamped or 0
+
+    def _encode(self, lanes: Lanes, *rest: Any) -> int | None:
+        """The number of values that were clamped; None if a GPU found one that is not finite."""
+        with contextlib.ExitStack() as waiting:
+            for lane, spans in lanes:
+                waiting.callback(lane.wait)
+                for span in spans:
+                    lane.launch(self._encode_span, span, *rest)
+        counts = [lane.clamped() for lane, _ in lanes]
+        return None if None in counts else sum(filter(None, counts))
+
+    def _encode_span(
+        self,
+        lane: Lane,
+        span: Span,
+        tensors: Mapping[str, torch.Tensor],
+        divisor: float,
+        divided: Collection[str],
+    ) -> None:
+        part, end, pieces = span
+        room = lane.room[: part.size]
+        if len(pieces) == 1:
+            name, start, stop, _ = pieces[0]
+            values = _flat(lane, tensors[name], fill=start == 0)[start:stop]
+            values = values if _is_plain(values, room) else room.copy_(values)
+            if divisor != 1 and name in divided:
+                values = torch.div(values, lane.number(divisor), out=room)
+        else:
+            values = room.zero_()
+            places = [_place(piece, part, room) for piece in pieces]
+            lane.copy(
+                [place.view(tensors[piece.name].shape) for piece, place in zip(pieces, places, strict=True)],
+                [tensors[piece.name] for piece in pieces],
+            )
+            if divisor != 1:
+                by = lane.number(divisor)
+                for piece, place in zip(pieces, places, strict=True):
+                    if piece.name in divided:
+                        place.div_(by)
+        try:
+            lane.encode(part, values)
+        except NonFiniteError as error:
+            raise self._named(part.start + error.index, error.value) from None
+        lane.clear(part.stop, end)
 
     def decode(self, stored: memoryview, tensors: Mapping[str, torch.Tensor]) -> None:
         """Decode an encoded vector, u8 [`stored_size`], into checked tensors in place: all, or some of them.
 
-        Raises:
-            CodecError: No encoder writes such a vector; the tensors are then undefined.
-        """
-        vector, (scratch, payloads) = EncodedVector(self.layout, stored), self._scratch()
-        with torch.no_grad():
-            strided = {name: tensor for name, tensor in tensors.items() if not _is_dense(tensor)}
-            dense = {
-                name: torch.empty(one.shape, dtype=torch.float32, device=one.device)
-                for name, one in strided.items()
-            }
-            flats = {name: tensor.detach().view(-1) for name, tensor in {**tensors, **dense}.items()}
-            for part, _, pieces in self._spans:
-                wanted = [piece for piece in pieces if piece.name in flats]
-                if not wanted:
-                    continue
-                codec = self.layout.codec_of(part)
-                payload = payloads[: codec.encoded_size(part.size)]
-                vector.read(part, payload)
-                targets = [flats[piece.name][piece.start : piece.stop] for piece in wanted]
-                if len(pieces) == 1 and _is_plain(targets[0]):
-                    # What autograd has saved counts as changed: compiled kernels do not say so.
-                    targets[0][:0].zero_()
-                    codec.decode(payload, targets[0])
-                    continue
-                room = scratch[: part.size]
-                codec.decode(payload, room)
-                for piece, target in zip(wanted, targets, strict=True):
-                    target.copy_(_place(piece, part, room))
-            for name, tensor in strided.items():
-                tensor.copy_(dense[name])
+        On a GPU this only queues: `stored` must not change before `settle`.
 
-    def _scratch(self) -> tuple[torch.Tensor, memoryview]:
-        """Memory for the values of a span, f32, and for their payload."""
-        sizes = (self.layout.codec_of(span.part).encoded_size(span.part.size) for span in self._spans)
-        values = torch.from_numpy(np.empty(self._most, np.float32))
-        return values, np.empty(max(sizes, default=0), np.uint8).data
+        Raises:
+            CodecError: No encoder writes such a vector; tensors on the host are then undefined.
+        """
+        given = {name: tensor.detach() for name, tensor in tensors.items()}
+        wanted = {
+            device: [span for span in spans if any(piece.name in given for piece in span.pieces)]
+            for device, spans in self._plan(given).items()
+        }
+        lanes = self._lanes(wanted, given, stored, aside=False)
+        if any(isinstance(lane, DeviceLane) for lane, _ in lanes):
+            self._check(stored, given)
+        try:
+            for lane, spans in lanes:
+                for span in spans:
+                    lane.launch(self._decode_span, span, given)
+        finally:
+            self._unsettled += [lane.mark() for lane, _ in lanes if isinstance(lane, DeviceLane)]
+
+    def settle(self) -> None:
+        """Wait until no device reads any more from what was given to `decode`."""
+        while self._unsettled:
+            self._unsettled.pop()()
+
+    def _check(self, stored: memoryview, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Check on the host what devices will decode.
+
+        Raises:
+            CodecError: No encoder writes such a vector.
+        """
+        for lane, spans in self._lanes(self._spans, {}, stored, aside=False):
+            for span in spans:
+                if any(piece.name in tensors for piece in span.pieces):
+                    lane.check(span.part)
+
+    def _decode_span(self, lane: Lane, span: Span, tensors: Mapping[str, torch.Tensor]) -> None:
+        part, _, pieces = span
+        room = lane.room[: part.size]
+        if len(pieces) > 1:
+            lane.decode(part, room)
+            wanted = [piece for piece in pieces if piece.name in tensors]
+            targets = [tensors[piece.name] for piece in wanted]
+            places = (_place(piece, part, room) for piece in wanted)
+            lane.copy(targets, [one.view(to.shape) for one, to in zip(places, targets, strict=True)])
+            return
+        name, start, stop, _ = pieces[0]
+        tensor, flat = tensors[name], _flat(lane, tensors[name])
+        target = flat[start:stop]
+        if _is_plain(target, room):
+            # What autograd has saved counts as changed: compiled kernels do not say so.
+            target[:0].zero_()
+            lane.decode(part, target)
+        else:
+            lane.decode(part, room)
+            target.copy_(room)
+        if stop == tensor.numel() and not _is_dense(tensor):
+            tensor.copy_(flat.view(tensor.shape))
+
+    def _plan(self, tensors: Mapping[str, torch.Tensor]) -> Plan:
+        devices = tuple(linked(tensors.get(place.tensor.name)) for place in self.layout.places)
+        if not any(devices):
+            return self._spans
+        if devices != self._planned[0]:
+            self._planned = devices, _spans(self.layout, devices)
+        return self._planned[1]
+
+    def _lanes(
+        self, plan: Plan, tensors: Mapping[str, torch.Tensor], stored: memoryview, aside: bool
+    ) -> Lanes:
+        """A lane for each device that has spans; the host's is the last, so that the others work meanwhile."""
+        lanes: Lanes = []
+        for device, spans in sorted(plan.items(), key=lambda item: item[0] is None):
+            if spans and device is None:
+                lanes.append((Lane(self.layout, stored, self._sizes(spans, tensors)), spans))
+            elif spans and device is not None:
+                sizes = self._sizes(spans, tensors)
+                lanes.append((DeviceLane(self.layout, stored, sizes, device, aside), spans))
+        return lanes
+
+    def _sizes(self, spans: list[Span], tensors: Mapping[str, torch.Tensor]) -> Sizes:
+        alone = (tensors.get(span.pieces[0].name) for span in spans if len(span.pieces) == 1)
+        return Sizes(
+            max(span.part.size for span in spans),
+            max(self.layout.codec_of(span.part).encoded_size(span.part.size) for span in spans),
+            max((one.numel() for one in alone if one is not None and not _is_dense(one)), default=0),
+        )
 
     def _named(self, index: int, value: float) -> SchemaError:
         name, at = self.layout.locate(index)
@@ -146,27 +236,40 @@ class Encoder:
         )
 
 
-def _spans(layout: Layout) -> list[Span]:
-    spans: list[Span] = []
+def _spans(layout: Layout, devices: Devices) -> Plan:
+    """The spans of each device, in the order of the flat vector; None is the host."""
+    plan: Plan = {}
     group: list[Piece] = []
-    for at, (spec, start, stop) in enumerate(layout.places):
+    before = None
+    for at, ((spec, start, stop), device) in enumerate(zip(layout.places, devices, strict=True)):
         end = layout.places[at + 1].start if at + 1 < len(layout.places) else layout.size
+        spans, most = plan.setdefault(device, []), SPAN_VALUES if device is None else LANE_VALUES
         first = group[0].place if group else start
-        if group and (
-            spec.size >= LARGE_VALUES or stop - first > SPAN_VALUES or first < layout.coded <= start
-        ):
+        apart = spec.size >= LARGE_VALUES or device != before
+        if group and (apart or stop - first > most or first < layout.coded <= start):
             group = []
+        before = device
         if 0 < spec.size < LARGE_VALUES:
             group.append(Piece(spec.name, 0, spec.size, start))
             grown = Span(Part(group[0].place, stop, 0), end, group)
             spans[len(spans) - (len(group) > 1) :] = [grown]
             continue
-        for begin in range(0, spec.size, SPAN_VALUES):
-            until = min(begin + SPAN_VALUES, spec.size)
+        for begin in range(0, spec.size, most):
+            until = min(begin + most, spec.size)
             part = Part(start + begin, start + until, 0)
             piece = Piece(spec.name, begin, until, part.start)
             spans.append(Span(part, end if until == spec.size else part.stop, [piece]))
-    return spans
+    return plan
+
+
+def _flat(lane: Lane, tensor: torch.Tensor, fill: bool = False) -> torch.Tensor:
+    """The values of a tensor, [n]: its own memory, or scratch memory of the lane, which `fill` makes a copy of them."""
+    if _is_dense(tensor):
+        return tensor.view(-1)
+    dense = lane.dense[: tensor.numel()]
+    if fill:
+        lane.copy([dense.view(tensor.shape)], [tensor])
+    return dense
 
 
 def _place(piece: Piece, part: Part, room: torch.Tensor) -> torch.Tensor:
@@ -174,20 +277,11 @@ def _place(piece: Piece, part: Part, room: torch.Tensor) -> torch.Tensor:
     return room[at : at + piece.stop - piece.start]
 
 
-def _taken(given: torch.Tensor, divisor: float, room: torch.Tensor) -> torch.Tensor:
-    """The values, divided, as a codec takes them: where they are, or in `room`."""
-    if not _is_plain(given):
-        given = room.copy_(given)
-    if divisor == 1:
-        return given
-    return torch.div(given, divisor, out=room if given.is_cpu else None)
-
-
-def _is_plain(flat: torch.Tensor) -> bool:
-    """Whether codecs take these flat values as they are."""
-    known = type(flat) is torch.Tensor and flat.device.type in ("cpu", "cuda")
+def _is_plain(flat: torch.Tensor, room: torch.Tensor) -> bool:
+    """Whether codecs take these flat values as they are, where the lane's `room` is."""
+    known = type(flat) is torch.Tensor and flat.device == room.device
     return known and flat.dtype == torch.float32 and not flat.is_neg()
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    return tensor.is_contiguous() and type(tensor.detach()) is torch.Tensor
+    return tensor.is_contiguous() and type(tensor) is torch.Tensor

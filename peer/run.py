@@ -33,13 +33,13 @@ from equipoise.averaging.schema import Schema
 from equipoise.averaging.spec import check_terms
 from equipoise.averaging.state import StateId
 from equipoise.averaging.strategy import Strategy, parse_strategy
-from equipoise.compression import kernels_for
 from equipoise.peer.accumulate import Accumulator
 from equipoise.peer.control import messages
 from equipoise.peer.control.client import Connection
 from equipoise.peer.control.messages import Progress
 from equipoise.peer.errors import DaemonLost, EquipoiseError, Refused, RoundPending
 from equipoise.peer.futures import Download, Fetched, PendingRound, Recovered, check_timeout
+from equipoise.peer.lanes import kernels_of, pin
 from equipoise.peer.purposes import AVERAGE, STEP
 from equipoise.peer.shared_memory import Region, SharedMemory, shared_copy
 from equipoise.peer.tensors import Binding, Gradients, Tensors, copies_of, named_gradients
@@ -108,6 +108,7 @@ class Run:
         self._link = link
         self._binding = binding
         self._region = region
+        pin(region, binding.devices)
         self._process = os.getpid()
         self._accumulated: Accumulator | None = None
         self._contributed: Accumulator | None = None
@@ -217,7 +218,7 @@ class Run:
 
         Raises:
             SchemaError: A gradient is missing, has a wrong shape, or holds NaN or Inf; nothing was added.
-            ValueError: The weight is not a finite number >= 0; nothing was added.
+            ValueError: The weight is not a finite number >= 0, or fp32 does not hold it; nothing was added.
         """
         with self._lock:
             if self._accumulated is None:
@@ -303,7 +304,7 @@ class Run:
     def kernels(self) -> str:
         """The kernels that encode and decode, one line for all devices of the tensors, and why if not the best."""
         devices = {tensor.device for tensor in self._binding.tensors().values()}
-        return "; ".join(sorted(kernels_for(device) for device in devices))
+        return "; ".join(sorted(kernels_of(device) for device in devices))
 
     @property
     def group_size(self) -> int:
@@ -582,6 +583,7 @@ class Run:
                 link.start(messages.LeaveRun(self.name))
                 return
             self._link, self._region, self._asked = link, region, None
+            pin(region, self._binding.devices)
             for topic, line in self._told.items():
                 link.start(messages.TellStatus(self.name, topic, line))
             if self._stepping:
@@ -622,7 +624,10 @@ class Run:
             self.rounds_failed, self._why_not = self.rounds_failed + 1, outcome.reason
 
     def _require_idle(self) -> None:
-        """Refuse to encode where another may use the memory: an open round's, or that of the process that forked."""
+        """Refuse to encode where another may use the memory: an open round's, or that of the process that forked.
+
+        Wait for devices that still read the mean of the last round.
+        """
         if os.getpid() != self._process:
             raise Refused(
                 f"run {self.name!r} belongs to process {self._process}", "connect again after a fork"
@@ -632,6 +637,7 @@ class Run:
         if self.pending is not None:
             hint = "call .result() on what average or step returned, or on .pending"
             raise RoundPending(f"a round of run {self.name!r} is going on or has not been collected", hint)
+        self._binding.settle()
 
     def _start(
         self,

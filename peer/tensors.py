@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from equipoise.averaging.layout import Layout
+from equipoise.averaging.layout import EXACT, Layout
 from equipoise.averaging.schema import Schema, SchemaError, TensorSpec, tensors_by_name
 from equipoise.compression import Codec
 from equipoise.peer.accumulate import Accumulator
 from equipoise.peer.encoding import Encoder
+from equipoise.peer.lanes import linked, prepare
 
 Tensors = torch.nn.Module | Mapping[str, torch.Tensor] | Sequence[torch.Tensor]
 Gradients = torch.nn.Module | Mapping[str, torch.Tensor | None] | Sequence[torch.Tensor | None]
@@ -28,6 +29,7 @@ class Binding:
         averages: Encodes the contribution of `average`, and decodes its mean.
         steps: Encodes and decodes those of `step`.
         sparse: Names of the parameters whose `.grad` is sparse.
+        devices: The GPUs that encode and decode, as the tensors lay at first.
     """
 
     def __init__(self, tensors: Tensors, codec: Codec) -> None:
@@ -38,6 +40,7 @@ class Binding:
         self.averages = Encoder(Layout(self.schema, codec))
         self.steps = Encoder(Layout(self.gradients, codec))
         self.sparse = sparse_gradients(tensors) if isinstance(tensors, torch.nn.Module) else frozenset()
+        self.devices = frozenset(filter(None, map(linked, named_tensors(tensors).values())))
 
     @property
     def size(self) -> int:
@@ -46,8 +49,14 @@ class Binding:
 
     def prepare(self) -> None:
         """Encode for the first time, which loads kernels and takes a second: the first round must not wait for that."""
-        codec = self.averages.layout.codec
-        codec.encode(torch.zeros(1, dtype=torch.float32), bytearray(codec.encoded_size(1)))
+        for device in (torch.device("cpu"), *self.devices):
+            for codec in (self.averages.layout.codec, EXACT):
+                prepare(codec, device)
+
+    def settle(self) -> None:
+        """Wait until no device reads any more from a mean that was decoded: the next round may overwrite it."""
+        self.averages.settle()
+        self.steps.settle()
 
     def buffer_schema(self) -> Schema:
         """The schema of the module's buffers, for `carry`: in fp32, whatever they are.
@@ -138,7 +147,7 @@ class Binding:
         carried = self.carried()
         for name, tensor in stepped.items():
             if name not in mean or mean[name].device != tensor.device:
-                mean[name] = torch.empty(tensor.shape, dtype=torch.float32, device=tensor.device)
+                mean[name] = kept(tensor.shape, tensor.device)
         self.steps.decode(result, {**mean, **carried})
         if hand_back and isinstance(self.source, torch.nn.Module):
             for name, tensor in stepped.items():
@@ -147,7 +156,7 @@ class Binding:
     def named(self, result: memoryview) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """Decode the result of a step, u8 [`size`]: gradients and buffers by name, fp32, on the CPU."""
         gradients, buffers = (
-            {tensor.name: torch.empty(tensor.shape, dtype=torch.float32) for tensor in schema.tensors}
+            {tensor.name: kept(tensor.shape) for tensor in schema.tensors}
             for schema in (self.gradients, self.buffers)
         )
         self.steps.decode(result, {**gradients, **buffers})
@@ -238,6 +247,12 @@ def tensor_schema(tensors: Tensors) -> Schema:
     return Schema.of(named_tensors(tensors), buffers)
 
 
+def kept(shape: Sequence[int], device: torch.device | None = None) -> torch.Tensor:
+    """Uninitialised fp32 values that may be changed later, also if this call is made in inference mode."""
+    with torch.inference_mode(False):
+        return torch.empty(shape, dtype=torch.float32, device=device)
+
+
 def _neither(what: str, given: object) -> SchemaError:
     kinds = f"an nn.Module, a mapping of names to {what} or a list of {what}"
     return SchemaError(f"expected {kinds}, got {type(given).__name__}")
@@ -253,11 +268,12 @@ def _require_writable(name: str, tensor: torch.Tensor) -> None:
 
 def _hand_back(tensor: torch.Tensor, mean: torch.Tensor, sparse: bool) -> None:
     """Make the mean, fp32, the parameter's `.grad`, in its dtype; `sparse` leaves out rows of zeros."""
-    if sparse:
-        tensor.grad = mean.to_sparse(1).to(tensor.dtype)
-        return
-    if tensor.grad is None or tensor.grad.layout is not torch.strided:
-        tensor.grad = torch.empty_like(tensor)
+    with torch.inference_mode(False), torch.no_grad():  # It outlives this call.
+        if sparse:
+            tensor.grad = mean.to_sparse(1).to(tensor.dtype)
+            return
+        if tensor.grad is None or tensor.grad.layout is not torch.strided:
+            tensor.grad = torch.empty_like(tensor)
     tensor.grad.copy_(mean)
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 import torch
@@ -80,7 +81,7 @@ def test_a_sum_that_would_overflow_is_refused_before() -> None:
     with pytest.raises(SchemaError, match="would exceed fp32"):
         accumulator.add({**gradients(0.0), "a": torch.full((2, 2), -1e38)}, 2)
     with pytest.raises(SchemaError, match="would exceed fp32"):
-        accumulator.add(gradients(1.0), 1e300)
+        accumulator.add(gradients(2.0), 3e38)
     assert torch.equal(accumulator.mean()["a"], torch.full((2, 2), 1e38))
 
 
@@ -141,3 +142,29 @@ def test_what_was_cleared_does_not_come_back(beginning: str) -> None:
     accumulator.merge(Accumulator(LIKE))
     accumulator.add(gradients(2.0), 2 + accumulator.weight)
     assert torch.equal(accumulator.mean()["a"], torch.full((2, 2), 2.0))
+
+
+@pytest.mark.parametrize("weight", [1e39, 1e300, 1e-50, 1e-40])
+def test_a_weight_that_fp32_does_not_hold_is_refused_before(weight: float) -> None:
+    accumulator = Accumulator(LIKE)
+    accumulator.add(gradients(0.0), 1.0)
+    with pytest.raises(ValueError, match=re.escape(f"as fp32 holds, got {weight:g}")):
+        accumulator.add(gradients(0.0), weight)
+    assert accumulator.weight == 1.0
+
+
+def test_sums_made_in_inference_mode_are_added_to_outside_of_it() -> None:
+    with torch.inference_mode():
+        accumulator = Accumulator(LIKE)
+        accumulator.add(gradients(1.0), 1.0)
+    accumulator.add(gradients(3.0), 1.0)
+    assert torch.equal(accumulator.mean()["a"], torch.full((2, 2), 2.0))
+
+
+def test_sums_of_one_device_lie_in_one_buffer_and_not_in_each_other() -> None:
+    accumulator = Accumulator(LIKE)
+    sums = accumulator.sums
+    assert len({total.untyped_storage().data_ptr() for total in sums.values()}) == 1
+    for value, total in enumerate(sums.values()):
+        total.fill_(value)
+    assert [bool((total == value).all()) for value, total in enumerate(sums.values())] == [True] * len(sums)

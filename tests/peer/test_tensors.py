@@ -27,3 +27,21 @@ def test_shift_moves_tensors_by_a_difference_and_keeps_what_was_added_meanwhile(
     for name, tensor in tensors().items():
         assert torch.equal(named[name], 3 * tensor + 1), name
         assert named[name].dtype == tensor.dtype
+
+
+def test_a_mean_that_was_read_in_inference_mode_is_read_into_again_outside_of_it() -> None:
+    model = torch.nn.Linear(3, 2)
+    binding, mean = Binding(model, parse_codec("fp32")), {}
+    result = memoryview(bytearray(binding.size))
+    binding.steps.encode({name: torch.ones_like(one) for name, one in model.named_parameters()}, result)
+    with torch.inference_mode():
+        binding.read_step(result, binding.stepped(), mean)
+    binding.read_step(result, binding.stepped(), mean)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(mean[name], torch.ones_like(parameter))
+        assert parameter.grad is not None
+        parameter.grad.add_(1.0)
+
+
+def test_preparing_encodes_and_decodes_with_the_codec_and_in_fp32() -> None:
+    Binding(tensors(), parse_codec("int8")).prepare()

@@ -1,0 +1,262 @@
+"""Where the values of a run are encoded and decoded: on the host, or on the GPU that holds them.
+
+On a GPU, only codes cross its link to the host. This has run on no GPU yet: tests rehearse it on a CPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import weakref
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from equipoise.averaging.encoded_vector import EncodedVector
+from equipoise.averaging.layout import Layout
+from equipoise.averaging.partition import Part
+from equipoise.compression import Codec, EncodeReport, kernels_for
+from equipoise.compression.device_kernels import clamped
+from equipoise.peer.shared_memory import Region
+
+LINKED = ("cuda",)
+"""Types of the devices that encode and decode their own tensors. Tensors of other devices pass through the host."""
+
+PORTABLE = 1
+"""cudaHostRegisterPortable: the memory counts as pinned for all devices."""
+
+
+class Sizes(NamedTuple):
+    """The scratch memory of a lane.
+
+    Attributes:
+        values: Most values of a span.
+        codes: Most bytes of its payload.
+        dense: Most values of a tensor that is not contiguous and is encoded by itself.
+    """
+
+    values: int
+    codes: int
+    dense: int
+
+
+class Lane:
+    """Encodes and decodes spans of one vector on the host, at once.
+
+    Attributes:
+        room: Scratch memory, f32 [`Sizes.values`].
+        dense: Scratch memory, f32 [`Sizes.dense`].
+    """
+
+    room: torch.Tensor
+    dense: torch.Tensor
+
+    def __init__(self, layout: Layout, stored: memoryview, sizes: Sizes) -> None:
+        """Take an encoded vector, u8 [`stored_size`], to write or to read."""
+        self._layout, self._vector = layout, EncodedVector(layout, stored)
+        self._notes: list[EncodeReport | torch.Tensor] = []
+        self._allocate(sizes)
+
+    def _allocate(self, sizes: Sizes) -> None:
+        self.room, self.dense = (torch.from_numpy(np.empty(n, np.float32)) for n in (sizes[0], sizes[2]))
+        self._payload = np.empty(sizes.codes, np.uint8).data
+
+    def launch(self, work: Callable[..., None], *args: Any) -> None:
+        """Call `work` with this lane and the arguments."""
+        work(self, *args)
+
+    def mark(self) -> Callable[[], None]:
+        """Return a function that waits for the end of all that was launched."""
+        return lambda: None
+
+    def wait(self) -> None:
+        """Wait for the end of all that was launched."""
+        self.mark()()
+
+    def clamped(self) -> int | None:
+        """How many values were clamped, or None if a value was not finite; waits for the encoding."""
+        return sum(note.clamped for note in self._notes if isinstance(note, EncodeReport))
+
+    def number(self, value: float) -> float | torch.Tensor:
+        """A number by which torch divides values of this lane, each quotient rounded once."""
+        return value
+
+    def copy(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        """Copy tensors of equal shapes, converted to the dtypes of the targets."""
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source)
+
+    def encode(self, part: Part, values: torch.Tensor) -> None:
+        """Encode the values of a part, f32 [n], to its places in the vector."""
+        codec, payload = self._payload_of(part)
+        self._notes.append(codec.encode(values, payload))
+        self._vector.write(part, payload)
+
+    def decode(self, part: Part, out: torch.Tensor) -> None:
+        """Decode a part into `out`, f32 [n]."""
+        codec, payload = self._payload_of(part)
+        self._vector.read(part, payload)
+        codec.decode(payload, out)
+
+    def check(self, part: Part) -> None:
+        """Raise CodecError if no encoder writes such a part."""
+        codec, payload = self._payload_of(part)
+        self._vector.read(part, payload)
+        codec.check(payload, part.size)
+
+    def clear(self, start: int, stop: int) -> None:
+        """Make zeros of the padding from `start` to `stop`."""
+        self._vector.clear(start, stop)
+
+    def _payload_of(self, part: Part) -> tuple[Codec, memoryview]:
+        codec = self._layout.codec_of(part)
+        return codec, self._payload[: codec.encoded_size(part.size)]
+
+
+class DeviceLane(Lane):
+    """Encodes and decodes on one CUDA device, by work that is queued there."""
+
+    def __init__(
+        self, layout: Layout, stored: memoryview, sizes: Sizes, device: torch.device, aside: bool
+    ) -> None:
+        """Work on the device's current stream, or `aside`, on a stream of our own, after what that one does by now."""
+        self.device = device
+        self._enter(aside)
+        self._host = torch.frombuffer(stored, dtype=torch.uint8)
+        super().__init__(layout, stored, sizes)
+
+    def _enter(self, aside: bool) -> None:
+        current = torch.cuda.current_stream(self.device)
+        self._stream = _side(self.device) if aside else current
+        self._stream.wait_stream(current)
+
+    def _current(self) -> contextlib.AbstractContextManager[None]:
+        """Make the lane's device and stream the current ones."""
+        return torch.cuda.stream(self._stream)
+
+    def _allocate(self, sizes: Sizes) -> None:
+        # Memory of torch's allocator belongs to the stream that was current: the next call on it has the same.
+        with self._current():
+            empty = partial(torch.empty, device=self.device)
+            self.room, self.dense = (empty(n, dtype=torch.float32) for n in (sizes.values, sizes.dense))
+            self._codes = empty(sizes.codes, dtype=torch.uint8)
+
+    def launch(self, work: Callable[..., None], *args: Any) -> None:
+        """Call `work`, which queues operations; see `Lane.launch`."""
+        with self._current():
+            work(self, *args)
+
+    def mark(self) -> Callable[[], None]:
+        """See `Lane.mark`; the function also keeps the memory of the vector."""
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event.record(self._stream)
+        return partial(_wait, event, self._host)
+
+    def clamped(self) -> int | None:
+        """See `Lane.clamped`; there is one read from the device."""
+        notes = [note for note in self._notes if isinstance(note, torch.Tensor)]
+        with self._current():
+            noted = clamped(torch.cat(notes)) if notes else 0
+        reported = super().clamped()
+        return None if noted is None or reported is None else noted + reported
+
+    def number(self, value: float) -> float | torch.Tensor:
+        """See `Lane.number`: by a Python number CUDA would not divide, but multiply by its reciprocal."""
+        return torch.full((), value, dtype=torch.float32, device=self.device)
+
+    def copy(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        """See `Lane.copy`; as few kernels as torch can make of it."""
+        torch._foreach_copy_(targets, sources)
+
+    def encode(self, part: Part, values: torch.Tensor) -> None:
+        """See `Lane.encode`; what is not finite shows in `clamped`."""
+        codec, codes = self._codes_of(part)
+        self._notes.append(codec.begin_encode(values, codes))
+        for stored, piece in self._planes(part, codes):
+            self._move(stored, piece)
+
+    def decode(self, part: Part, out: torch.Tensor) -> None:
+        """See `Lane.decode`; the part was checked before."""
+        codec, codes = self._codes_of(part)
+        for stored, piece in self._planes(part, codes):
+            self._move(piece, stored)
+        codec.begin_decode(codes, out)
+
+    def _codes_of(self, part: Part) -> tuple[Codec, torch.Tensor]:
+        codec = self._layout.codec_of(part)
+        return codec, self._codes[: codec.encoded_size(part.size)]
+
+    def _planes(self, part: Part, codes: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """The slices of the vector that hold a part, each with its piece of the part's codes."""
+        places = self._layout.slices(part.start, part.stop)
+        pieces = torch.split(codes, [place.stop - place.start for place in places])
+        return ((self._host[place], piece) for place, piece in zip(places, pieces, strict=True))
+
+    def _move(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Queue a copy over the link."""
+        target.copy_(source, non_blocking=True)
+
+
+def linked(tensor: torch.Tensor | None) -> torch.device | None:
+    """The device on which a tensor is encoded; None for the host."""
+    return tensor.device if tensor is not None and tensor.device.type in LINKED else None
+
+
+def prepare(codec: Codec, device: torch.device) -> None:
+    """Encode and decode for the first time, which loads and probes kernels.
+
+    Triton compiles variants for whether sizes and addresses are multiples of 16: there are values of each kind.
+    """
+    granule = codec.granule
+    for count in (granule, granule + 1, 15 * granule + 1, 16 * granule):
+        values, payload = torch.zeros(count, device=device), bytearray(codec.encoded_size(count))
+        codec.encode(values, payload)
+        codec.decode(payload, values)
+
+
+def kernels_of(device: torch.device) -> str:
+    """The kernels that encode and decode tensors of a device, in one line; see `kernels_for`."""
+    if device.type in ("cpu", *LINKED):
+        return kernels_for(device)
+    return f"{kernels_for(torch.device('cpu'))}, by the CPU, for {device.type}"
+
+
+def pin(region: Region, devices: Collection[torch.device]) -> None:
+    """Register a run's memory with CUDA, if tensors are there, so that copies need no staging.
+
+    If CUDA refuses, it stages the copies itself, through a small pinned buffer of its own: they are correct, and
+    slower. The memory is unregistered before it is unmapped, and only by the process that registered it.
+    """
+    if not devices:
+        return
+    address = np.frombuffer(region.contribution, np.uint8).ctypes.data
+    if int(_cudart().cudaHostRegister(address, 2 * region.size, PORTABLE)) == 0:
+        weakref.finalize(region, _unpin, address, tuple(devices), os.getpid())
+        return
+    with contextlib.suppress(RuntimeError):  # The next launch would raise that error.
+        torch.zeros(1, device=next(iter(devices)))
+
+
+def _unpin(address: int, devices: Sequence[torch.device], process: int) -> None:
+    if os.getpid() == process:
+        for device in devices:
+            torch.cuda.synchronize(device)  # A copy may still read the memory.
+        _cudart().cudaHostUnregister(address)
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
+def _wait(event: torch.cuda.Event, _kept: torch.Tensor) -> None:
+    event.synchronize()
+
+
+@functools.cache
+def _side(device: torch.device) -> torch.cuda.Stream:
+    """The stream on which this process encodes: one for all runs, because each stream keeps memory of its own."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

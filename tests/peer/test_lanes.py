@@ -1,0 +1,312 @@
+"""Encoding on devices, rehearsed on the CPU by lanes that queue everything and do it when somebody waits."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from equipoise.averaging.layout import Layout
+from equipoise.averaging.options import RunOptions
+from equipoise.averaging.outcome import Outcome
+from equipoise.averaging.schema import Schema, SchemaError
+from equipoise.compression import CodecError, parse_codec
+from equipoise.peer import encoding, lanes
+from equipoise.peer.control.messages import JoinRun, StartRound
+from equipoise.peer.encoding import Encoder
+from equipoise.peer.lanes import DeviceLane, kernels_of
+from equipoise.peer.run import Run
+from equipoise.peer.shared_memory import Region
+from equipoise.peer.tensors import Binding
+
+DEVICES = (torch.device("cpu:0"), torch.device("cpu"))
+"""Two devices that are the CPU and differ."""
+
+LARGE_VALUES = 4096
+"""In place of the encoder's own, so that Triton's interpreter needs seconds."""
+
+SPECS = ["fp32", "fp16", "bf16", "int8", "int8:block=4096"]
+
+
+class QueuingLane(DeviceLane):
+    """Of a device whose work is done when somebody waits for it, by closures in their order."""
+
+    opened: list[QueuingLane]
+    moved = 0
+
+    def _enter(self, aside: bool) -> None:
+        self.aside, self.queue = aside, []
+        self.opened.append(self)
+
+    def _current(self) -> Any:
+        return contextlib.nullcontext()
+
+    def launch(self, work: Callable[..., None], *args: Any) -> None:
+        self.queue.append(partial(work, self, *args))
+
+    def mark(self) -> Callable[[], None]:
+        return self.run
+
+    def run(self) -> None:
+        while self.queue:
+            self.queue.pop(0)()
+
+    def _move(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        type(self).moved += source.numel()
+        super()._move(target, source)
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> type[QueuingLane]:
+    """All CPU tensors lie on such a device."""
+    monkeypatch.setattr(lanes, "LINKED", ("cpu",))
+    monkeypatch.setattr(encoding, "DeviceLane", QueuingLane)
+    monkeypatch.setattr(encoding, "LARGE_VALUES", LARGE_VALUES)
+    QueuingLane.opened, QueuingLane.moved = [], 0
+    return QueuingLane
+
+
+def values_of(size: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed))
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    return {
+        "large": values_of(2 * LARGE_VALUES + 77),
+        "tiny": values_of(3, 1),
+        "half": values_of(LARGE_VALUES + 4096, 2).half(),
+        "small half": values_of(500, 3).half(),
+        "strided": values_of(80 * 100, 4).reshape(80, 100).t(),
+        "small strided": values_of(600, 5).reshape(20, 30).t(),
+        "double": values_of(300, 6).double(),
+        "negated": torch._neg_view(values_of(700, 7)),
+        "scalar": torch.tensor(2.5),
+        "small": values_of(3000, 8),
+    }
+
+
+def layout_of(named: dict[str, torch.Tensor], spec: str) -> Layout:
+    return Layout(Schema.of(named), parse_codec(spec))
+
+
+def planes(layout: Layout, stored: bytes | bytearray) -> bytes:
+    """The bytes of the vector without those between its planes."""
+    regions = [span for span in ((0, layout.coded), (layout.coded, layout.size)) if span[0] < span[1]]
+    return b"".join(bytes(stored[one]) for span in regions for one in layout.slices(*span))
+
+
+def stored_by(encoder: Encoder, named: dict[str, torch.Tensor], **divided) -> bytearray:
+    out = bytearray(b"\xff" * encoder.layout.stored_size)
+    encoder.encode(named, memoryview(out), **divided)
+    return out
+
+
+def on_host(monkeypatch: pytest.MonkeyPatch, layout: Layout, named, **divided) -> bytearray:
+    with monkeypatch.context() as patch:
+        patch.setattr(lanes, "LINKED", ())
+        return stored_by(Encoder(layout), named, **divided)
+
+
+def zeros_like(named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {
+        name: torch.empty_strided(one.shape, one.stride(), dtype=one.dtype).zero_()
+        for name, one in named.items()
+    }
+
+
+@pytest.fixture(params=[4096, encoding.LANE_VALUES], ids=["many spans", "one span"])
+def span(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encoding, "LANE_VALUES", request.param)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("divisor", [1.0, 3.7])
+def test_bytes_and_values_are_those_of_the_host(device, span, monkeypatch, spec: str, divisor: float) -> None:
+    named = tensors()
+    encoder = Encoder(layout_of(named, spec))
+    rest = {"divisor": divisor, "divided": {"large", "half", "small", "strided", "small strided"}}
+    expected = on_host(monkeypatch, encoder.layout, named, **rest)
+    stored = stored_by(encoder, named, **rest)
+    assert planes(encoder.layout, stored) == planes(encoder.layout, expected)
+    assert device.opened[0].aside
+    assert device.opened[0].queue == []
+    back, theirs = zeros_like(named), zeros_like(named)
+    encoder.decode(memoryview(stored), back)
+    assert not any(one.any() for one in back.values()), "the work was only queued"
+    encoder.settle()
+    with monkeypatch.context() as patch:
+        patch.setattr(lanes, "LINKED", ())
+        Encoder(encoder.layout).decode(memoryview(expected), theirs)
+    assert all(torch.equal(back[name], theirs[name]) for name in named)
+    assert not any(lane.aside for lane in device.opened[1:])
+
+
+def test_what_changes_after_encoding_changes_no_bytes(device) -> None:
+    named = tensors()
+    encoder = Encoder(layout_of(named, "int8"))
+    stored = stored_by(encoder, named)
+    before = bytes(stored)
+    for tensor in named.values():
+        tensor.zero_()
+    encoder.settle()
+    assert stored == before
+
+
+def test_codes_alone_cross_the_link(device) -> None:
+    named = {"half": values_of(128 * 1024).half(), "strided": values_of(256 * 128).reshape(256, 128).t()}
+    named |= {"small": values_of(1280), "double": values_of(100).double()}
+    encoder = Encoder(layout_of(named, "int8"))
+    stored = stored_by(encoder, named)
+    assert device.moved == encoder.layout.encoded_size
+    encoder.decode(memoryview(stored), named)
+    encoder.settle()
+    assert device.moved == 2 * encoder.layout.encoded_size
+
+
+def test_two_devices_and_the_host_share_a_module(device, monkeypatch) -> None:
+    named = {str(at): values_of(size, at) for at, size in enumerate([300, 400, 100_000, 500, 600, 5, 700, 8])}
+    places = {
+        named[name].data_ptr(): (*DEVICES, None)[at]
+        for name, at in zip(named, (0, 0, 1, 1, 2, 0, 1, 2), strict=True)
+    }
+    monkeypatch.setattr(encoding, "linked", lambda one: None if one is None else places[one.data_ptr()])
+    encoder = Encoder(layout_of(named, "int8"))
+    stored = stored_by(encoder, named)
+    monkeypatch.setattr(encoding, "linked", lambda one: None)
+    expected = stored_by(Encoder(encoder.layout), named)
+    assert planes(encoder.layout, stored) == planes(encoder.layout, expected)
+    assert [lane.device for lane in device.opened] == list(DEVICES)
+    back = zeros_like(named)
+    places = {back[name].data_ptr(): (*DEVICES, None)[at % 3] for at, name in enumerate(named)}
+    monkeypatch.setattr(encoding, "linked", lambda one: None if one is None else places[one.data_ptr()])
+    for names in ({"2"}, {"0", "7"}, named.keys()):
+        encoder.decode(memoryview(stored), {name: back[name] for name in names})
+        encoder.settle()
+    theirs = zeros_like(named)
+    monkeypatch.setattr(encoding, "linked", lambda one: None)
+    Encoder(encoder.layout).decode(memoryview(expected), theirs)
+    assert all(torch.equal(back[name], theirs[name]) for name in named)
+
+
+@pytest.mark.parametrize("name", ["large", "small half", "double"])
+@pytest.mark.parametrize("spec", ["fp32", "int8"])
+def test_a_value_that_is_not_finite_is_named_after_all_work_has_ended(
+    device, span, spec: str, name: str
+) -> None:
+    named = tensors()
+    named[name][99] = float("nan")
+    with pytest.raises(SchemaError, match=rf"tensor '{name}' holds nan at flat index 99: "):
+        stored_by(Encoder(layout_of(named, spec)), named)
+
+
+@pytest.mark.parametrize("where", ["launch", "encode"])
+def test_an_error_in_the_middle_waits_for_what_was_queued(device, monkeypatch, where: str) -> None:
+    named, ran = {str(at): values_of(LARGE_VALUES, at) for at in range(4)}, []
+    encode = DeviceLane.encode
+
+    def counted(lane: DeviceLane, *args: Any) -> None:
+        ran.append(1)
+        if where == "encode" and len(ran) == 3:
+            raise MemoryError("here")
+        encode(lane, *args)
+
+    def launch(lane: QueuingLane, work: Callable[..., None], *args: Any) -> None:
+        if where == "launch" and len(lane.queue) == 3:
+            raise MemoryError("here")
+        lane.queue.append(partial(work, lane, *args))
+
+    monkeypatch.setattr(QueuingLane, "encode", counted)
+    monkeypatch.setattr(QueuingLane, "launch", launch)
+    with pytest.raises(MemoryError, match="here"):
+        stored_by(Encoder(layout_of(named, "int8")), named)
+    assert len(ran) == 3
+
+
+@pytest.mark.parametrize("spec", ["fp32", "int8"])
+def test_what_no_encoder_writes_changes_no_tensor(device, spec: str) -> None:
+    named = tensors()
+    layout = layout_of(named, spec)
+    stored = stored_by(Encoder(layout), named)
+    *_, last = layout.places
+    stored[layout.slices(last.start, last.start + 1)[0]] = b"\xff" * 4
+    back = zeros_like(named)
+    encoder = Encoder(layout)
+    with pytest.raises(CodecError):
+        encoder.decode(memoryview(stored), back)
+    encoder.settle()
+    assert not any(one.any() for one in back.values())
+
+
+def test_the_next_round_waits_until_the_mean_was_read(device) -> None:
+    model = torch.nn.Linear(100, 30)
+    binding = Binding(model, parse_codec("int8"))
+    region = Region.create(binding.size)
+    started = []
+
+    def start(request: Any) -> None:
+        if isinstance(request, StartRound):  # The daemon has the memory now.
+            region.mean[:] = b"\xff" * len(region.mean)
+            started.append(request)
+
+    link: Any = SimpleNamespace(welcome=SimpleNamespace(peer_id="me"), lost=None, start=start, clock=float)
+    request = JoinRun("r", RunOptions(), binding.schema, binding.gradients, binding.size)
+    binding.devices = frozenset()  # There is no CUDA to register the memory with.
+    run = Run(link, request, binding, region, lambda *_: run)
+    wanted = {name: torch.full_like(one, 3.0) for name, one in model.state_dict().items()}
+    for encoder, finish in (
+        (binding.averages, lambda: run._averaged(Outcome(ok=True, reason=""), binding.tensors(), region, {})),
+        (binding.steps, lambda: run._stepped(Outcome(ok=True, reason=""), binding.stepped(), region, "me")),
+    ):
+        encoder.encode(wanted, region.mean)
+        finish()
+        run._start_average(0.0, 1.0, moves=False)
+        run.pending = None
+    assert all(torch.equal(one, wanted[name]) for name, one in model.named_parameters())
+    assert all(torch.equal(run.mean[name], one) for name, one in wanted.items())
+    assert len(started) == 2
+    region.memory.close()
+
+
+def test_autograd_sees_that_a_tensor_was_overwritten(device) -> None:
+    weight = torch.nn.Parameter(values_of(100_000))
+    encoder = Encoder(layout_of({"w": weight}, "int8"))
+    stored = stored_by(encoder, {"w": weight})
+    loss = (weight * weight).sum()
+    encoder.decode(memoryview(stored), {"w": weight})
+    encoder.settle()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_tensors_of_other_devices_go_by_the_cpu() -> None:
+    assert kernels_of(torch.device("mps")).endswith(", by the CPU, for mps")
+    assert kernels_of(torch.device("cpu")) in kernels_of(torch.device("mps"))
+
+
+@pytest.mark.parametrize(
+    ("tests", "which"),
+    [
+        ("test_lanes.py", "(bytes_and_values and 3.7 and (int8 or bf16)) or (not_finite and half)"),
+        ("test_encoding.py", "(every_kind and half and (4096 or fp16)) or (divided and 4096)"),
+    ],
+)
+def test_tritons_interpreter_does_the_same(tests: str, which: str) -> None:
+    pytest.importorskip("triton")
+    chosen = f"({which}) and not interpreter"  # Or this test would run itself.
+    ran = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", chosen, f"tests/peer/{tests}"],
+        env={**os.environ, "EQUIPOISE_KERNELS": "triton", "TRITON_INTERPRET": "1"},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+    )
+    assert ran.returncode == 0, ran.stdout[-3000:]
