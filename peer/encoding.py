@@ -113,25 +113,8 @@ class Encoder:
         divided: Collection[str],
     ) -> None:
         part, end, pieces = span
-        room = lane.room[: part.size]
-        if len(pieces) == 1:
-            name, start, stop, _ = pieces[0]
-            values = _flat(lane, tensors[name], fill=start == 0)[start:stop]
-            values = values if _is_plain(values, room) else room.copy_(values)
-            if divisor != 1 and name in divided:
-                values = torch.div(values, lane.number(divisor), out=room)
-        else:
-            values = room.zero_()
-            places = [_place(piece, part, room) for piece in pieces]
-            lane.copy(
-                [place.view(tensors[piece.name].shape) for piece, place in zip(pieces, places, strict=True)],
-                [tensors[piece.name] for piece in pieces],
-            )
-            if divisor != 1:
-                by = lane.number(divisor)
-                for piece, place in zip(pieces, places, strict=True):
-                    if piece.name in divided:
-                        place.div_(by)
+        take = _alone if len(pieces) == 1 else _together
+        values = take(lane, span, tensors, divisor, divided)
         try:
             lane.encode(part, values)
         except NonFiniteError as error:
@@ -260,6 +243,43 @@ def _spans(layout: Layout, devices: Devices) -> Plan:
             piece = Piece(spec.name, begin, until, part.start)
             spans.append(Span(part, end if until == spec.size else part.stop, [piece]))
     return plan
+
+
+def _alone(
+    lane: Lane,
+    span: Span,
+    tensors: Mapping[str, torch.Tensor],
+    divisor: float,
+    divided: Collection[str],
+) -> torch.Tensor:
+    """The values of a span of one piece, f32 [n], divided: where they are, or in the lane's scratch memory."""
+    room = lane.room[: span.part.size]
+    name, start, stop, _ = span.pieces[0]
+    values = _flat(lane, tensors[name], fill=start == 0)[start:stop]
+    values = values if _is_plain(values, room) else room.copy_(values)
+    if divisor == 1 or name not in divided:
+        return values
+    return torch.div(values, lane.number(divisor), out=room)
+
+
+def _together(
+    lane: Lane,
+    span: Span,
+    tensors: Mapping[str, torch.Tensor],
+    divisor: float,
+    divided: Collection[str],
+) -> torch.Tensor:
+    """The values of a span of several tensors, f32 [n], divided, in scratch memory; zeros between them."""
+    room = lane.room[: span.part.size].zero_()
+    sources = [tensors[piece.name] for piece in span.pieces]
+    places = [_place(piece, span.part, room) for piece in span.pieces]
+    lane.copy([place.view(one.shape) for place, one in zip(places, sources, strict=True)], sources)
+    if divisor != 1:
+        by = lane.number(divisor)
+        for piece, place in zip(span.pieces, places, strict=True):
+            if piece.name in divided:
+                place.div_(by)
+    return room
 
 
 def _flat(lane: Lane, tensor: torch.Tensor, fill: bool = False) -> torch.Tensor:

@@ -130,9 +130,10 @@ class DeviceLane(Lane):
         super().__init__(layout, stored, sizes)
 
     def _enter(self, aside: bool) -> None:
-        current = torch.cuda.current_stream(self.device)
-        self._stream = _side(self.device) if aside else current
-        self._stream.wait_stream(current)
+        self._stream = torch.cuda.current_stream(self.device)
+        if aside:
+            current, self._stream = self._stream, _side(self.device)
+            self._stream.wait_stream(current)
 
     def _current(self) -> contextlib.AbstractContextManager[None]:
         """Make the lane's device and stream the current ones."""

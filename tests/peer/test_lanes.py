@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import subprocess
 import sys
@@ -285,6 +286,56 @@ def test_autograd_sees_that_a_tensor_was_overwritten(device) -> None:
     encoder.settle()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+class FakeCuda:
+    """The calls that register memory, and what is mapped when they come."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, error: int = 0) -> None:
+        self.error, self.registered, self.calls = error, {}, []
+        monkeypatch.setattr(lanes, "_cudart", lambda: self)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda device: self.calls.append("synchronize"))
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802
+        self.registered[address] = size
+        return self.error
+
+    def cudaHostUnregister(self, address: int) -> None:  # noqa: N802
+        self.calls.append(f"unregister {Path('/proc/self/maps').read_text().count(f'{address:x}-')}")
+        del self.registered[address]
+
+
+def test_memory_is_unregistered_while_it_is_mapped_and_nothing_reads_it(monkeypatch) -> None:
+    cuda, region = FakeCuda(monkeypatch), Region.create(5000)
+    lanes.pin(region, {DEVICES[0]})
+    assert list(cuda.registered.values()) == [10_000]
+    assert cuda.calls == []
+    region.memory.close()
+    del region
+    gc.collect()
+    assert cuda.calls == ["synchronize", "unregister 1"]
+
+
+def test_only_the_process_that_registered_memory_unregisters_it(monkeypatch) -> None:
+    cuda, region = FakeCuda(monkeypatch), Region.create(5000)
+    lanes.pin(region, {DEVICES[0]})
+    region.memory.close()
+    with monkeypatch.context() as forked:
+        forked.setattr(os, "getpid", lambda: -1)
+        del region
+        gc.collect()
+    assert cuda.calls == []
+
+
+def test_memory_that_cuda_does_not_take_or_of_no_device_is_used_as_it_is(monkeypatch) -> None:
+    cuda, region = FakeCuda(monkeypatch, error=1), Region.create(5000)
+    lanes.pin(region, {})
+    assert cuda.registered == {}
+    lanes.pin(region, {DEVICES[0]})
+    region.memory.close()
+    del region
+    gc.collect()
+    assert cuda.calls == []
 
 
 def test_tensors_of_other_devices_go_by_the_cpu() -> None:
