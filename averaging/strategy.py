@@ -108,7 +108,7 @@ class Federated(Strategy):
     Attributes:
         fraction: Share of the live peers that is drawn.
         minimum: Fewest peers drawn; the quorum, if that is more.
-        available: Fewest live peers that may be drawn with which a round begins.
+        available: Fewest live peers that may be drawn with which the first round begins.
         quorum: Fewest contributors of a round.
         grace: Seconds for which a round waits for the other drawn peers, once its quorum is reached.
         deadline: Seconds within which a round reaches its quorum, or fails.

@@ -234,11 +234,11 @@ def _widen_fp16(words, bits):  # type: ignore[no-untyped-def]
 
 @numba.njit(numba.int64(_U32, _U16, numba.uint32), **_compiled)
 def _narrow_fp16(bits, words, limit):  # type: ignore[no-untyped-def]
-    top, clamped = np.uint32(0), 0
+    top, clamped = np.uint32(0), np.int64(0)
     for i in range(bits.size):
         magnitude = np.uint32(bits[i] & np.uint32(_MAGNITUDE))
         top = max(top, np.uint32(magnitude))
-        clamped += np.int32(magnitude > limit)
+        clamped += np.int64(magnitude > limit)
         kept = np.uint32(min(magnitude, limit))
         # Half of the last kept place, less 1 unless that place is odd: rounds to nearest, ties to even.
         wide = np.uint32(kept - _REBIAS + np.uint32(0x0FFF) + ((kept >> 13) & np.uint32(1))) >> 13
@@ -257,11 +257,11 @@ def _widen_bf16(words, bits):  # type: ignore[no-untyped-def]
 
 @numba.njit(numba.int64(_U32, _U16, numba.uint32), **_compiled)
 def _narrow_bf16(bits, words, limit):  # type: ignore[no-untyped-def]
-    top, clamped = np.uint32(0), 0
+    top, clamped = np.uint32(0), np.int64(0)
     for i in range(bits.size):
         magnitude = np.uint32(bits[i] & np.uint32(_MAGNITUDE))
         top = max(top, np.uint32(magnitude))
-        clamped += np.int32(magnitude > limit)
+        clamped += np.int64(magnitude > limit)
         kept = np.uint32(min(magnitude, limit))
         rounded = np.uint32(kept + _LOW_HALF + ((kept >> 16) & np.uint32(1))) >> 16
         words[i] = np.uint16(rounded | ((bits[i] >> 16) & _SIGN))

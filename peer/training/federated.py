@@ -194,7 +194,7 @@ class Federated:
         self._trained: StateId | None = None
         self._result: Result | None = None
         self._drawn: tuple[int, tuple[str, ...]] = (0, ())
-        self._live = 0
+        self._live, self._begun = 0, False
         self._deserted = ""
         module = run.source if isinstance(run.source, torch.nn.Module) else torch.nn.Module()
         buffers = persistent_buffers(module)
@@ -313,6 +313,7 @@ class Federated:
                 self.member.offer()
             drawn = self._run.draw(self.member.id)
             self._drawn, self._live = (self.epoch + 1, drawn.peers), len(drawn.live)
+            self._begun = self._begun or self.epoch > 0 or self._live >= self._strategy.available
             if self._trains(drawn):
                 self._train()
         before, ended = (self.member.id, self.member.in_step), self.member.outcomes
@@ -352,10 +353,8 @@ class Federated:
     def _give_up(self) -> str:
         """End the search for a group at the deadline; returns why."""
         before, waits = self.member.id, getattr(self._run.state, "reason", "")
-        if self._live < self._strategy.available:
-            waits = (
-                f"{self._live} of the {self._strategy.available} peers with which a round begins are there"
-            )
+        if not self._begun:
+            waits = f"{self._live} of {self._strategy.available} available peers are there"
         told = f"no round within {self._strategy.deadline:g} s: {waits or self.member.reason}"
         if self.history and not self.member.has_company():
             self._deserted = f"all other peers have left, {told}"
@@ -400,10 +399,10 @@ class Federated:
             self._return_to_agreed()
 
     def _trains(self, drawn: Drawn) -> bool:
-        """Whether this peer is to train now: it is drawn, enough peers are there, and it has nothing to contribute."""
+        """Whether this peer is to train now: it is drawn, and has nothing to contribute yet."""
         if self._fit is None or self._result is not None or self._trained == self.member.id:
             return False
-        return self._run.peer in drawn.peers and len(drawn.live) >= self._strategy.available
+        return self._begun and self._run.peer in drawn.peers
 
     def _train(self) -> None:
         state = self.member.id

@@ -280,19 +280,19 @@ def test_a_round_closes_some_seconds_after_its_quorum_and_tells_the_late_how_lat
 ) -> None:
     lasts = (0.0, 0.0, 0.5, 3.0, 12.0, 12.0)
     strategy = f"federated:available={len(lasts)},minimum={len(lasts)},quorum=3,grace=4"
-    begun, applied = threading.Barrier(len(lasts)), [0.0] * len(lasts)
+    begun, starts, applied = threading.Barrier(len(lasts)), [0.0] * len(lasts), [0.0] * len(lasts)
 
     def work(trainer: Trainer) -> None:
         trains, evaluates = trainer.fit, trainer.evaluate
 
         def fit(task: Task) -> tuple[float, dict[str, float]]:
             begun.wait(30.0)
-            trainer.began = time.monotonic()
+            starts[trainer.index] = time.monotonic()
             threading.Event().wait(lasts[trainer.index])
             return trains(task)
 
         def evaluate(task: Task) -> tuple[float, dict[str, float]]:
-            applied[trainer.index] = time.monotonic() - getattr(trainer, "began", time.monotonic())
+            applied[trainer.index] = time.monotonic() - starts[trainer.index]
             return evaluates(task)
 
         trainer.fit, trainer.evaluate = fit, evaluate  # type: ignore[method-assign]

@@ -346,14 +346,19 @@ def test_a_training_longer_than_the_deadline_still_counts() -> None:
     assert len(found[0][0][1].contributors) == 2
 
 
-def test_a_round_begins_once_enough_peers_are_there_and_newcomers_get_the_state_before() -> None:
+def test_a_newcomer_gets_the_state_where_fewer_live_than_the_first_round_needs() -> None:
     found = steps("federated:grace=2,deadline=20,available=4", 5, 60, {4: 20.0}, kill={2: 10.0, 3: 10.0})
     for index in (0, 1, 4):
-        failed = [record for _, record in found[index] if not record.ok]
-        assert all(
-            "3 of the 4 peers with which a round begins are there" in record.reason for record in failed[:2]
-        )
-    assert found[4][0][1].number == found[0][-1][1].number > 2
+        assert all(record.ok for _, record in found[index])
+        assert found[index][-1][1].number == 60
+    assert found[4][0][1].number > 2
+
+
+def test_no_peer_trains_before_enough_are_there() -> None:
+    found = steps("federated:deadline=20,available=3", 2, 60)
+    for records in found:
+        assert len(records) == 3
+        assert all("2 of 3 available peers are there" in record.reason for _, record in records[:2])
 
 
 def test_a_peer_whose_training_a_newcomer_displaces_is_waited_for() -> None:
