@@ -9,6 +9,7 @@ from simulator.gossip import mix, mixes_as_expected, storm
 PEERS, SEEDS = 64, 4
 
 
+@pytest.mark.slow
 def test_values_come_together_as_those_of_random_pairs_do() -> None:
     found = [mix(PEERS, "random", 4 * PEERS, seed) for seed in range(SEEDS)]
     error = {done: sum(one.error[done] for one in found) / SEEDS for done in (64, 128, 256)}
