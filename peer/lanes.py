@@ -86,9 +86,8 @@ class Lane:
         return value
 
     def copy(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-        """Copy tensors of equal shapes, converted to the dtypes of the targets."""
-        for target, source in zip(targets, sources, strict=True):
-            target.copy_(source)
+        """Copy tensors of equal shapes, converted to the dtypes of the targets: on a GPU, by few kernels."""
+        torch._foreach_copy_(targets, sources)
 
     def encode(self, part: Part, values: torch.Tensor) -> None:
         """Encode the values of a part, f32 [n], to its places in the vector."""
@@ -168,10 +167,6 @@ class DeviceLane(Lane):
     def number(self, value: float) -> float | torch.Tensor:
         """See `Lane.number`: by a Python number CUDA would not divide, but multiply by its reciprocal."""
         return torch.full((), value, dtype=torch.float32, device=self.device)
-
-    def copy(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-        """See `Lane.copy`; as few kernels as torch can make of it."""
-        torch._foreach_copy_(targets, sources)
 
     def encode(self, part: Part, values: torch.Tensor) -> None:
         """See `Lane.encode`; what is not finite shows in `clamped`."""

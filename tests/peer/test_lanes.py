@@ -361,3 +361,23 @@ def test_tritons_interpreter_does_the_same(tests: str, which: str) -> None:
         text=True,
     )
     assert ran.returncode == 0, ran.stdout[-3000:]
+
+
+@pytest.mark.parametrize("queued", [False, True])
+def test_strided_tensors_pass_through_memory_for_one_of_them(device, monkeypatch, queued: bool) -> None:
+    monkeypatch.setattr(lanes, "LINKED", ("cpu",) if queued else ())
+    monkeypatch.setattr(encoding, "LANE_VALUES" if queued else "SPAN_VALUES", 4096)
+    named = {str(at): values_of(9000, at).reshape(90, 100).t() for at in range(3)}
+    sizes = []
+    for kind in (lanes.Lane, DeviceLane):
+
+        def allocate(lane: Any, one: lanes.Sizes, do: Any = kind._allocate) -> None:
+            sizes.append(one.dense)
+            do(lane, one)
+
+        monkeypatch.setattr(kind, "_allocate", allocate)
+    encoder, back = Encoder(layout_of(named, "fp32")), zeros_like(named)
+    encoder.decode(memoryview(stored_by(encoder, named)), back)
+    encoder.settle()
+    assert all(torch.equal(back[name], named[name]) for name in named)
+    assert set(sizes) <= {9000, 0}
