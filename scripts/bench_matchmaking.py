@@ -79,11 +79,14 @@ class Bench:
         self._values = [torch.zeros(256) for _ in range(peers)]
         self._outcomes: list[list[Outcome]] = [[] for _ in range(peers)]
         self._spreads: list[float] = []
+        self._ready = 0.0
 
     def run(self) -> dict[str, object]:
         """Start everything, average, end everything, and sum up."""
         with tempfile.TemporaryDirectory(prefix="bench-") as folder, Family(Path(folder)) as family:
+            began = time.monotonic()
             homes = start_daemons(family, Path(folder), self._peers)
+            self._ready = time.monotonic() - began
             with ThreadPoolExecutor(self._peers) as pool:
                 for done in [pool.submit(self._average, index, home) for index, home in enumerate(homes)]:
                     done.result()
@@ -126,6 +129,7 @@ class Bench:
         return {
             "peers": self._peers,
             "group_size": self._group_size,
+            "ready_s": round(self._ready, 1),
             "groups": len(waits),
             "median_ms": round(statistics.median(closing), 1),
             "min_ms": round(min(closing), 1),

@@ -108,7 +108,8 @@ class Peer:
         if daemon is None:
             return {"peak": peak}
         used = memory(psutil.Process(daemon.pid))
-        return {"peak": peak, "daemon": used["VmHWM"] - used["RssShmem"]}
+        pss = sum(one.memory_full_info().pss for one in (me, psutil.Process(daemon.pid)))
+        return {"peak": peak, "daemon": used["VmHWM"] - used["RssShmem"], "pss": pss}
 
     def close(self) -> None:
         self._system.close()

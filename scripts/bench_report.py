@@ -50,6 +50,8 @@ def summary(row: Row, rows: Sequence[Row], values: int, rates: Sequence[float]) 
         found["peak_mb"] = max(one["peak"] for one in row.memory) / 1e6
         if "daemon" in row.memory[0]:
             found["daemon_beyond_tensors_mb"] = max(one["daemon"] for one in row.memory) / 1e6
+        if "pss" in row.memory[0]:
+            found["pss_mb"] = max(one["pss"] for one in row.memory) / 1e6
     if row.phases:
         found["phases_median_ms"] = {
             name: 1e3 * statistics.median(one.get(name, 0.0) for one in row.phases) for name in row.phases[0]
@@ -63,10 +65,15 @@ def summary(row: Row, rows: Sequence[Row], values: int, rates: Sequence[float]) 
 
 
 def ratios(row: Row, rows: Sequence[Row]) -> dict[str, float]:
-    """The median exchange over that of each rival; of the wire's of as many bytes, the share that is reached."""
+    """The median exchange and call over those of each rival, the call over that of ours in another checkout; of the
+    wire's exchange of as many bytes, the share that is reached.
+    """
     mine = statistics.median(row.exchange)
     others = {one.name: statistics.median(one.exchange) for one in rows if one is not row and one.exchange}
     found = {f"x_{name}": mine / other for name, other in others.items() if name.startswith(RIVALS)}
+    for one in rows:
+        if one is not row and one.call and (one.name.startswith(RIVALS) or "@" in one.name):
+            found[f"call_x_{one.name}"] = statistics.median(row.call) / statistics.median(one.call)
     for one in rows:
         if one.name.startswith("wire") and one.name in others and one.encoded == row.encoded:
             found["of_wire"] = others[one.name] / mine
