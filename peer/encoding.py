@@ -275,10 +275,10 @@ def _together(
     places = [_place(piece, span.part, room) for piece in span.pieces]
     lane.copy([place.view(one.shape) for place, one in zip(places, sources, strict=True)], sources)
     if divisor != 1:
+        chosen = [place for piece, place in zip(span.pieces, places, strict=True) if piece.name in divided]
         by = lane.number(divisor)
-        for piece, place in zip(span.pieces, places, strict=True):
-            if piece.name in divided:
-                place.div_(by)
+        for values in [room] if len(chosen) == len(places) else chosen:
+            values.div_(by)
     return room
 
 
