@@ -154,6 +154,7 @@ class QuorumAndGrace(ClosePolicy):
         self._drawn_for: tuple[StateId | None, tuple[str, ...]] = (None, ())
         self._drawn = Drawn((), ())
         self._draws: dict[StateId | None, _Draw] = {}
+        self._begun = False
 
     def awaited(self, gathering: GroupBuilder, now: float) -> Awaited:
         """See `ClosePolicy.awaited`."""
@@ -192,7 +193,16 @@ class QuorumAndGrace(ClosePolicy):
         return self._drawn
 
     def holds(self, gathering: GroupBuilder, now: float) -> bool:
-        """See `ClosePolicy.holds`: late peers form no round of their own for a state that the others have left."""
+        """See `ClosePolicy.holds`: late peers form no round of their own for a state that the others have left.
+
+        Nor does the first round close before this peer, too, has seen as many as are to be there.
+        """
+        state = gathering.state
+        if not self._begun and not gathering.introduces and state is not None and state.epoch == 0:
+            there = {*self._view.live(self._strategy.tags), *gathering.parked}
+            self._begun = len(there) >= self._strategy.available
+            if not self._begun:
+                return True
         return self._view.is_past(gathering.round, now)
 
     def standing(self, gathering: GroupBuilder, now: float) -> wire.Standing | None:

@@ -104,6 +104,19 @@ def test_grace_runs_from_the_quorum() -> None:
     assert any("4 s after the quorum of 3" in reason for reason in reasons)
 
 
+def test_the_first_round_does_not_close_before_its_coordinator_has_seen_enough_peers() -> None:
+    first = StateId(0, "b" * 64)
+    coordinator = in_order(0, NAMES[:3])[0]
+    one = machine(coordinator, 3, Federated(available=4, grace=1.0))
+    for name in NAMES[:3]:
+        if name == coordinator:
+            assert not groups(one.handle(ready(state=first), 1.0))
+        else:
+            assert not groups(one.handle(asks(name, state=first), 1.0))
+    assert not groups(alive(one, NAMES[:3], 5.0, 1.0))
+    assert groups(one.handle(asks(NAMES[3], state=first), 6.0)) == [set(NAMES[:4])]
+
+
 def test_half_spent_patience_closes_no_federated_round() -> None:
     one, drawn, _ = roles(4, quorum=2, grace=50.0)
     for name in drawn[:2]:
