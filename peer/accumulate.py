@@ -35,7 +35,7 @@ class Accumulator:
 
     def __init__(self, like: Mapping[str, torch.Tensor]) -> None:
         """Start at zero, with fp32 tensors of the shapes and devices of `like`."""
-        self._sums = _views(like)
+        self._sums = _empty(like)
         self.weight = 0.0
         self._bound = 0.0  # No value of the sums is larger than that.
         # Nothing was added, whatever is in their memory: to zero it would be one more pass.
@@ -129,16 +129,14 @@ def _put(total: torch.Tensor, gradient: torch.Tensor | None, weight: float, firs
         total.add_(values if weight == 1 else values * weight)
 
 
-def _views(like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _empty(like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Uninitialised fp32 tensors of those shapes and devices: views of one buffer for each device."""
-    starts, sizes = {}, dict.fromkeys((tensor.device for tensor in like.values()), 0)
-    for name, tensor in like.items():
-        starts[name] = sizes[tensor.device]
-        sizes[tensor.device] += -(-tensor.numel() // ALIGNED_VALUES) * ALIGNED_VALUES
+    starts, sizes = {}, dict.fromkeys((one.device for one in like.values()), 0)
+    for name, one in like.items():
+        starts[name] = sizes[one.device]
+        sizes[one.device] += -(-one.numel() // ALIGNED_VALUES) * ALIGNED_VALUES
     with torch.inference_mode(False), torch.no_grad():  # They outlive this call.
-        flat = {
-            device: torch.empty(size, dtype=torch.float32, device=device) for device, size in sizes.items()
-        }
+        flat = {device: torch.empty(n, dtype=torch.float32, device=device) for device, n in sizes.items()}
         return {
             name: flat[one.device][starts[name] :][: one.numel()].view(one.shape)
             for name, one in like.items()
@@ -169,8 +167,8 @@ def _largest(gradients: Mapping[str, torch.Tensor]) -> float:
         values = gradient.values() if gradient.is_sparse else gradient
         if values.numel():
             low, high = values.aminmax()
-            wide = torch.float32 if gradient.device.type == "mps" else torch.float64  # mps has no doubles.
-            peaks.setdefault(gradient.device, []).append(torch.maximum(-low, high).to(wide))
+            peaks.setdefault(gradient.device, []).append(torch.maximum(-low, high))
+    # Stacked, they have a dtype that holds all of them.
     largest = max((float(torch.stack(of_device).max()) for of_device in peaks.values()), default=0.0)
     if not largest <= LIMIT:
         _blame(gradients)
