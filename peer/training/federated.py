@@ -320,6 +320,8 @@ class Federated:
         self._take_part()
         self._look_around()
         poll = OBSERVER_POLL_SECONDS if self.member.in_step else POLL_SECONDS
+        if not self.member.pending:
+            self._run.sleep(POLL_SECONDS)
         self.member.wait(min(poll, self._pause))
         if (self.member.id, self.member.in_step) != before:
             # A download may have brought a mean or the state while this peer waited for the round.
@@ -375,6 +377,8 @@ class Federated:
 
     def _take_part(self) -> None:
         """Join the round with this peer's contribution, or as an observer, unless it has joined already."""
+        if self.member.in_step and not self._begun:
+            return  # To observe would be to decline.
         state, result = self.member.id, self._result
         gives = result is not None and self.member.in_step and self._clock() >= result.withheld_until
         if self.member.pending:
