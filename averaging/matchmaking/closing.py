@@ -178,6 +178,7 @@ class QuorumAndGrace(ClosePolicy):
     def draw(self, state: StateId | None, now: float) -> Drawn:
         """See `ClosePolicy.draw`."""
         strategy, live = self._strategy, self._view.live(self._strategy.tags)
+        self._begun = self._begun or len(live) >= strategy.available
         if (state, live) != self._drawn_for:
             # Fewer than the quorum could only fail. Where peers die, others take their places.
             before = self._draws.pop(state, _Draw(0, {}))
@@ -200,8 +201,7 @@ class QuorumAndGrace(ClosePolicy):
         state = gathering.state
         if not self._begun and not gathering.introduces and state is not None and state.epoch == 0:
             there = {*self._view.live(self._strategy.tags), *gathering.parked}
-            self._begun = len(there) >= self._strategy.available
-            if not self._begun:
+            if len(there) < self._strategy.available:
                 return True
         return self._view.is_past(gathering.round, now)
 

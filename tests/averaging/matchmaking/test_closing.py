@@ -117,6 +117,19 @@ def test_the_first_round_does_not_close_before_its_coordinator_has_seen_enough_p
     assert groups(one.handle(asks(NAMES[3], state=first), 6.0)) == [set(NAMES[:4])]
 
 
+def test_a_coordinator_that_has_seen_enough_peers_waits_for_none_that_has_died_since() -> None:
+    first = StateId(0, "b" * 64)
+    coordinator, *others = in_order(0, NAMES[:4])
+    one = machine(coordinator, 4, Federated(available=4, grace=1.0))
+    assert len(one.draw(first, 0.5).live) == 4  # Its trainer asks.
+    one.handle(events.PeerLost(others[-1]), 1.0)
+    for name in others[:-1]:
+        assert not groups(one.handle(asks(name, state=first), 1.0))
+    actions = one.handle(ready(state=first), 1.0)
+    actions += alive(one, NAMES[:3], 5.0, 1.0)
+    assert groups(actions) == [{coordinator, *others[:-1]}]
+
+
 def test_half_spent_patience_closes_no_federated_round() -> None:
     one, drawn, _ = roles(4, quorum=2, grace=50.0)
     for name in drawn[:2]:
