@@ -305,15 +305,16 @@ class Federated:
 
     def _advance(self) -> str:
         """Take the next step that is due, and wait a moment; returns why the round failed, if it has."""
+        drawn = self._run.draw(self.member.id)
+        self._live = len(drawn.live)
+        self._begun = self._begun or self.epoch > 0 or self._live >= self._strategy.available
         if self.member.in_step:
             self._forget_the_old()
             self._look_at_model()
             if self.member.limit <= OFFER_BYTES:
                 # Not sooner: where a round has just closed, others still apply its mean.
                 self.member.offer()
-            drawn = self._run.draw(self.member.id)
-            self._drawn, self._live = (self.epoch + 1, drawn.peers), len(drawn.live)
-            self._begun = self._begun or self.epoch > 0 or self._live >= self._strategy.available
+            self._drawn = self.epoch + 1, drawn.peers
             if self._trains(drawn):
                 self._train()
         before, ended = (self.member.id, self.member.in_step), self.member.outcomes
@@ -370,15 +371,16 @@ class Federated:
             return
         self._look_at, self._pause = now, min(max(2 * self._pause, LOOK_SECONDS), MAX_LOOK_SECONDS)
         if self.member.has_company():
-            self.member.look_ahead()
+            # Where others have begun, fewer may be left than the first round needs.
+            self.member.look_ahead(0 if self._begun else 1)
             self.member.serve()
         else:
             self.member.look_back()
 
     def _take_part(self) -> None:
         """Join the round with this peer's contribution, or as an observer, unless it has joined already."""
-        if self.member.in_step and not self._begun:
-            return  # To observe would be to decline.
+        if not self._begun:
+            return  # All begin together. To observe would be to decline.
         state, result = self.member.id, self._result
         gives = result is not None and self.member.in_step and self._clock() >= result.withheld_until
         if self.member.pending:

@@ -434,10 +434,13 @@ class Member:
         self._stop_search(why)
         self.collect()
 
-    def look_ahead(self) -> None:
-        """Look for the others' state: a mean that this peer lacks, or a snapshot if it knows no group's state."""
+    def look_ahead(self, at_least: int = 0) -> None:
+        """Look for the others' state: a mean that this peer lacks, or a snapshot if it knows no group's state.
+
+        Such a snapshot is of epoch `at_least`.
+        """
         meets = self._replica.phase is machine.Phase.MEETING
-        self._hear(events.OthersBegun(self.id.epoch) if meets else events.Overdue())
+        self._hear(events.OthersBegun(max(self.id.epoch, at_least)) if meets else events.Overdue())
 
     def offer(self) -> None:
         """Offer a snapshot of this state to newcomers, whether or not one wants it yet."""
