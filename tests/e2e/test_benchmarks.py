@@ -92,7 +92,7 @@ def test_rounds_over_shaped_links_are_held_to_what_the_links_allow() -> None:
     assert ours.keys() >= {*OURS, "best_ms", "x_best", "of_wire"}
     assert not {row[key] for row in (ours, gloo, wire) for key in ("failed", "wrong")} - {0}
     # 2 x 1/2 x 500k int8 values at 200 Mbit/s, and gloo's are four times as long; a link's first burst is free.
-    assert ours["best_ms"] == pytest.approx(20.3, abs=0.1)
+    assert ours["best_ms"] == pytest.approx(20.6, abs=0.1)
     assert ours["x_best"] > 0.5 < gloo["x_best"]
 
 
