@@ -88,6 +88,7 @@ def test_status_tells_who_fetches_and_who_serves(places: list[DaemonProcess]) ->
     assert newcomer.status().runs[0].transfer == ""
 
 
+@pytest.mark.slow
 def test_an_image_of_120_mb_from_three_of_which_one_is_killed_while_rounds_go_on(
     places: list[DaemonProcess],
 ) -> None:

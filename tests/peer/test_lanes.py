@@ -343,6 +343,7 @@ def test_tensors_of_other_devices_go_by_the_cpu() -> None:
     assert kernels_of(torch.device("cpu")) in kernels_of(torch.device("mps"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tests", "which"),
     [
