@@ -155,7 +155,7 @@ class FloatMath(ArrayMath):
 
     Args:
         spec: The format's name.
-        compiled: Returns kernels that convert fp16 and bf16 as numpy does, in fewer passes; None if there are none.
+        compiled: Returns kernels that convert fp16 and bf16 as numpy does, in fewer passes, or None.
     """
 
     def __init__(self, spec: str, compiled: Callable[[], ArrayKernels | None] = lambda: None) -> None:

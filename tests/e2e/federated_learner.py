@@ -1,6 +1,6 @@
 """A federated training script of the end-to-end tests: `python federated_learner.py HOME TASK`.
 
-It says, one line of JSON each, for which rounds it trains, and what it came to.
+It prints the rounds for which it trains, and its end, as one line of JSON each.
 """
 
 from __future__ import annotations

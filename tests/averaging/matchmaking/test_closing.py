@@ -1,4 +1,4 @@
-"""Federated rounds: who is drawn and waited for, and when a round closes."""
+"""Federated rounds: the peers that are drawn and waited for, and the time at which a round closes."""
 
 from __future__ import annotations
 
