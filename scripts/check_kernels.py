@@ -86,7 +86,7 @@ def ptx_of(launch: Launch, arch: int) -> str:
 def faults(ptx: str) -> Iterator[str]:
     """The instructions of a kernel that are forbidden, as they stand there."""
     for line in ptx.splitlines():
-        # A predicate may stand before the instruction; names of files and of labels are none.
+        # A predicate may stand before the instruction; names of files and labels do not count.
         words = re.sub(r"^@!?%\w+", "", line.strip()).split()
         if words and FORBIDDEN.fullmatch(words[0].rstrip(";")):
             yield line.strip()

@@ -482,7 +482,7 @@ class SimulatedSwarm:
         return self.difference(spec) if most is not None and len(most.present) > alike else ""
 
     def difference(self, spec: RunSpec) -> str:
-        """Return how the terms of most other peers of a run's name differ, one line; empty if there are none."""
+        """Return how the terms of most other peers of a run's name differ, in one line, or nothing."""
         most = self._others(spec)
         return differences(spec, answer_of(most.spec, spec.marks, 0.0)) if most is not None else ""
 

@@ -50,7 +50,7 @@ class Learner:
         return [one.number for one in self.reports if isinstance(one, Trains)]
 
     def finish(self) -> Ended:
-        """Wait for the script's end, whose status must be 0; returns what it came to."""
+        """Wait for the script's end, whose status must be 0; returns its last report."""
         assert self.process.wait(SECONDS) == 0, self.process.errors[-4000:]
         report = self.reports[-1]
         assert isinstance(report, Ended)

@@ -20,7 +20,7 @@ STRATEGY = f"federated:available={PEERS},minimum={PEERS},quorum={PEERS}"
 
 
 class Ended(NamedTuple):
-    """What one peer came to: the model, and the metrics and evaluations of all rounds."""
+    """The end of one peer: its model, and the metrics and evaluations of all rounds."""
 
     model: torch.Tensor
     metrics: list[dict[str, float]]
