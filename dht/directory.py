@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from equipoise.dht import records
 from equipoise.dht.autonat import Reach
 from equipoise.dht.identity import Identity
-from equipoise.dht.protocol import CallError, RecordProtocol
+from equipoise.dht.protocol import REPLICAS, CallError, RecordProtocol
 from equipoise.dht.records import Entry, Kept, Readiness, key_of, seal, shard_of
 from equipoise.dht.state import PROTOCOL_VERSION, Part, Tags
 from equipoise.tasks import TaskSet, end, sleep_until
@@ -27,10 +27,11 @@ MAX_UNCONNECTED = 16
 """Most targets that this peer must dial first: records of absent peers are cheap, and must not delay others' news."""
 
 RENEW_SECONDS = 5.0
-PUBLISH_GAP_SECONDS = 0.1
-"""Changes of one run closer together than this are published as one."""
-REFRESH_SECONDS = 2.0
-"""Time between two searches of the DHT for peers that do not know this one; the others tell it themselves."""
+GAP_SECONDS = 0.1
+"""Shortest time between two publications, or two searches, of one run: changes closer together are handled as one."""
+REFRESH_SECONDS, MAX_REFRESH_SECONDS = 2.0, 10.0
+"""Shortest and longest time between two searches of the DHT for peers that do not know this one; it doubles while they
+find nobody new, as one search asks dozens of peers. The others tell this peer themselves."""
 STALE_SECONDS = 5.0
 """`peers` of a run that is not announced searches first if the last search is older."""
 RETRY_SECONDS = 0.3
@@ -97,12 +98,13 @@ class Publisher:
 
 @dataclass
 class _Own:
-    """This peer's part in one run."""
+    """This peer's part in one run; it `grows` if a peer has come since the last search."""
 
     publisher: Publisher
     record: Readiness
     kept: Kept
     replicas: tuple[str, ...] = ()
+    grows: bool = False
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     search: asyncio.Event = field(default_factory=asyncio.Event)
     tasks: TaskSet = field(default_factory=TaskSet)
@@ -181,11 +183,13 @@ class RunDirectory:
         for own in self._own.values():
             self._renew(own)
 
-    def refresh(self) -> None:
-        """Search and publish again, for there are new peers."""
-        for own in self._own.values():
-            own.search.set()
-            own.changed.set()
+    def meet(self, peer: str) -> None:
+        """Ask `peer`, which is new to this one, for the members of every run, and have it keep records if it should."""
+        for run, own in self._own.items():
+            if len(own.replicas) < REPLICAS:
+                own.search.set()
+            else:  # A search would ask dozens of peers for each of the many that a large swarm shows at first.
+                own.tasks.spawn(self._protocol.ask(peer, _keys_of(run)))
 
     async def stop(self) -> None:
         """Withdraw from every run."""
@@ -235,7 +239,7 @@ class RunDirectory:
                 self._renew(own)
             own.changed.clear()
             own.publisher.publish(own.kept, self._targets(own))
-            await asyncio.sleep(PUBLISH_GAP_SECONDS)
+            await asyncio.sleep(GAP_SECONDS)
 
     def _renew(self, own: _Own) -> None:
         names = ["state", "spec", "round", "accumulated", "reason", "bandwidth", "observes"]
@@ -245,16 +249,20 @@ class RunDirectory:
         self._publish(self._record(own.record.run, **{name: getattr(own.record, name) for name in names}))
 
     async def _keep_searched(self, own: _Own) -> None:
+        pause = REFRESH_SECONDS
         while True:
             own.search.clear()
             replicas = await self._search(own.record.run)
             if set(replicas) - set(own.replicas):
                 own.changed.set()
             own.replicas = replicas
-            await sleep_until(own.search, REFRESH_SECONDS)
+            pause = REFRESH_SECONDS if own.grows else min(2 * pause, MAX_REFRESH_SECONDS)
+            own.grows = False
+            await sleep_until(own.search, pause)
+            await asyncio.sleep(GAP_SECONDS)
 
     async def _search(self, run: str) -> tuple[str, ...]:
-        keys = [key_of(run, shard) for shard in range(records.SHARDS)]
+        keys = _keys_of(run)
         nearest = await self._protocol.look_up(keys)
         now = time.monotonic()
         self._searched = {name: when for name, when in self._searched.items() if when + STALE_SECONDS > now}
@@ -265,6 +273,11 @@ class RunDirectory:
         record = entry.record
         own = self._own.get(record.run)
         if own is not None and entry.newcomer and record.peer != self._identity.peer:
+            own.grows = True
             own.publisher.publish(own.kept, [record.peer])
             if own.record.dialable != self._reach.dialable:
                 self._renew(own)
+
+
+def _keys_of(run: str) -> list[bytes]:
+    return [key_of(run, shard) for shard in range(records.SHARDS)]

@@ -323,15 +323,22 @@ class RecordProtocol:
         The records go to the record store, not to hivemind. None if there is no usable answer.
         """
         keys = tuple(keys)
-        request = Find(hello=self._hello(str(peer)), keys=tuple(key.to_bytes() for key in keys))
+        answer = await self.ask(str(peer), [key.to_bytes() for key in keys])
+        if answer is None:
+            return None
+        found = zip(keys, answer.nearest, strict=False)
+        return {key: (None, self._neighbours(nearest)) for key, nearest in found}
+
+    async def ask(self, peer: str, keys: Sequence[bytes]) -> Found | None:
+        """Take the records under `keys` (20 bytes each) that `peer` keeps; None if it gives no usable answer."""
+        request = Find(hello=self._hello(peer), keys=tuple(keys))
         try:
-            answer = await self._call(str(peer), FIND, request, Found)
+            answer = await self._call(peer, FIND, request, Found)
         except CallError as error:
             _log.debug("%s", error)
             return None
-        await self.take(answer.records, str(peer))
-        found = zip(keys, answer.nearest, strict=False)
-        return {key: (None, self._neighbours(nearest)) for key, nearest in found}
+        await self.take(answer.records, peer)
+        return answer
 
     def keep(self, own: Kept) -> None:
         """Put a record of this peer itself into the record store, unless a later one of the same identity is there."""

@@ -348,7 +348,7 @@ class Swarm:
     def _on_peer(self, met: str) -> None:
         self._memory.remember(met, self._dialer.addresses_of(met))
         self._memory.save()  # A daemon that is killed in the next moment returns by it.
-        self.directory.refresh()
+        self.directory.meet(met)
 
     async def _keep_house(self) -> None:
         while True:

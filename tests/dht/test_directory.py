@@ -11,8 +11,8 @@ from equipoise.dht.dialpolicy import DialPolicy
 from equipoise.dht.directory import MAX_UNCONNECTED, Publisher, RunDirectory
 from equipoise.dht.identity import Identity
 from equipoise.dht.p2pd_client import P2pdClient
-from equipoise.dht.protocol import CallError, RecordProtocol
-from equipoise.dht.records import Kept, Readiness, seal, unseal
+from equipoise.dht.protocol import REPLICAS, CallError, RecordProtocol
+from equipoise.dht.records import SHARDS, Kept, Readiness, key_of, seal, unseal
 from equipoise.dht.state import PROTOCOL_VERSION, ReachStatus
 
 
@@ -68,12 +68,18 @@ def record_of(identity: Identity, sequence: int) -> Kept:
     return Kept(identity.peer, seal(record, identity), 15.0)
 
 
+def directory_of(tmp_path: Path, identity: Identity) -> tuple[RunDirectory, RecordProtocol]:
+    link = P2pdClient(tmp_path / "nowhere")
+    protocol = RecordProtocol(identity.peer, True, link, Dialer(link, identity.peer, DialPolicy(list)))
+    reach = SimpleNamespace(dialable=True, status=lambda: ReachStatus("direct", "it was dialled"))
+    return RunDirectory(identity, protocol, reach, sequence=1), protocol
+
+
 async def test_a_later_record_of_a_copied_identity_ends_no_renewals(
     tmp_path: Path, identity: Identity, stranger: Identity, until, monkeypatch
 ) -> None:
     monkeypatch.setattr(directory, "RENEW_SECONDS", 0.02)
-    link = P2pdClient(tmp_path / "nowhere")
-    protocol = RecordProtocol(identity.peer, True, link, Dialer(link, identity.peer, DialPolicy(list)))
+    announced, protocol = directory_of(tmp_path, identity)
     sent: list[Readiness] = []
 
     async def store(peer: str, records: list[Kept]) -> int:
@@ -83,8 +89,6 @@ async def test_a_later_record_of_a_copied_identity_ends_no_renewals(
 
     monkeypatch.setattr(protocol, "store", store)
     assert await protocol.take([record_of(stranger, 1), record_of(identity, 2**62)], stranger.peer) == 2
-    reach = SimpleNamespace(dialable=True, status=lambda: ReachStatus("direct", "it was dialled"))
-    announced = RunDirectory(identity, protocol, reach, sequence=1)
     await announced.announce("digits", spec="ab", ready=False, round=1, accumulated=0.0, reason="stays")
     own = announced._own["digits"]
     await until(lambda: len(sent) >= 3)
@@ -92,3 +96,57 @@ async def test_a_later_record_of_a_copied_identity_ends_no_renewals(
     assert [record.sequence for record in sent] == sorted({record.sequence for record in sent})
     assert [record.state for record in sent] == ["joined"] * (len(sent) - 1) + ["offline"]
     assert not own.publisher._tasks
+
+
+async def test_searches_that_find_nobody_new_are_rarer_and_rarer(
+    tmp_path: Path, identity: Identity, stranger: Identity, until, monkeypatch
+) -> None:
+    found, protocol = directory_of(tmp_path, identity)
+    pauses: list[float] = []
+
+    async def look_up(keys: list[bytes]) -> dict[bytes, tuple[str, ...]]:
+        if len(pauses) == 5:
+            assert await protocol.take([record_of(stranger, 1)], stranger.peer) == 1
+        return dict.fromkeys(keys, ())
+
+    async def sleep_until(event: asyncio.Event, seconds: float) -> None:
+        if event is found._own["digits"].search:
+            pauses.append(seconds)
+        await asyncio.sleep(0)
+
+    monkeypatch.setattr(protocol, "look_up", look_up)
+    monkeypatch.setattr(directory, "sleep_until", sleep_until)
+    monkeypatch.setattr(directory, "GAP_SECONDS", 0.0)
+    await found.announce("digits", spec="ab", ready=False, round=1, accumulated=0.0, reason="stays")
+    await until(lambda: len(pauses) >= 9)
+    await found.stop()
+    assert pauses[:9] == [4.0, 8.0, 10.0, 10.0, 10.0, 2.0, 4.0, 8.0, 10.0]
+
+
+async def test_a_new_peer_of_a_large_swarm_is_asked_itself_and_no_others(
+    tmp_path: Path, identity: Identity, stranger: Identity, until, monkeypatch
+) -> None:
+    found, protocol = directory_of(tmp_path, identity)
+    replicas = [f"replica {number}" for number in range(REPLICAS - 1)]
+    searches, asked = 0, []
+
+    async def look_up(keys: list[bytes]) -> dict[bytes, tuple[str, ...]]:
+        nonlocal searches
+        searches += 1
+        return dict.fromkeys(keys, tuple(replicas))
+
+    async def ask(peer: str, keys: list[bytes]) -> None:
+        asked.append((peer, keys))
+
+    monkeypatch.setattr(protocol, "look_up", look_up)
+    monkeypatch.setattr(protocol, "ask", ask)
+    monkeypatch.setattr(directory, "GAP_SECONDS", 0.0)
+    await found.announce("digits", spec="ab", ready=False, round=1, accumulated=0.0, reason="stays")
+    await until(lambda: searches == 1)
+    replicas.append("replica of the swarm that has grown")
+    found.meet(stranger.peer)
+    await until(lambda: searches == 2)
+    found.meet(stranger.peer)
+    await until(lambda: asked == [(stranger.peer, [key_of("digits", shard) for shard in range(SHARDS)])])
+    await found.stop()
+    assert searches == 2
