@@ -35,7 +35,10 @@ JITTER = 0.25
 LOOK_SECONDS = 1.0
 """Longest time until a lost way into the swarm is noticed, and until a peer that has fallen silent is asked."""
 QUIET_SECONDS = 2.0
-"""Longest silence of a peer before it is asked."""
+"""Longest silence of a peer before it is asked, in a small swarm."""
+ASKED_A_SECOND = 4
+"""Most peers that are asked in a second, on average: of more of them each may be silent for longer. An answer costs
+four processes 4 ms in all, and peers of one run hear from each other anyway."""
 MAX_MISSED = 2
 """Most questions in a row that go unanswered before a peer is given up: a busy one may miss the first."""
 MAX_ASKED = 32
@@ -208,9 +211,8 @@ class Contacts:
         """Ask silent peers, the longest silent first; forget those that are not connected."""
         connected = self._dialer.connected
         self._heard = {peer: at for peer, at in self._heard.items() if peer in connected}
-        silent = [
-            peer for peer, at in self._heard.items() if peer not in self._asked and at + QUIET_SECONDS <= now
-        ]
+        quiet = max(QUIET_SECONDS, len(self._heard) / ASKED_A_SECOND)
+        silent = [peer for peer, at in self._heard.items() if peer not in self._asked and at + quiet <= now]
         for peer in sorted(silent, key=self._heard.__getitem__)[: MAX_ASKED - len(self._asked)]:
             self._asked.add(peer)
             self._questions.spawn(self._ask(peer))

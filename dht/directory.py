@@ -26,7 +26,11 @@ MAX_TARGETS = 64
 MAX_UNCONNECTED = 16
 """Most targets that this peer must dial first: records of absent peers are cheap, and must not delay others' news."""
 
-RENEW_SECONDS = 5.0
+RENEW_SECONDS, MAX_RENEW_SECONDS = 5.0, records.TTL_SECONDS / 2
+"""Shortest and longest time between two publications of a record that has not changed. A record lives for two of the
+longest, so that one may be lost."""
+TOLD_A_SECOND = 4
+"""Most peers told in a second of a record that has not changed, as far as `MAX_RENEW_SECONDS` allows."""
 GAP_SECONDS = 0.1
 """Shortest time between two publications, or two searches, of one run: changes closer together are handled as one."""
 REFRESH_SECONDS, MAX_REFRESH_SECONDS = 2.0, 10.0
@@ -234,7 +238,8 @@ class RunDirectory:
 
     async def _keep_published(self, own: _Own) -> None:
         while True:
-            await sleep_until(own.changed, RENEW_SECONDS)
+            pause = len(self._targets(own)) / TOLD_A_SECOND
+            await sleep_until(own.changed, min(max(RENEW_SECONDS, pause), MAX_RENEW_SECONDS))
             if not own.changed.is_set():
                 self._renew(own)
             own.changed.clear()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from equipoise.dht import bootstrap
-from equipoise.dht.bootstrap import MAX_ASKED, MAX_MISSED, QUIET_SECONDS, Contacts
+from equipoise.dht.bootstrap import ASKED_A_SECOND, MAX_ASKED, MAX_MISSED, QUIET_SECONDS, Contacts
 from equipoise.dht.protocol import CallError
 
 
@@ -130,3 +130,11 @@ async def test_a_large_swarm_is_asked_a_few_at_a_time_the_longest_silent_first(w
     world.contacts._look(100.0)
     await asyncio.sleep(0)
     assert world.asked == peers[::-1][:MAX_ASKED]
+
+
+async def test_peers_of_a_large_swarm_may_be_silent_for_longer(world: World) -> None:
+    peers = [f"p{number:02}" for number in range(10 * ASKED_A_SECOND)]
+    for peer in peers:
+        world.hear(peer, 0.0)
+    assert await world.look(9.9) == []
+    assert await world.look(10.0) == peers[:MAX_ASKED]

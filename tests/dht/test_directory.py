@@ -12,7 +12,7 @@ from equipoise.dht.directory import MAX_UNCONNECTED, Publisher, RunDirectory
 from equipoise.dht.identity import Identity
 from equipoise.dht.p2pd_client import P2pdClient
 from equipoise.dht.protocol import REPLICAS, CallError, RecordProtocol
-from equipoise.dht.records import SHARDS, Kept, Readiness, key_of, seal, unseal
+from equipoise.dht.records import SHARDS, TTL_SECONDS, Kept, Readiness, key_of, seal, unseal
 from equipoise.dht.state import PROTOCOL_VERSION, ReachStatus
 
 
@@ -150,3 +150,29 @@ async def test_a_new_peer_of_a_large_swarm_is_asked_itself_and_no_others(
     await until(lambda: asked == [(stranger.peer, [key_of("digits", shard) for shard in range(SHARDS)])])
     await found.stop()
     assert searches == 2
+
+
+async def test_a_record_is_renewed_less_often_where_many_are_told_but_within_its_life(
+    tmp_path: Path, identity: Identity, until, monkeypatch
+) -> None:
+    found, protocol = directory_of(tmp_path, identity)
+    pauses: dict[int, float] = {}
+    replicas: tuple[str, ...] = ()
+
+    async def look_up(keys: list[bytes]) -> dict[bytes, tuple[str, ...]]:
+        return dict.fromkeys(keys, replicas)
+
+    async def sleep_until(event: asyncio.Event, seconds: float) -> None:
+        if event is found._own["digits"].changed:
+            pauses[len(found._own["digits"].replicas)] = seconds
+        await asyncio.sleep(0)
+
+    monkeypatch.setattr(protocol, "look_up", look_up)
+    monkeypatch.setattr(directory, "sleep_until", sleep_until)
+    monkeypatch.setattr(directory, "GAP_SECONDS", 0.0)
+    await found.announce("digits", spec="ab", ready=False, round=1, accumulated=0.0, reason="stays")
+    for count in (20, 24, 100):
+        replicas = tuple(f"peer {number}" for number in range(count))
+        await until(lambda count=count: count in pauses)
+    await found.stop()
+    assert (pauses[20], pauses[24], pauses[100]) == (5.0, 6.0, TTL_SECONDS / 2)
