@@ -90,8 +90,7 @@ class BlockMath(ArrayMath):
         """See `ArrayMath.accumulate`."""
         for rows, codes, scales in self._pieces(into, payload):
             decoded = codes * scales
-            decoded *= np.float32(weight)
-            rows += decoded
+            _add_weighted(decoded, weight, rows)
 
     def check(self, payload: Bytes, count: int) -> None:
         """See `ArrayMath.check`."""
@@ -155,10 +154,12 @@ class FloatMath(ArrayMath):
 
     Args:
         spec: The format's name.
-        compiled: Returns kernels that convert fp16 and bf16 as numpy does, in fewer passes, or None.
+        compiled: Returns kernels that convert so many values of fp16 and bf16 as numpy does, in fewer passes, or None.
     """
 
-    def __init__(self, spec: str, compiled: Callable[[], ArrayKernels | None] = lambda: None) -> None:
+    def __init__(
+        self, spec: str, compiled: Callable[[int], ArrayKernels | None] = lambda count: None
+    ) -> None:
         self._spec = spec
         self._name, self._itemsize, limit, self._exponent = FORMATS[spec]
         self._limit = np.float32(limit)
@@ -199,8 +200,7 @@ class FloatMath(ArrayMath):
             values = into[start : start + CHUNK_VALUES]
             decoded = shared[: values.size]
             self.decode(payload[start * size : (start + values.size) * size], decoded)
-            decoded *= np.float32(weight)
-            values += decoded
+            _add_weighted(decoded, weight, values)
 
     def check(self, payload: Bytes, count: int) -> None:
         """See `ArrayMath.check`."""
@@ -216,7 +216,7 @@ class FloatMath(ArrayMath):
     def _kernels(self, payload: Bytes) -> ArrayKernels | None:
         """The kernels, if there are any for this format and payload: they take what is aligned, and writable memory."""
         fits = self._itemsize == 2 and payload.flags.writeable and payload.ctypes.data % 2 == 0
-        return self._compiled() if fits else None
+        return self._compiled(payload.size // 2) if fits else None
 
     def _write(self, values: Values, payload: Bytes) -> None:
         if self._spec == "bf16":
@@ -234,3 +234,9 @@ def _require_finite(values: Values) -> None:
         if magnitudes.max() >= 0x7F80_0000:
             index = start + int((magnitudes >= 0x7F80_0000).argmax())
             raise NonFiniteError(index, values.size, float(values[index]))
+
+
+def _add_weighted(decoded: Values, weight: float, into: Values) -> None:
+    with np.errstate(over="ignore", invalid="ignore"):  # The encoder refuses a sum that is not finite.
+        decoded *= np.float32(weight)
+        into += decoded

@@ -17,6 +17,10 @@ ENVIRONMENT = "EQUIPOISE_KERNELS"
 
 NAMES = ("torch", "numba", "triton")
 
+WORTH_VALUES = 256 * 1024
+"""Fewest values for which kernels are loaded if they are not yet. Without them these take 2 ms, and 0.1 with; to load
+them takes 0.7 s of a processor and 130 MB, which is much for 32 daemons of one machine."""
+
 INTERPRETER = "TRITON_INTERPRET"
 """Name of Triton's own variable: with "1" its kernels run on CPU tensors, for tests."""
 
@@ -79,6 +83,16 @@ def kernels(device: str = "cpu") -> Choice:
         text = (str(error) or type(error).__name__).splitlines()[0]
         return Choice("torch", None, f"{name} failed: {text}")
     return choice if agreed else Choice("torch", None, f"{name}'s bytes differ from torch's on this machine")
+
+
+def are_worth(count: int) -> bool:
+    """Whether to load kernels for `count` values: for many, or if EQUIPOISE_KERNELS asks for them."""
+    return count >= WORTH_VALUES or bool(os.environ.get(ENVIRONMENT))
+
+
+def compiled(count: int) -> ArrayKernels | None:
+    """Return compiled kernels for `count` values on a CPU: None where there are none, or they are not worth loading."""
+    return kernels().arrays if kernels.cache_info().currsize or are_worth(count) else None
 
 
 def kernels_for(device: torch.device) -> str:

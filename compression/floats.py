@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from equipoise.compression.array_math import FORMATS, FloatMath
-from equipoise.compression.choice import kernels
+from equipoise.compression.choice import compiled
 from equipoise.compression.chunks import extremes, first_non_finite, locate, scratch, spans, within
 from equipoise.compression.codec import Codec, EncodeReport
 from equipoise.compression.errors import CodecError, NonFiniteError
@@ -22,7 +22,7 @@ class FloatCodec(Codec):
         self._format = FORMATS[name]
         self._limit = self._format.limit
         self.alignment = self._format.size
-        self.math = FloatMath(name, lambda: kernels().arrays)
+        self.math = FloatMath(name, compiled)
 
     @property
     def kind(self) -> torch.dtype:

@@ -10,7 +10,7 @@ from equipoise.compression import blockwise
 from equipoise.compression.array_math import BlockMath
 from equipoise.compression.blockwise import MAX_SCALE, MIN_SCALE, SCALE_BYTES, payload_size, planes
 from equipoise.compression.buffers import Buffer, Values, plain, raw
-from equipoise.compression.choice import kernels
+from equipoise.compression.choice import compiled
 from equipoise.compression.chunks import first_non_finite, locate
 from equipoise.compression.codec import UNCLAMPED, Codec, EncodeReport
 from equipoise.compression.device_kernels import Kind
@@ -61,21 +61,31 @@ class Int8Codec(Codec):
 
     def encode(self, values: Values, out: Buffer) -> EncodeReport:
         """Encode `values` into `out`; see `Codec.encode`."""
-        short, array, payload = kernels().arrays, plain(values), raw(out)
-        if short and array is not None and payload is not None and short.encode(array, payload, self.block):
+        array, payload = plain(values), raw(out)
+        if (
+            array is not None
+            and payload is not None
+            and (short := compiled(array.size))
+            and short.encode(array, payload, self.block)
+        ):
             return UNCLAMPED
         return super().encode(values, out)
 
     def decode(self, payload: Buffer, out: Values) -> None:
         """Decode `payload` into `out`; see `Codec.decode`."""
-        short, source, array = kernels().arrays, raw(payload), plain(out)
-        if short and source is not None and array is not None and short.decode(source, array, self.block):
+        source, array = raw(payload), plain(out)
+        if (
+            source is not None
+            and array is not None
+            and (short := compiled(array.size))
+            and short.decode(source, array, self.block)
+        ):
             return
         super().decode(payload, out)
 
     def check(self, payload: Buffer, count: int) -> None:
         """Verify that `payload` is `count` encoded values; see `Codec.check`."""
-        short, source = kernels().arrays, raw(payload)
+        short, source = compiled(count), raw(payload)
         if short and source is not None and short.sound(source, count, self.block):
             return
         super().check(payload, count)
@@ -84,8 +94,8 @@ class Int8Codec(Codec):
         self, payloads: Sequence[Buffer], weights: Sequence[float], mean: Buffer, scratch: Values
     ) -> EncodeReport:
         """Encode the weighted sum into `mean`; see `Codec.reduce`."""
-        short, target, values = kernels().arrays, raw(mean), plain(scratch)
-        if short and target is not None and values is not None:
+        target, values = raw(mean), plain(scratch)
+        if target is not None and values is not None and (short := compiled(values.size)):
             # The arrays must live as long as their addresses are in use.
             sources = [one for one in map(raw, payloads) if one is not None and one.size == target.size]
             if 0 < len(sources) == len(payloads) == len(weights):

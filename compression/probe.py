@@ -24,7 +24,7 @@ def arrays_agree(kernels: ArrayKernels) -> bool:
         for block in BLOCKS
     )
     return blocks and all(
-        _expected(FloatMath(spec, lambda: kernels), 2 * COUNT) == _expected(FloatMath(spec), 2 * COUNT)
+        _expected(FloatMath(spec, lambda count: kernels), 2 * COUNT) == _expected(FloatMath(spec), 2 * COUNT)
         for spec in kernels.narrow
     )
 

@@ -29,6 +29,7 @@ from equipoise.averaging.state import MAX_EPOCH, StateId
 from equipoise.averaging.strategy import Federated
 from equipoise.averaging.weights import ATTENDANCE_LIMIT
 from equipoise.compression import kernels
+from equipoise.compression.choice import WORTH_VALUES, are_worth
 from equipoise.dht.records import MAX_RUNS_PER_PEER
 from equipoise.peer.control.messages import MAX_TEXT, FetchMean, FetchState, JoinRun, Progress, StartRound
 from equipoise.peer.errors import Refused
@@ -71,7 +72,7 @@ LEAVE_SECONDS = 5.0
 SPREAD_EXCHANGES = 20
 """Number of last exchanges over which the spread is averaged: few, so that it shows the present spread."""
 
-NO_KERNELS = Kernels("none", "they are chosen when the first run is joined")
+NUMPY = Kernels("numpy", f"others are loaded for the first run of {WORTH_VALUES:,} values or more")
 
 JUST_JOINED = "it has just been joined"
 
@@ -432,7 +433,7 @@ class Service:
     """
 
     def __init__(self, router: Router, swarm: Swarm, reducer: DeviceReducer | None = None) -> None:
-        self.kernels = NO_KERNELS
+        self.kernels = NUMPY
         self._router = router
         self._swarm = swarm
         self._reducer = reducer
@@ -468,13 +469,13 @@ class Service:
     async def _load_kernels(self, request: JoinRun) -> None:
         """Load what the run computes with, in threads: a daemon without a run does not need these libraries.
 
-        The kernels are chosen at the first join.
+        Kernels are chosen when the first run is joined that is worth it, or at the first join if a GPU reduces.
 
         Raises:
             ValueError: An option or the schema is not valid.
         """
-        await asyncio.to_thread(_load_torch, request)
-        if self.kernels is NO_KERNELS:
+        size = await asyncio.to_thread(_load_torch, request)
+        if self.kernels is NUMPY and (are_worth(size) or self._reducer is not None):
             chosen = await asyncio.to_thread(kernels)
             # What is here are arrays: where no compiled kernels work on those, numpy does.
             name, reason = chosen.name if chosen.arrays else "numpy", chosen.reason
@@ -511,11 +512,15 @@ def _exchanges(run_driver: RunDriver) -> Exchanges:
     )
 
 
-def _load_torch(request: JoinRun) -> None:
-    """Import torch if a rule or codec of the run uses it: in a round, that would hold the loop up for 2 s."""
-    for spec in run_specs(request).values():
-        if not isinstance(spec.rule, Mean) or spec.layout.codec.math is None:
-            importlib.import_module("torch")
+def _load_torch(request: JoinRun) -> int:
+    """Import torch if a rule or codec of the run uses it: in a round, that would hold the loop up for 2 s.
+
+    Returns the number of values of the run's longest vector.
+    """
+    specs = run_specs(request).values()
+    if any(not isinstance(spec.rule, Mean) or spec.layout.codec.math is None for spec in specs):
+        importlib.import_module("torch")
+    return max((spec.layout.size for spec in specs), default=0)
 
 
 def _nothing_to(purpose: str, run: str) -> Refused:

@@ -15,6 +15,7 @@ import torch
 
 from equipoise.compression import CodecError, kernels, parse_codec
 from equipoise.compression.blockwise import ArrayKernels
+from equipoise.compression.choice import WORTH_VALUES, compiled
 
 MODULE = "equipoise.compression.numba_kernels"
 
@@ -48,6 +49,15 @@ def test_an_unknown_name_in_the_environment_is_refused(monkeypatch: pytest.Monke
         CodecError, match="EQUIPOISE_KERNELS='cython' is not known; expected torch, numba, triton, or unset"
     ):
         kernels()
+
+
+def test_kernels_are_loaded_for_many_values_and_then_serve_few_too() -> None:
+    pytest.importorskip("numba")
+    assert compiled(WORTH_VALUES - 1) is None
+    assert kernels.cache_info().currsize == 0
+    arrays = compiled(WORTH_VALUES)
+    assert arrays is not None
+    assert compiled(1) is arrays is kernels().arrays
 
 
 @pytest.mark.parametrize("wanted", ["", "numba"])

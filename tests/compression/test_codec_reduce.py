@@ -150,6 +150,7 @@ def test_what_does_not_fit_is_refused(spec: str) -> None:
 def test_what_travels_takes_the_short_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """Values on a CPU and the memory of a pool go to compiled kernels as they are."""
     pytest.importorskip("numba")
+    kernels()
     for name in ("encode", "decode", "check", "reduce"):
         monkeypatch.setattr(Codec, name, None)
     codec, values, scratch = parse_codec("int8"), np.ones(1000, np.float32), np.empty(1000, np.float32)

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from equipoise.averaging.outcome import Outcome
+from equipoise.compression.choice import WORTH_VALUES
 from equipoise.peer.session import OVERTIME, Session, _exchanges
 
 
@@ -70,24 +71,33 @@ class Watch:
         if name == "torch":
             print("off the loop" if threading.current_thread() is not threading.main_thread() else "on the loop")
 
-async def join(rule, codec):
+async def join(rule, codec, values):
     options = RunOptions(rule=rule, codec=codec, part_values=256)
-    schema = Schema((TensorSpec("w", (1000,), "float32"),))
-    memory = Region.create(8192).memory
+    schema, size = Schema((TensorSpec("w", (values,), "float32"),)), 8192 + 8 * values
+    memory = Region.create(size).memory
     fd = os.dup(memory.fd)
-    await Service(None, None).join(JoinRun("run", options, schema, Schema(()), 8192), fd, "test")
+    service = Service(None, None)
+    await service.join(JoinRun("run", options, schema, Schema(()), size), fd, "test")
     print("loaded" if "torch" in sys.modules else "not loaded")
+    print(service.kernels.name, "numba" in sys.modules)
 
 CODECS.register("tensors", OnTensors)
 sys.meta_path.insert(0, Watch())
-asyncio.run(join(*sys.argv[1:]))
+asyncio.run(join(*sys.argv[1:3], int(sys.argv[3])))
 """
+
+
+def joined(rule: str, codec: str, values: int) -> list[str]:
+    """What `JOIN` prints: whether torch is loaded, and how; the kernels, and whether numba is loaded."""
+    command = [sys.executable, "-c", JOIN, rule, codec, str(values)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
 
 
 @pytest.mark.parametrize(
     ("rule", "codec", "told"),
     [
-        ("mean", "int8", ["not loaded"]),
         ("median", "int8", ["off the loop", "loaded"]),
         ("trimmed", "fp32", ["off the loop", "loaded"]),
         ("mean", "tensors", ["off the loop", "loaded"]),
@@ -96,8 +106,10 @@ asyncio.run(join(*sys.argv[1:]))
 def test_joining_loads_torch_in_a_thread_if_rounds_will_use_it(
     rule: str, codec: str, told: list[str]
 ) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", JOIN, rule, codec], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == told
+    assert joined(rule, codec, 1000) == [*told, "numpy False"]
+
+
+def test_joining_loads_kernels_for_a_run_that_is_worth_it() -> None:
+    pytest.importorskip("numba")
+    assert joined("mean", "int8", WORTH_VALUES - 1) == ["not loaded", "numpy False"]
+    assert joined("mean", "int8", WORTH_VALUES) == ["not loaded", "numba True"]
