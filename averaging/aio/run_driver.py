@@ -94,11 +94,9 @@ class RunDriver:
             run=spec.name,
             spec=spec.hash,
             peer=sessions.peer,
-            group_size=spec.options.group_size,
+            needs=spec.needs,
             sign=identity.sign,
             verify=identity.verify,
-            quorum=spec.strategy.quorum,
-            least=spec.strategy.least,
         )
         self._membership = context.membership
         self._machine = spec.strategy.matchmaker(context, random.Random())

@@ -14,13 +14,7 @@ from equipoise.averaging.manifest import Join, Manifest
 from equipoise.averaging.matchmaking import messages as wire
 from equipoise.averaging.matchmaking.closing import ClosePolicy
 from equipoise.averaging.matchmaking.context import Context, Objection
-from equipoise.averaging.matchmaking.group_builder import (
-    Closing,
-    GroupBuilder,
-    Needs,
-    Outlook,
-    Parked,
-)
+from equipoise.averaging.matchmaking.group_builder import Closing, GroupBuilder, Outlook, Parked
 from equipoise.averaging.matchmaking.topology import rank
 from equipoise.averaging.state import StateId
 from equipoise.averaging.timing import MAX_WAIT
@@ -142,7 +136,7 @@ class Coordinator:
                 return _ago(ended.at, now)
         mates = [peer for peer in beyond if self._membership.is_mate(peer)]
         counts = Counter(beyond[peer] for peer in mates)
-        if max(counts.values(), default=0) < self._context.quorum:
+        if max(counts.values(), default=0) < self._context.needs.quorum:
             return 0.0
         return _ago(min(parked[peer].arrived for peer in mates), now)
 
@@ -386,8 +380,7 @@ class Coordinator:
             if len(self._gatherings) >= MAX_GATHERINGS:
                 furthest = empty[0] if empty else max(self._gatherings)
                 self._abandon(furthest, "more rounds are gathered here than may be", now)
-            needs = Needs(self._context.group_size, self._context.quorum, self._context.least)
-            policy = self._policy
+            needs, policy = self._context.needs, self._policy
             self._gatherings[round] = GroupBuilder(round, needs, policy.keepalive, invites=policy.patient)
         return self._gatherings[round]
 
