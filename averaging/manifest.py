@@ -18,6 +18,7 @@ from equipoise.averaging.outcome import check_weight
 from equipoise.averaging.ports import MAX_CREDENTIAL_BYTES
 from equipoise.averaging.spec import MAX_GROUP_SIZE, PROTOCOL_VERSION
 from equipoise.averaging.state import StateId, group_state
+from equipoise.averaging.strategy import Needs
 from equipoise.averaging.weights import ATTENDANCE_LIMIT, MAX_WEIGHT, Weight, contributing
 
 MAX_PEER_CHARS = 64
@@ -183,30 +184,19 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
         """PeerIDs in member order."""
         return tuple(join.peer for join in self.members)
 
-    def check(
-        self,
-        verify: Verify,
-        *,
-        spec: str,
-        group_size: int,
-        own: Join | None,
-        quorum: int = 2,
-        least: float = 0.0,
-    ) -> None:
+    def check(self, verify: Verify, *, spec: str, needs: Needs, own: Join | None) -> None:
         """Refuse a manifest that this peer must not act on.
 
         Args:
             verify: Checks the signature of each join except the own.
             spec: Hash of this peer's RunSpec.
-            group_size: Most members.
+            needs: The needs of a group of the run.
             own: The join that must be among the members, unaltered; None for a manifest of others.
-            quorum: Fewest contributors.
-            least: Least weight of a contributor.
 
         Raises:
             ManifestError: Naming the first thing that is wrong.
         """
-        if problem := self._misfit(spec, group_size) or shortfall(self.members, quorum, least):
+        if problem := self._misfit(spec, needs.group_size) or shortfall(self.members, needs):
             raise ManifestError(problem)
         if own is not None and own not in self.members:
             raise ManifestError(
@@ -232,8 +222,9 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
         return ""
 
 
-def shortfall(joins: Sequence[Join], quorum: int = 2, least: float = 0.0) -> str:
+def shortfall(joins: Sequence[Join], needs: Needs) -> str:
     """Return what these joins lack for a group whose round can succeed; empty if nothing."""
+    _, quorum, least = needs
     contributors = contributing([join.weight for join in joins], least).bit_count()
     if contributors < quorum:
         are, above = "is" if contributors == 1 else "are", f"of at least {least:g}" if least else "above 0"

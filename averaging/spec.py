@@ -14,7 +14,7 @@ from equipoise.averaging.layout import Layout
 from equipoise.averaging.options import MAX_TERM_CHARS, RunOptions, Terms
 from equipoise.averaging.rules import Rule, parse_rule
 from equipoise.averaging.schema import Schema
-from equipoise.averaging.strategy import Strategy, parse_strategy
+from equipoise.averaging.strategy import Needs, Strategy, parse_strategy
 from equipoise.averaging.weights import cap_of
 from equipoise.compression import parse_codec
 
@@ -102,6 +102,11 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def strategy(self) -> Strategy:
         """The strategy that `options` names."""
         return parse_strategy(self.options.strategy)
+
+    @property
+    def needs(self) -> Needs:
+        """The needs of a group."""
+        return Needs(self.options.group_size, self.strategy.quorum, self.strategy.least)
 
     @cached_property
     def rule(self) -> Rule:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from random import Random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from equipoise.averaging.gossip.topology import TOPOLOGIES
 from equipoise.averaging.options import MAX_SPEC_CHARS
@@ -19,7 +19,7 @@ from equipoise.compression.grammar import Registry, canonical, choice, decimal, 
 if TYPE_CHECKING:
     from equipoise.averaging.allreduce.events import Group
     from equipoise.averaging.allreduce.machine import AllReduce as RoundMachine
-    from equipoise.averaging.matchmaking.closing import ClosePolicy, View
+    from equipoise.averaging.matchmaking.closing import ClosePolicy
     from equipoise.averaging.matchmaking.context import Context
     from equipoise.averaging.matchmaking.matchmaker import Matchmaker
 
@@ -29,6 +29,14 @@ EXCHANGE_SECONDS = 120.0
 
 MAX_SECONDS = 86_400
 """Longest grace, and longest deadline, of a federated round, in seconds: a day, the longest patience of a join."""
+
+
+class Needs(NamedTuple):
+    """The needs of a group of a run: most members, fewest contributors, and least weight of a contributor."""
+
+    group_size: int
+    quorum: int = 2
+    least: float = 0.0
 
 
 class Strategy:
@@ -64,11 +72,11 @@ class Strategy:
 
         return RoundMachine(group, me, now, timeout)
 
-    def policy(self, view: View) -> ClosePolicy:
-        """Make the policy by which a coordinator with this view closes its groups."""
+    def policy(self, context: Context) -> ClosePolicy:
+        """Make the policy by which a coordinator in `context` closes its groups."""
         from equipoise.averaging.matchmaking.closing import LearntWait
 
-        return LearntWait(view)
+        return LearntWait(context)
 
 
 class AllReduce(Strategy):
@@ -152,11 +160,11 @@ class Federated(Strategy):
         if len(self.spec) > MAX_SPEC_CHARS:
             raise ValueError(f"federated: expected tags that fit into a spec of {MAX_SPEC_CHARS} characters")
 
-    def policy(self, view: View) -> ClosePolicy:
+    def policy(self, context: Context) -> ClosePolicy:
         """See `Strategy.policy`."""
         from equipoise.averaging.matchmaking.closing import QuorumAndGrace
 
-        return QuorumAndGrace(view, self)
+        return QuorumAndGrace(context, self)
 
 
 STRATEGIES: Registry[Strategy] = Registry("strategy", "strategies", "gossip:topology=random", MAX_SPEC_CHARS)

@@ -232,8 +232,14 @@ def _widen_fp16(words, bits):  # type: ignore[no-untyped-def]
         bits[i] = chosen | ((np.uint32(words[i]) & _SIGN) << 16)
 
 
-@numba.njit(numba.int64(_U32, _U16, numba.uint32), **_compiled)
-def _narrow_fp16(bits, words, limit):  # type: ignore[no-untyped-def]
+@numba.njit(numba.void(_U16, _U32), **_compiled)
+def _widen_bf16(words, bits):  # type: ignore[no-untyped-def]
+    for i in range(bits.size):
+        bits[i] = np.uint32(words[i]) << 16
+
+
+@numba.njit(numba.int64(_U32, _U16, numba.uint32, numba.boolean), **_compiled)
+def _narrow(bits, words, limit, is_fp16):  # type: ignore[no-untyped-def]
     top, clamped = np.uint32(0), np.int64(0)
     for i in range(bits.size):
         magnitude = np.uint32(bits[i] & np.uint32(_MAGNITUDE))
@@ -241,30 +247,14 @@ def _narrow_fp16(bits, words, limit):  # type: ignore[no-untyped-def]
         clamped += np.int64(magnitude > limit)
         kept = np.uint32(min(magnitude, limit))
         # Half of the last kept place, less 1 unless that place is odd: rounds to nearest, ties to even.
-        wide = np.uint32(kept - _REBIAS + np.uint32(0x0FFF) + ((kept >> 13) & np.uint32(1))) >> 13
-        # Below the normal numbers the places are those of 0.5, which the processor rounds to.
-        tiny = np.float32(kept.view(np.float32) + _ONE_HALF).view(np.uint32) & np.uint32(0xFFFF)
-        chosen = tiny if kept < _SMALLEST_HALF else wide
+        if is_fp16:  # LLVM makes two loops of this one.
+            wide = np.uint32(kept - _REBIAS + np.uint32(0x0FFF) + ((kept >> 13) & np.uint32(1))) >> 13
+            # Below the normal numbers the places are those of 0.5, which the processor rounds to.
+            tiny = np.float32(kept.view(np.float32) + _ONE_HALF).view(np.uint32) & np.uint32(0xFFFF)
+            chosen = tiny if kept < _SMALLEST_HALF else wide
+        else:
+            chosen = np.uint32(kept + _LOW_HALF + ((kept >> 16) & np.uint32(1))) >> 16
         words[i] = np.uint16(chosen | ((bits[i] >> 16) & _SIGN))
-    return -1 if top >= np.uint32(_EXPONENT) else clamped
-
-
-@numba.njit(numba.void(_U16, _U32), **_compiled)
-def _widen_bf16(words, bits):  # type: ignore[no-untyped-def]
-    for i in range(bits.size):
-        bits[i] = np.uint32(words[i]) << 16
-
-
-@numba.njit(numba.int64(_U32, _U16, numba.uint32), **_compiled)
-def _narrow_bf16(bits, words, limit):  # type: ignore[no-untyped-def]
-    top, clamped = np.uint32(0), np.int64(0)
-    for i in range(bits.size):
-        magnitude = np.uint32(bits[i] & np.uint32(_MAGNITUDE))
-        top = max(top, np.uint32(magnitude))
-        clamped += np.int64(magnitude > limit)
-        kept = np.uint32(min(magnitude, limit))
-        rounded = np.uint32(kept + _LOW_HALF + ((kept >> 16) & np.uint32(1))) >> 16
-        words[i] = np.uint16(rounded | ((bits[i] >> 16) & _SIGN))
     return -1 if top >= np.uint32(_EXPONENT) else clamped
 
 
@@ -275,5 +265,8 @@ KERNELS = ArrayKernels(
     reduce=_reduce,
     address=_address,
     widen={"fp16": _widen_fp16, "bf16": _widen_bf16},
-    narrow={"fp16": _narrow_fp16, "bf16": _narrow_bf16},
+    narrow={
+        "fp16": lambda bits, words, limit: _narrow(bits, words, limit, True),
+        "bf16": lambda bits, words, limit: _narrow(bits, words, limit, False),
+    },
 )

@@ -114,12 +114,15 @@ class Binding:
     def shift(
         self, mean: memoryview, tensors: Mapping[str, torch.Tensor], copies: Mapping[str, torch.Tensor]
     ) -> None:
-        """Move the tensors, in place, by the difference of a mean, u8 [`size`], from their copies: += mean - copy."""
-        means = {name: torch.empty_like(copy) for name, copy in copies.items()}
-        self.averages.decode(mean, means)
+        """Move the tensors, in place, by the difference of a mean, u8 [`size`], from their copies; overwrites those."""
         with torch.no_grad():
             for name, tensor in tensors.items():
-                tensor.add_(means[name].sub_(copies[name]))
+                torch.sub(
+                    tensor, copies[name], out=copies[name]
+                )  # The steps since; a second model would take memory.
+            self.averages.decode(mean, tensors)
+            for name, tensor in tensors.items():
+                tensor.add_(copies[name])
 
     def write_step(self, accumulated: Accumulator, contribution: memoryview) -> int:
         """Encode the contribution of `step`, u8 [`size`]: mean gradients, then buffers; returns how many were clamped.

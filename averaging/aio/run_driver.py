@@ -25,7 +25,7 @@ from equipoise.averaging.matchmaking import events
 from equipoise.averaging.matchmaking import messages as matchmaking_messages
 from equipoise.averaging.matchmaking.context import Context
 from equipoise.averaging.matchmaking.spec_diff import SpecDiff
-from equipoise.averaging.metrics import Report, Values, check_order
+from equipoise.averaging.metrics import Report, Values
 from equipoise.averaging.outcome import Exchanging, Gathering, NoPeers, Outcome, RunState
 from equipoise.averaging.ports import Directory
 from equipoise.averaging.spec import RunSpec
@@ -94,11 +94,9 @@ class RunDriver:
             run=spec.name,
             spec=spec.hash,
             peer=sessions.peer,
-            group_size=spec.options.group_size,
+            needs=spec.needs,
             sign=identity.sign,
             verify=identity.verify,
-            quorum=spec.strategy.quorum,
-            least=spec.strategy.least,
         )
         self._membership = context.membership
         self._machine = spec.strategy.matchmaker(context, random.Random())
@@ -145,7 +143,6 @@ class RunDriver:
         size = self.spec.layout.stored_size
         if len(vectors.contribution) != size or len(vectors.mean) != size:
             raise ValueError(f"expected two vectors of {size} bytes, got {list(map(len, vectors[:2]))}")
-        check_order(metrics)
         began, started, promised = self._loop.time(), time.time(), self._claims.promised
         ready = events.BecameReady(weight, b"", state=state, fit=metrics, evaluation=evaluation)
         manifest = await self._match(ready, timeout)

@@ -558,8 +558,7 @@ def unpack(
         FrameRefused: Its manifest does not decode.
     """
     manifest, contributors, payload = read_head(image)
-    size, quorum, least = spec.options.group_size, spec.strategy.quorum, spec.strategy.least
-    manifest.check(verify, spec=spec.hash, group_size=size, own=None, quorum=quorum, least=least)
+    manifest.check(verify, spec=spec.hash, needs=spec.needs, own=None)
     if manifest.before != after:
         raise ValueError(f"expected the mean after epoch {after.epoch}, got one after {manifest.before}")
     group = group_of(spec, manifest)

@@ -122,7 +122,7 @@ class Pairing(Matchmaker):
         context = self._context
         assert self._wants is not None, "it takes the join"
         manifest = Manifest.of(context.peer, [join, context.join(self._wants, join.round)])
-        problem = shortfall(manifest.members)
+        problem = shortfall(manifest.members, context.needs)
         if problem:
             return Objection(problem)
         context.send(join.peer, wire.GroupFormed(context.run, manifest, 0.0))

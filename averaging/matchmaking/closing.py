@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence, Set
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from collections.abc import Sequence, Set
+from typing import TYPE_CHECKING, NamedTuple
 
 from equipoise.averaging.draw import Drawn, draw
 from equipoise.averaging.matchmaking import messages as wire
-from equipoise.averaging.matchmaking.group_builder import GroupBuilder, Limit, StragglerWait
+from equipoise.averaging.matchmaking.context import Context
+from equipoise.averaging.matchmaking.group_builder import GroupBuilder, Limit
 from equipoise.averaging.state import StateId
 from equipoise.averaging.timing import (
     HOLD_SECONDS,
@@ -41,31 +42,13 @@ class Awaited(NamedTuple):
 
 
 class _Draw(NamedTuple):
-    """The number of peers drawn for a state, and since when each peer is, or was before a newcomer displaced it."""
+    """The draw for a state, and since when each peer is drawn, or was before a newcomer displaced it."""
 
-    size: int
+    drawn: Drawn
     since: dict[str, float]
 
 
-class View(Protocol):
-    """The coordinator's view of the run, as a policy sees it."""
-
-    @property
-    def group_size(self) -> int:
-        """Most members of a group."""
-
-    @property
-    def straggler_wait(self) -> StragglerWait:
-        """The lateness of the last peers of past rounds."""
-
-    def live(self, tags: Iterable[str]) -> tuple[str, ...]:
-        """The live peers that may be drawn, sorted: those that carry all these tags, and train."""
-
-    def expected(self, round: int, now: float) -> set[str]:
-        """The members of the coordinator's planned group that are worth waiting for."""
-
-    def is_past(self, round: int, now: float) -> bool:
-        """True if most of the peers with which rounds were shared are beyond the round."""
+_NO_DRAW = _Draw(Drawn((), ()), {})
 
 
 class ClosePolicy(ABC):
@@ -83,8 +66,8 @@ class ClosePolicy(ABC):
     patient = False
     reserve = 0.0
 
-    def __init__(self, view: View) -> None:
-        self._view = view
+    def __init__(self, context: Context) -> None:
+        self._context = context
 
     @abstractmethod
     def awaited(self, gathering: GroupBuilder, now: float) -> Awaited:
@@ -111,7 +94,7 @@ class ClosePolicy(ABC):
         missing = sorted(expected - gathering.parked.keys())
         waits = f", waits for {named(missing)}" if missing else ""
         in_all = len(expected | gathering.parked.keys())
-        why = self._view.straggler_wait.reason
+        why = self._context.straggler_wait.reason
         return f"this peer coordinates: {len(gathering.parked)} of {in_all} are in{waits}; {why}"
 
 
@@ -120,19 +103,19 @@ class LearntWait(ClosePolicy):
 
     def awaited(self, gathering: GroupBuilder, now: float) -> Awaited:
         """See `ClosePolicy.awaited`."""
-        expected = self._view.expected(gathering.round, now)
+        expected = self._context.membership.expected(gathering.round, now)
         return Awaited(expected, expected - gathering.parked.keys())
 
     def limit(self, gathering: GroupBuilder, now: float) -> Limit:
         """See `ClosePolicy.limit`."""
-        learnt, patience = self._view.straggler_wait, gathering.out_of_patience()
+        learnt, patience = self._context.straggler_wait, gathering.out_of_patience()
         waited = float("inf") if gathering.opened is None else gathering.opened + learnt.wait
         why = f"waited {learnt.reason}" if waited <= patience else "half of them have spent half their time"
         return Limit(min(waited, patience), why, waited)
 
     def draw(self, state: StateId | None, now: float) -> Drawn:
         """See `ClosePolicy.draw`: all live peers train."""
-        live = self._view.live(())
+        live = self._context.membership.live(())
         return Drawn(live, live)
 
 
@@ -146,13 +129,11 @@ class QuorumAndGrace(ClosePolicy):
     keepalive = PATIENT_KEEPALIVE
     patient = True
 
-    def __init__(self, view: View, strategy: Federated) -> None:
-        super().__init__(view)
+    def __init__(self, context: Context, strategy: Federated) -> None:
+        super().__init__(context)
         self.hold, self.reserve = strategy.grace + HOLD_SECONDS, strategy.reserve
         self._strategy = strategy
-        self._introducing = LearntWait(view)
-        self._drawn_for: tuple[StateId | None, tuple[str, ...]] = (None, ())
-        self._drawn = Drawn((), ())
+        self._introducing = LearntWait(context)
         self._draws: dict[StateId | None, _Draw] = {}
         self._begun = False
 
@@ -177,21 +158,22 @@ class QuorumAndGrace(ClosePolicy):
 
     def draw(self, state: StateId | None, now: float) -> Drawn:
         """See `ClosePolicy.draw`."""
-        strategy, live = self._strategy, self._view.live(self._strategy.tags)
+        strategy, live = self._strategy, self._context.membership.live(self._strategy.tags)
         self._begun = self._begun or len(live) >= strategy.available
-        if (state, live) != self._drawn_for:
+        drawn, since = self._draws.pop(state, _NO_DRAW)
+        if live != drawn.live:
             # Fewer than the quorum could only fail. Where peers die, others take their places.
-            before = self._draws.pop(state, _Draw(0, {}))
-            minimum = max(strategy.minimum, strategy.quorum, before.size)
+            minimum = max(strategy.minimum, strategy.quorum, len(drawn.peers))
             seed = "" if state is None else state.lineage
-            peers = draw(live, seed, fraction=strategy.fraction, minimum=minimum)[: self._view.group_size]
-            self._drawn_for, self._drawn = (state, live), Drawn(peers, live)
+            peers = draw(live, seed, fraction=strategy.fraction, minimum=minimum)
+            drawn = Drawn(peers[: self._context.needs.group_size], live)
             # A peer that a newcomer has displaced may be training: the round still waits for it.
-            stay = dict.fromkeys((*peers, *(peer for peer in before.since if peer in live)))
-            self._draws[state] = _Draw(len(peers), {peer: before.since.get(peer, now) for peer in stay})
-            if len(self._draws) > MAX_DRAWS:
-                del self._draws[next(iter(self._draws))]
-        return self._drawn
+            stay = dict.fromkeys((*drawn.peers, *(peer for peer in since if peer in live)))
+            since = {peer: since.get(peer, now) for peer in stay}
+        self._draws[state] = _Draw(drawn, since)
+        if len(self._draws) > MAX_DRAWS:
+            del self._draws[next(iter(self._draws))]
+        return drawn
 
     def holds(self, gathering: GroupBuilder, now: float) -> bool:
         """See `ClosePolicy.holds`: late peers form no round of their own for a state that the others have left.
@@ -200,10 +182,11 @@ class QuorumAndGrace(ClosePolicy):
         """
         state = gathering.state
         if not self._begun and not gathering.introduces and state is not None and state.epoch == 0:
-            there = {*self._view.live(self._strategy.tags), *gathering.parked}
+            there = {*self._context.membership.live(self._strategy.tags), *gathering.parked}
             if len(there) < self._strategy.available:
                 return True
-        return self._view.is_past(gathering.round, now)
+        believed = self._context.membership.believed_round(now)
+        return believed is not None and believed > gathering.round
 
     def standing(self, gathering: GroupBuilder, now: float) -> wire.Standing | None:
         """See `ClosePolicy.standing`."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -13,6 +12,7 @@ from equipoise.averaging.matchmaking.group_builder import StragglerWait
 from equipoise.averaging.matchmaking.membership import LEAP, MAX_JUMP, Membership
 from equipoise.averaging.rate_limit import Allowance
 from equipoise.averaging.spec import PROTOCOL_VERSION
+from equipoise.averaging.strategy import Needs
 
 JOINS_SECONDS, MAX_JOINS, MAX_JOINS_OF_ONE = 1.0, 2000, 100
 """Time, and most joins checked within it, in all and of one peer: each signature costs 0.15 ms. A run has at most some
@@ -46,11 +46,9 @@ class Context:
         run: Name of the run.
         spec: Hash of its RunSpec.
         peer: This peer's PeerID.
-        group_size: Most peers in a group.
+        needs: The needs of a group.
         sign: Signs with this peer's identity key.
         verify: Checks another peer's signature.
-        quorum: Fewest contributors of a mean.
-        least: Least weight of a contributor.
         membership: This peer's knowledge of the others.
         straggler_wait: The time for which to wait for late peers.
         round: Number of this peer's next round.
@@ -61,11 +59,9 @@ class Context:
     run: str
     spec: str
     peer: str
-    group_size: int
+    needs: Needs
     sign: Sign
     verify: Verify
-    quorum: int = 2
-    least: float = 0.0
     membership: Membership = field(init=False)
     straggler_wait: StragglerWait = field(default_factory=StragglerWait)
     round: int = 0
@@ -77,7 +73,7 @@ class Context:
     _forgers: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.membership = Membership(self.peer, self.spec, self.group_size)
+        self.membership = Membership(self.peer, self.spec, self.needs.group_size)
 
     def send(self, peer: str, message: wire.MatchmakingMessage) -> None:
         """Ask for a message to be sent."""
@@ -137,14 +133,7 @@ class Context:
         Raises:
             ManifestError: Naming the first thing that is wrong.
         """
-        manifest.check(
-            self.verify,
-            spec=self.spec,
-            group_size=self.group_size,
-            own=own,
-            quorum=self.quorum,
-            least=self.least,
-        )
+        manifest.check(self.verify, spec=self.spec, needs=self.needs, own=own)
 
     def meet(self, now: float) -> None:
         """Ask the peers that are known only by their records whether they are there."""
@@ -170,19 +159,6 @@ class Context:
         """
         near = self.membership.mates_near(self.round)
         return max(self.floor + LEAP, min(near)) if near else self.round + LEAP
-
-    def live(self, tags: Iterable[str]) -> tuple[str, ...]:
-        """See `closing.View`; so the next two."""
-        return self.membership.live(tags)
-
-    def expected(self, round: int, now: float) -> set[str]:
-        """See `Membership.expected`."""
-        return self.membership.expected(round, now)
-
-    def is_past(self, round: int, now: float) -> bool:
-        """See `closing.View.is_past`."""
-        believed = self.membership.believed_round(now)
-        return believed is not None and believed > round
 
     def within_reach(self, round: int, now: float) -> bool:
         """True if one peer's word is enough for a round of this number."""

@@ -14,13 +14,7 @@ from equipoise.averaging.manifest import Join, Manifest
 from equipoise.averaging.matchmaking import messages as wire
 from equipoise.averaging.matchmaking.closing import ClosePolicy
 from equipoise.averaging.matchmaking.context import Context, Objection
-from equipoise.averaging.matchmaking.group_builder import (
-    Closing,
-    GroupBuilder,
-    Needs,
-    Outlook,
-    Parked,
-)
+from equipoise.averaging.matchmaking.group_builder import Closing, GroupBuilder, Outlook, Parked
 from equipoise.averaging.matchmaking.topology import rank
 from equipoise.averaging.state import StateId
 from equipoise.averaging.timing import MAX_WAIT
@@ -106,9 +100,7 @@ class Coordinator:
     def standing(self, round: int, now: float) -> tuple[wire.Standing | None, float | None]:
         """The coordinator's word to parked peers: drawn and contributed peers, and seconds until the group closes."""
         gathering = self._gatherings.get(round)
-        if gathering is None:
-            return None, None
-        return self._policy.standing(gathering, now), self._closes_in(gathering, now)
+        return (None, None) if gathering is None else self._word(gathering, now)
 
     def has_closed(self, round: int) -> bool:
         """True if a group of this round has been closed here, or formed with this peer."""
@@ -142,7 +134,7 @@ class Coordinator:
                 return _ago(ended.at, now)
         mates = [peer for peer in beyond if self._membership.is_mate(peer)]
         counts = Counter(beyond[peer] for peer in mates)
-        if max(counts.values(), default=0) < self._context.quorum:
+        if max(counts.values(), default=0) < self._context.needs.quorum:
             return 0.0
         return _ago(min(parked[peer].arrived for peer in mates), now)
 
@@ -239,7 +231,7 @@ class Coordinator:
             outlook = self._outlook(gathering, now)
             for peer in self._membership.dialable_others(gathering.invite(outlook, now), now):
                 self._membership.ask(peer, now)
-                standing, closes = self._policy.standing(gathering, now), self._closes_in(gathering, now)
+                standing, closes = self._word(gathering, now)
                 invitation = wire.Invitation(self._context.run, gathering.round, closes, standing)
                 self._context.send(peer, invitation)
             for parked in gathering.speak(outlook, now):
@@ -342,9 +334,10 @@ class Coordinator:
             for round, ended in self._ended.items()
         )
 
-    def _closes_in(self, gathering: GroupBuilder, now: float) -> float | None:
+    def _word(self, gathering: GroupBuilder, now: float) -> tuple[wire.Standing | None, float | None]:
         left = self._policy.limit(gathering, now).at - now
-        return min(max(left, 0.0), wire.MAX_PATIENCE) if left < float("inf") else None
+        closes = min(max(left, 0.0), wire.MAX_PATIENCE) if left < float("inf") else None
+        return self._policy.standing(gathering, now), closes
 
     def _has_unknown(self, gathering: GroupBuilder, now: float) -> bool:
         """True if peers unknown to the directory have sent joins since the latest look at it."""
@@ -386,8 +379,7 @@ class Coordinator:
             if len(self._gatherings) >= MAX_GATHERINGS:
                 furthest = empty[0] if empty else max(self._gatherings)
                 self._abandon(furthest, "more rounds are gathered here than may be", now)
-            needs = Needs(self._context.group_size, self._context.quorum, self._context.least)
-            policy = self._policy
+            needs, policy = self._context.needs, self._policy
             self._gatherings[round] = GroupBuilder(round, needs, policy.keepalive, invites=policy.patient)
         return self._gatherings[round]
 
@@ -395,10 +387,10 @@ class Coordinator:
         join, short = parked.join, gathering.is_short(outlook)
         wait = min(max(gathering.promise(outlook) - now, 0.0), MAX_WAIT)
         count = len(gathering.parked), len(outlook.expected | gathering.parked.keys())
-        standing = self._policy.standing(gathering, now)
+        standing, closes = self._word(gathering, now)
         news = None if standing == parked.told else standing
-        closes = None if standing is None else self._closes_in(gathering, now)
         parked.told = standing
+        closes = None if standing is None else closes
         answer = wire.JoinAccepted(self._context.run, join.ticket, wait, *count, short, closes, news)
         self._context.send(join.peer, answer)
 

@@ -6,13 +6,14 @@ The builder learns from the lateness of peers how long to wait for the last memb
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence, Set
+from collections.abc import Set
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
 from equipoise.averaging.manifest import Join, shortfall
 from equipoise.averaging.state import StateId, group_state
+from equipoise.averaging.strategy import Needs
 from equipoise.averaging.timing import (
     GRACE,
     INITIAL_WAIT,
@@ -138,14 +139,6 @@ class Outlook(msgspec.Struct, frozen=True):
     holds: bool
 
 
-class Needs(NamedTuple):
-    """The needs of a group of a run: most members, fewest contributors, and least weight of a contributor."""
-
-    group_size: int
-    quorum: int
-    least: float = 0.0
-
-
 class GroupBuilder:
     """Joins of one round, parked with this peer. Times are the seconds of one monotonic clock.
 
@@ -213,7 +206,7 @@ class GroupBuilder:
 
     def is_short(self, outlook: Outlook) -> bool:
         """True if the parked joins could not be a group."""
-        return bool(self._shortfall(self._choose(outlook)))
+        return bool(shortfall(self._choose(outlook), self._needs))
 
     def catch_up(self, now: float) -> None:
         """Add a pause of this peer's own process to the wait: the others were not late in that time.
@@ -234,7 +227,7 @@ class GroupBuilder:
         """Return the group to close now, with a reason; None if not yet."""
         members = self._choose(outlook)
         missing = outlook.missing
-        if self._shortfall(members) or outlook.holds or now < self._closes_from:
+        if shortfall(members, self._needs) or outlook.holds or now < self._closes_from:
             return None
         if not missing and len(members) == self._needs.group_size:
             reason = "it is full"
@@ -288,7 +281,7 @@ class GroupBuilder:
         order = sorted((one for one in self.parked.values() if not self._is_stale(one.join)), key=place)
         joins = [one.join for one in order]
         chosen = joins[: self._needs.group_size]
-        if not self._shortfall(chosen):
+        if not shortfall(chosen, self._needs):
             return chosen
         dialable = sorted((join for join in joins if join.dialable), key=lambda join: join.weight == 0)
         weighty = [join for join in joins if join.weight > 0]
@@ -305,7 +298,7 @@ class GroupBuilder:
     def introduces(self) -> bool:
         """True if the parked peers only attend, and are enough for a group."""
         attending = [one.join for one in self.parked.values() if one.join.weight > 0]
-        return not self.contributors and not self._shortfall(attending)
+        return not self.contributors and not shortfall(attending, self._needs)
 
     @property
     def state(self) -> StateId | None:
@@ -318,6 +311,3 @@ class GroupBuilder:
 
     def _counts(self, join: Join) -> bool:
         return join.weight > 0 and join.weight >= self._needs.least and not self._is_stale(join)
-
-    def _shortfall(self, joins: Sequence[Join]) -> str:
-        return shortfall(joins, self._needs.quorum, self._needs.least)

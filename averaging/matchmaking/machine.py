@@ -58,7 +58,7 @@ class Matchmaking(Matchmaker):
     def _gathering(self) -> Gathering:
         standing, closes_in, gives_up = self._joiner.view(self._now)
         if standing is not None:
-            return federated(standing, self._context.quorum, closes_in, gives_up)
+            return federated(standing, self._context.needs.quorum, closes_in, gives_up)
         ready, target = self._joiner.count
         if self._joiner.asked == self._context.peer:
             ready, target = self._coordinator.count(self._context.round, self._now)
@@ -70,7 +70,7 @@ class Matchmaking(Matchmaker):
         standing, closes_in, _ = self._joiner.view(self._now)
         if self.ready or standing is None:
             return super().gathering
-        return federated(standing, self._context.quorum, closes_in)
+        return federated(standing, self._context.needs.quorum, closes_in)
 
     @property
     def shortage(self) -> str:
@@ -80,7 +80,7 @@ class Matchmaking(Matchmaker):
             return self.reason
         missing = [peer for peer in standing.drawn if peer not in standing.contributed]
         lacks = f"; drawn, and not in: {named(missing)}" if missing else ""
-        return f"{len(standing.contributed)} of {self._context.quorum} contributions{lacks}"
+        return f"{len(standing.contributed)} of {self._context.needs.quorum} contributions{lacks}"
 
     def draw(self, state: StateId, now: float) -> Drawn:
         """See `Matchmaker.draw`. The coordinator's word counts, where this peer's join is parked."""

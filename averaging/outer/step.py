@@ -39,7 +39,7 @@ class OuterStep(ABC):
 
         Args:
             agreed: f32 or f64, by name: the parameters on which all peers agreed last.
-            mean: Like `agreed`: the mean over the peers of agreed parameters minus own ones.
+            mean: Like `agreed`, on any device: the mean over the peers of agreed parameters minus own ones.
         """
         for name, parameter in agreed.items():
             for kept in self._kept.values():
@@ -47,7 +47,7 @@ class OuterStep(ABC):
                 found = kept.get(name)
                 kept[name] = torch.zeros_like(parameter) if found is None else found.to(parameter.device)
             moments = [kept[name] for kept in self._kept.values()]
-            self.move(parameter, mean[name], moments)
+            self.move(parameter, mean[name].to(parameter.device), moments)
             # A square may overflow. A moment of infinity would stay, and no newcomer takes such a state.
             limit = torch.finfo(parameter.dtype).max
             for moment in moments:

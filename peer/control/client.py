@@ -11,9 +11,11 @@ import struct
 import sys
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import psutil
@@ -43,49 +45,10 @@ LOOK_SECONDS = 0.02
 """Time between two looks whether it is gone."""
 
 
-class Connection(Protocol):
+class Connection(ABC):
     """The needs of runs: answers of their daemon, and the time that passes meanwhile.
 
     `Link` is the real one. In `equipoise.peer.simulation`, daemon and time are simulated.
-    """
-
-    @property
-    def welcome(self) -> Welcome:
-        """The daemon's answer to the greeting."""
-
-    @property
-    def lost(self) -> EquipoiseError | None:
-        """Why the daemon is lost, once it is."""
-
-    def start(self, request: Request[Answer], fds: Sequence[int] = ()) -> concurrent.futures.Future[Answer]:
-        """See `Link.start`."""
-
-    def ask(
-        self, request: Request[Answer], timeout: float = ANSWER_SECONDS, fds: Sequence[int] = ()
-    ) -> Answer:
-        """See `Link.ask`."""
-
-    def wait(self, reply: concurrent.futures.Future[Answer], timeout: float = ANSWER_SECONDS) -> Answer:
-        """See `Link.wait`."""
-
-    def settled(self, reply: concurrent.futures.Future[Any], timeout: float = 0.0) -> bool:
-        """Wait for a reply, at most `timeout` seconds, and leave it there; returns whether it has come."""
-
-    def clock(self) -> float:
-        """Seconds on a steady clock."""
-
-    def sleep(self, seconds: float) -> None:
-        """Let time pass."""
-
-    def watch(self, watcher: Callable[[EquipoiseError], None] | None) -> None:
-        """See `Link.watch`."""
-
-    def close(self) -> None:
-        """See `Link.close`."""
-
-
-class Link:
-    """Numbers requests, and hands each reply to the caller that waits for it.
 
     Attributes:
         welcome: The daemon's answer to the greeting.
@@ -93,6 +56,55 @@ class Link:
     """
 
     welcome: Welcome
+    lost: EquipoiseError | None = None
+
+    @abstractmethod
+    def start(self, request: Request[Answer], fds: Sequence[int] = ()) -> Future[Answer]:
+        """Send a request; its answer, Refused or DaemonLost arrives in the future.
+
+        Raises:
+            ControlError: The request is too large to be sent.
+            Refused: This process is a fork of the one that connected.
+        """
+
+    def ask(
+        self, request: Request[Answer], timeout: float = ANSWER_SECONDS, fds: Sequence[int] = ()
+    ) -> Answer:
+        """Send a request, with these descriptors beside it, and wait for its answer.
+
+        Raises:
+            Refused: The daemon refused it; says why.
+            DaemonLost: The daemon went away, or did not answer in time.
+        """
+        return self.wait(self.start(request, fds), timeout)
+
+    @abstractmethod
+    def wait(self, reply: Future[Answer], timeout: float = ANSWER_SECONDS) -> Answer:
+        """Wait for the answer to a request that was sent; errors as of `ask`."""
+
+    @abstractmethod
+    def settled(self, reply: Future[Any], timeout: float = 0.0) -> bool:
+        """Wait for a reply, at most `timeout` seconds, and leave it there; returns whether it has come."""
+
+    def clock(self) -> float:
+        """Seconds on a steady clock."""
+        return time.monotonic()
+
+    def sleep(self, seconds: float) -> None:
+        """Let time pass."""
+        time.sleep(seconds)
+
+    @abstractmethod
+    def watch(self, watcher: Callable[[EquipoiseError], None] | None) -> None:
+        """Have `watcher`, if any, called from any thread when the daemon is lost: at once if it is lost already."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close the connection; the daemon then leaves what was joined through it. Idempotent."""
+
+
+class Link(Connection):
+    """Numbers requests, and hands each reply to the caller that waits for it."""
 
     def __init__(self, connected: socket.socket, home: Path | None = None) -> None:
         """`home` is the daemon's; None where it runs in this process, and goes with it."""
@@ -100,10 +112,9 @@ class Link:
         self._home = home
         self._daemon = f"the daemon on {home}" if home else "the daemon"
         self._numbers = itertools.count(1)
-        self._waiting: dict[int, tuple[Request[Any], concurrent.futures.Future[Any]]] = {}
+        self._waiting: dict[int, tuple[Request[Any], Future[Any]]] = {}
         self._lock = threading.Lock()
         self._sending = threading.Lock()
-        self.lost: EquipoiseError | None = None
         self._watcher: Callable[[EquipoiseError], None] | None = None
         self._process = os.getpid()
         # Sends are bounded one by one with SO_SNDTIMEO, since a socket's own timeout would also bound the reader.
@@ -135,16 +146,11 @@ class Link:
             raise
         return link
 
-    def start(self, request: Request[Answer], fds: Sequence[int] = ()) -> concurrent.futures.Future[Answer]:
-        """Send a request; its answer, Refused or DaemonLost arrives in the future.
-
-        Raises:
-            ControlError: The request is too large to be sent.
-            Refused: This process is a fork of the one that connected.
-        """
+    def start(self, request: Request[Answer], fds: Sequence[int] = ()) -> Future[Answer]:
+        """See `Connection.start`."""
         if os.getpid() != self._process:
             raise Refused(f"this connection belongs to process {self._process}", "connect again after a fork")
-        reply: concurrent.futures.Future[Answer] = concurrent.futures.Future()
+        reply: Future[Answer] = Future()
         number = next(self._numbers)
         frame = messages.encode(number, request)
         with self._lock:
@@ -164,41 +170,27 @@ class Link:
             self._lose(DaemonLost(f"{self._daemon} does not take requests: {error.strerror or error}"))
         return reply
 
-    def ask(
-        self, request: Request[Answer], timeout: float = ANSWER_SECONDS, fds: Sequence[int] = ()
-    ) -> Answer:
-        """Send a request, with these descriptors beside it, and wait for its answer.
-
-        Raises:
-            Refused: The daemon refused it; says why.
-            DaemonLost: The daemon went away, or did not answer in time.
-        """
-        return self.wait(self.start(request, fds), timeout)
-
-    def wait(self, reply: concurrent.futures.Future[Answer], timeout: float = ANSWER_SECONDS) -> Answer:
-        """Wait for the answer to a request that was sent; errors as of `ask`."""
+    def wait(self, reply: Future[Answer], timeout: float = ANSWER_SECONDS) -> Answer:
+        """See `Connection.wait`."""
         try:
             return reply.result(timeout)
         except concurrent.futures.TimeoutError:
             self._lose(self._silent(round(timeout, 1)))
             return reply.result()  # It has one now, or gets one from the reader at this moment.
 
-    def settled(self, reply: concurrent.futures.Future[Any], timeout: float = 0.0) -> bool:
+    def settled(self, reply: Future[Any], timeout: float = 0.0) -> bool:
         """See `Connection.settled`."""
         return reply.done() or (timeout > 0 and bool(concurrent.futures.wait([reply], timeout).done))
 
-    clock = staticmethod(time.monotonic)
-    sleep = staticmethod(time.sleep)
-
     def watch(self, watcher: Callable[[EquipoiseError], None] | None) -> None:
-        """Have `watcher`, if any, called from any thread when the daemon is lost: at once if it is lost already."""
+        """See `Connection.watch`."""
         with self._lock:
             self._watcher, lost = watcher, self.lost
         if watcher is not None and lost is not None:
             watcher(lost)
 
     def close(self) -> None:
-        """Close the connection; the daemon then leaves what was joined through it. Idempotent."""
+        """See `Connection.close`."""
         self.watch(None)
         self._lose(DaemonLost("the connection was closed", "connect again"))
         if os.getpid() == self._process and self._reader.is_alive():

@@ -12,7 +12,7 @@ from equipoise.averaging.outcome import Gathering, NoPeers, RunState
 from equipoise.averaging.schema import Schema
 from equipoise.averaging.spec import RunSpec
 from equipoise.peer.control import messages
-from equipoise.peer.control.client import ANSWER_SECONDS
+from equipoise.peer.control.client import ANSWER_SECONDS, Connection
 from equipoise.peer.control.messages import Answer, Progress, Request, RunRequest, Welcome
 from equipoise.peer.errors import DaemonLost, EquipoiseError, Refused
 from equipoise.peer.purposes import AVERAGE, STEP, run_specs
@@ -119,16 +119,12 @@ class Part:
         run.join(member)
 
 
-class SimulatedLink:
-    """A `Connection` to a simulated daemon.
+class SimulatedLink(Connection):
+    """A connection to a simulated daemon, which dies only together with its script: it is never lost.
 
     Attributes:
-        welcome: Names the peer.
-        tags: Its tags.
-        lost: None: a simulated daemon dies only together with its script.
+        tags: The peer's tags.
     """
-
-    lost: EquipoiseError | None = None
 
     def __init__(self, swarm: SimulatedSwarm, peer: str) -> None:
         self.welcome = Welcome(peer, peer, os.getpid())
@@ -155,18 +151,11 @@ class SimulatedLink:
             self._take(request, fds, reply)
         except (EquipoiseError, ValueError) as error:
             reply.set_exception(Refused(str(error)))
+        if isinstance(request, messages.JoinRun | messages.AgreeRun):
+            self.sleep(JOIN_SECONDS)
         if not reply.done():
             reply.add_done_callback(lambda _: self._wake())
         return reply
-
-    def ask(
-        self, request: Request[Answer], timeout: float = ANSWER_SECONDS, fds: Sequence[int] = ()
-    ) -> Answer:
-        """See `Connection.ask`."""
-        reply = self.start(request, fds)
-        if isinstance(request, messages.JoinRun | messages.AgreeRun):
-            self.sleep(JOIN_SECONDS)
-        return self.wait(reply, timeout)
 
     def wait(self, reply: Future[Answer], timeout: float = ANSWER_SECONDS) -> Answer:
         """See `Connection.wait`."""
@@ -187,7 +176,7 @@ class SimulatedLink:
         self._time.sleep(seconds, self._waits)
 
     def watch(self, watcher: Callable[[EquipoiseError], None] | None) -> None:
-        """See `Connection.watch`: nothing is to be watched."""
+        """See `Connection.watch`."""
 
     def close(self) -> None:
         """See `Connection.close`."""
@@ -202,38 +191,33 @@ class SimulatedLink:
     def _take(self, request: Request[Any], fds: Sequence[int], reply: Future[Any]) -> None:
         """Perform a request; rounds and downloads answer `reply` later."""
         match request:
+            case messages.StartRound(purpose=purpose):
+                run, member = self._part(request).use(purpose)
+                run.start(member, request, reply)
+            case messages.FetchState() | messages.FetchMean():
+                self._download(request, fds[0], reply)
+            case _:
+                reply.set_result(self._answer(request, fds))
+
+    def _answer(self, request: Request[Any], fds: Sequence[int]) -> object:
+        """Do what is asked; returns the answer, of the type that the request names."""
+        match request:
             case messages.JoinRun(name, size=size):
                 if name in self._parts:
                     raise Refused(f"this peer takes part in run {name!r} already")
                 region = Region.attach(os.dup(fds[0]), size)
                 self._parts[name] = Part(self._swarm, self.welcome.peer_id, self.tags, request, region)
-            case messages.StartRound(purpose=purpose):
-                run, member = self._part(request).use(purpose)
-                run.start(member, request, reply)
-                return
-            case messages.FetchState() | messages.FetchMean():
-                self._download(request, fds[0], reply)
-                return
             case messages.AskState():
-                reply.set_result(self._part(request).state())
-                return
+                return self._part(request).state()
             case messages.AskDraw(state=state):
                 run, _ = self._part(request).use(STEP)
-                reply.set_result(run.draw(state))
-                return
+                return run.draw(state)
             case messages.AskProgress():
-                reply.set_result(self._part(request).progress())
-                return
+                return self._part(request).progress()
             case messages.ReportAccumulated(weight=weight):
                 if request.run in self._parts:  # A script that leaves reports last of all.
                     _, member = self._part(request).use(STEP)
                     member.accumulated = weight
-            case _:
-                self._change(request, fds)
-        reply.set_result(None)
-
-    def _change(self, request: Request[Any], fds: Sequence[int]) -> None:
-        match request:
             case messages.AgreeRun():
                 self._part(request).agree(request)
             case messages.OfferState(state=state, size=size):
@@ -253,6 +237,7 @@ class SimulatedLink:
                 pass
             case _:
                 raise Refused(f"a simulated daemon does not answer {type(request).__name__}")
+        return None
 
     def _download(
         self, request: messages.FetchState | messages.FetchMean, fd: int, reply: Future[Any]
@@ -260,14 +245,14 @@ class SimulatedLink:
         run, member = self._part(request).use(STEP)
         if any(download.member is member for download in run.downloads):
             raise Refused(f"a state of run {run.spec.name!r} is being fetched already: wait for it")
+        size = request.limit if isinstance(request, messages.FetchState) else request.size
+        given = run, member, self._time, request.timeout, reply, SharedMemory.attach(os.dup(fd), size)
         if isinstance(request, messages.FetchState):
-            memory = SharedMemory.attach(os.dup(fd), request.limit)
-            SnapshotDownload(request, run, member, self._time, request.timeout, reply, memory)
+            SnapshotDownload(request, *given)
             return
         if not request.proved:
             member.epoch = request.after.epoch
-        memory = SharedMemory.attach(os.dup(fd), request.size)
-        MeanDownload(request, run, member, self._time, request.timeout, reply, memory)
+        MeanDownload(request, *given)
         run.serve()
 
     def _part(self, request: Request[Any]) -> Part:

@@ -17,10 +17,9 @@ from msgspec import structs
 from equipoise.averaging.aio.buffer_pool import BufferPool
 from equipoise.averaging.draw import Drawn
 from equipoise.averaging.manifest import NONCE_BYTES, Join, Manifest
-from equipoise.averaging.matchmaking.closing import ClosePolicy, LearntWait, QuorumAndGrace
 from equipoise.averaging.matchmaking.context import Context
 from equipoise.averaging.matchmaking.coordinator import ENDED_KEPT, LEAST_LATE
-from equipoise.averaging.matchmaking.group_builder import Closing, GroupBuilder, Needs, Outlook, Parked
+from equipoise.averaging.matchmaking.group_builder import Closing, GroupBuilder, Outlook, Parked
 from equipoise.averaging.matchmaking.machine import federated
 from equipoise.averaging.matchmaking.membership import MISSES, Membership
 from equipoise.averaging.matchmaking.messages import MAX_HOPS
@@ -181,17 +180,14 @@ class SimulatedRun:
             run=spec.name,
             spec=spec.hash,
             peer=COORDINATOR,
-            group_size=self.group_size,
+            needs=spec.needs._replace(group_size=self.group_size),
             sign=_sign,
             verify=_verify,
-            quorum=strategy.quorum,
-            least=strategy.least,
         )
+        self._needs = context.needs
         self._company = context.membership = Company(self)
         self._wait = context.straggler_wait
-        self._policy: ClosePolicy = LearntWait(context)
-        if isinstance(strategy, Federated):
-            self._policy = QuorumAndGrace(context, strategy)
+        self._policy = strategy.policy(context)
         self._builders: dict[tuple[int, tuple[str, ...]], GroupBuilder] = {}
         self._beyond: dict[StateId, Exchange] = {}
         self._looks_at = math.inf
@@ -330,8 +326,8 @@ class SimulatedRun:
         if standing is not None:
             closes_in = outlook.limit.at - now
             gives_up = search.began + search.request.timeout - self._policy.reserve - now
-            quorum = self.spec.strategy.quorum
-            return federated(standing, quorum, closes_in if math.isfinite(closes_in) else None, gives_up)
+            closes = closes_in if math.isfinite(closes_in) else None
+            return federated(standing, self._needs.quorum, closes, gives_up)
         target = max(len(outlook.expected | builder.parked.keys()), 2)
         return Gathering(len(builder.parked), target, self._policy.describe(builder, outlook.expected))
 
@@ -365,9 +361,8 @@ class SimulatedRun:
         fitting = (one for one in parked if not one.parked.keys().isdisjoint(planned))
         builder = next(fitting, None)
         if builder is None:
-            needs = Needs(self.group_size, self.spec.strategy.quorum, self.spec.strategy.least)
             policy = self._policy
-            builder = GroupBuilder(round, needs, policy.keepalive, policy.patient)
+            builder = GroupBuilder(round, self._needs, policy.keepalive, policy.patient)
             self._builders[round, planned] = builder
         return builder
 

@@ -81,6 +81,7 @@ Fit = Callable[["Task"], tuple[float, Mapping[str, float]]]
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
 class Task:
     """The purpose of one call of `fit` or `evaluate`.
 
@@ -88,28 +89,19 @@ class Task:
         number: `fit`: the number of the round, 1 for the first. `evaluate`: the number of the round whose model is
             evaluated, 0 before the first.
         config: The options that all peers have alike.
+        proximal: Returns FedProx's term, to add to the loss: mu / 2 ||w - w_t||^2, w_t the agreed parameters (Li 2020,
+            1812.06127).
     """
 
-    def __init__(
-        self,
-        number: int,
-        config: Mapping[str, Any],
-        seconds_left: Callable[[], float],
-        proximal: Callable[[], torch.Tensor],
-    ) -> None:
-        self.number = number
-        self.config = config
-        self._seconds_left = seconds_left
-        self._proximal = proximal
+    number: int
+    config: Mapping[str, Any]
+    proximal: Callable[[], torch.Tensor]
+    _seconds_left: Callable[[], float]
 
     @property
     def seconds_left(self) -> float:
         """Seconds until the round's deadline, at least 0; if a quorum is there before, the round ends sooner."""
         return self._seconds_left()
-
-    def proximal(self) -> torch.Tensor:
-        """FedProx's term, to add to the loss: mu / 2 ||w - w_t||^2, w_t the agreed parameters (Li 2020, 1812.06127)."""
-        return self._proximal()
 
 
 @dataclass
@@ -443,7 +435,7 @@ class Federated:
             self.evaluation = _returned("evaluate", self._evaluate(self._task(state.epoch)))
 
     def _task(self, number: int) -> Task:
-        return Task(number, self._config, lambda: max(self._deadline - self._clock(), 0.0), self._proximal)
+        return Task(number, self._config, self._proximal, lambda: max(self._deadline - self._clock(), 0.0))
 
     def _proximal(self) -> torch.Tensor:
         terms = [(own.float() - self._agreed[name]).square().sum() for name, own in self._local.items()]
@@ -480,8 +472,7 @@ class Federated:
     @torch.no_grad()
     def _update(self, mean: Mapping[str, torch.Tensor]) -> None:
         """Make the outer step; the run's tensors become its result."""
-        here = {name: one.to(self._agreed[name].device) for name, one in mean.items()}
-        self._outer.step(self._agreed, here)
+        self._outer.step(self._agreed, mean)
         self._return_to_agreed()
 
     @torch.no_grad()

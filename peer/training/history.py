@@ -7,9 +7,10 @@ the training ends follows from that part of the history, so all peers end after 
 from __future__ import annotations
 
 import math
+import operator
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, NamedTuple, overload
 
@@ -196,6 +197,13 @@ class History(Sequence[Record]):
 # The spaces around the operator are optional; a metric's name may have inner ones.
 _UNTIL = re.compile(r"\A\s*(\S(?:.{0,22}\S)??)\s*(>=|<=|>|<)\s*(\S+)\s*\Z")
 
+_COMPARISONS: dict[str, Callable[[float, float], bool]] = {
+    ">=": operator.ge,
+    "<=": operator.le,
+    ">": operator.gt,
+    "<": operator.lt,
+}
+
 
 class Until(NamedTuple):
     """A condition on one metric."""
@@ -226,15 +234,7 @@ class Until(NamedTuple):
 
     def holds(self, value: float) -> bool:
         """Whether a value fulfils it."""
-        match self.operator:
-            case ">=":
-                return value >= self.bound
-            case "<=":
-                return value <= self.bound
-            case ">":
-                return value > self.bound
-            case _:
-                return value < self.bound
+        return _COMPARISONS[self.operator](value, self.bound)
 
     def best(self, found: Sequence[tuple[int, float]]) -> tuple[int, float]:
         """The first of the best of some (round, value): the highest if the condition asks for more, else the lowest."""

@@ -365,8 +365,7 @@ class Fragment:
     @torch.no_grad()
     def _update(self, mean: Mapping[str, torch.Tensor]) -> None:
         """Make the outer step, and merge its result into the local parameters."""
-        here = {name: one.to(self._agreed[name].device) for name, one in mean.items()}
-        self._outer.step(self._agreed, here)
+        self._outer.step(self._agreed, mean)
         for name, agreed in self._agreed.items():
             local = self._local[name]
             merge = self._options.merge

@@ -533,10 +533,7 @@ class Member:
             )
             self._run.take()
         self._claimed = self._replica.claim
-        metrics, evaluation = reports
-        self._pending = self._run.step(
-            seconds, wait=False, state=self._claimed, metrics=metrics, evaluation=evaluation
-        )
+        self._pending = self._run.step(seconds, wait=False, state=self._claimed, **reports._asdict())
         self._began_at = self.clock()
 
     def _move_accumulated(self) -> None:
@@ -546,7 +543,7 @@ class Member:
             return
         own, self._own = self._own, None
         if own is not None and own.weight > 0:
-            self._run.accumulate(mean_of(own, self._subject.tensors), own.weight)
+            self._run.accumulate(own.mean(), own.weight)
 
     @property
     def _driver(self) -> Driver[events.Event, events.Action]:
@@ -623,7 +620,7 @@ class Member:
         own, self._own = own or self._own, None
         if own is None or own.weight == 0:
             return
-        mean = mean_of(own, self._subject.tensors)
+        mean = own.mean()
         with self._changing():
             self._subject.update(mean)
             self._subject.model.settle()
@@ -691,8 +688,3 @@ def wait_for(runs: Sequence[Run], peers: int) -> None:
 def affordable(size: int, available: int) -> int:
     """Return the most means of `size` bytes to keep, given the available bytes of memory."""
     return max(min(int(available * HELD_MEMORY) // max(size, 1), HELD_MEANS), LEAST_HELD)
-
-
-def mean_of(accumulator: Accumulator, like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return one peer's own mean, with the names, shapes and devices of the tensors that it is `like`."""
-    return {name: mean.to(like[name].device) for name, mean in accumulator.mean().items()}

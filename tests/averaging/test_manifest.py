@@ -29,6 +29,7 @@ from equipoise.averaging.metrics import MAX_METRICS, MAX_NAME_CHARS, Report
 from equipoise.averaging.ports import MAX_CREDENTIAL_BYTES, MAX_HEADER_BYTES, FrameRefused
 from equipoise.averaging.spec import MAX_GROUP_SIZE, PROTOCOL_VERSION
 from equipoise.averaging.state import MAX_EPOCH, StateId
+from equipoise.averaging.strategy import Needs
 from equipoise.averaging.weights import MAX_WEIGHT
 from simulator.matchmaking import SPEC, signer, verify
 
@@ -56,7 +57,7 @@ def manifest(*joins: Join) -> Manifest:
 
 
 def check(one: Manifest, own: Join | None = None, group_size: int = 4) -> None:
-    one.check(verify, spec=SPEC, group_size=group_size, own=own)
+    one.check(verify, spec=SPEC, needs=Needs(group_size), own=own)
 
 
 def test_members_are_sorted_and_found_by_their_peer() -> None:
@@ -231,7 +232,7 @@ def test_a_message_with_a_byte_changed_is_parsed_or_refused(data: st.DataObject)
 
 
 def test_what_makes_a_group() -> None:
-    assert shortfall([join("a"), join("b", dialable=False)]) == ""
-    assert shortfall([join("a", weight=0), join("b"), join("c")]) == ""
-    assert "there is 1" in shortfall([join("a"), join("b", weight=0)])
-    assert "dial" in shortfall([join("a", dialable=False), join("b", dialable=False)])
+    assert shortfall([join("a"), join("b", dialable=False)], Needs(4)) == ""
+    assert shortfall([join("a", weight=0), join("b"), join("c")], Needs(4)) == ""
+    assert "there is 1" in shortfall([join("a"), join("b", weight=0)], Needs(4))
+    assert "dial" in shortfall([join("a", dialable=False), join("b", dialable=False)], Needs(4))

@@ -14,7 +14,7 @@ from equipoise.averaging.matchmaking.context import Context
 from equipoise.averaging.matchmaking.machine import Matchmaking
 from equipoise.averaging.outer import parse_outer
 from equipoise.averaging.rules import Mean, parse_rule
-from equipoise.averaging.strategy import Federated, Strategy, parse_strategy
+from equipoise.averaging.strategy import Federated, Needs, Strategy, parse_strategy
 from simulator.matchmaking import RUN, SPEC, signer, verify
 
 FEDERATED = "federated:fraction=1,minimum=2,available=2,quorum=2,grace=10,deadline=600,late=drop"
@@ -94,7 +94,7 @@ def test_refusals_name_what_came_and_what_is_known(
 
 def test_a_strategy_makes_what_forms_the_groups() -> None:
     def made(strategy: Strategy) -> object:
-        return strategy.matchmaker(Context(RUN, SPEC, "a", 16, signer("a"), verify), Random(0))
+        return strategy.matchmaker(Context(RUN, SPEC, "a", Needs(16), signer("a"), verify), Random(0))
 
     assert isinstance(made(parse_strategy("allreduce")), Matchmaking)
     assert isinstance(made(parse_strategy("gossip")), Pairing)

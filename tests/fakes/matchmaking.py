@@ -10,6 +10,7 @@ from equipoise.averaging.matchmaking.context import Context
 from equipoise.averaging.matchmaking.machine import Matchmaking
 from equipoise.averaging.matchmaking.messages import JoinRequest
 from equipoise.averaging.matchmaking.topology import rank
+from equipoise.averaging.strategy import Needs
 from simulator.matchmaking import RUN, SPEC, Record, signer, verify
 
 NAMES = ["alice", "bob", "carol", "dave", "erin", "frank", "grace", "heidi"]
@@ -31,7 +32,7 @@ def seen(*names: str, **fields: Any) -> events.CandidatesSeen:
 
 def machine(name: str, *others: str, group_size: int = 4, round: int = 0) -> Matchmaking:
     """A machine with a warm view of these others, all in its round."""
-    one = Matchmaking(Context(RUN, SPEC, name, group_size, signer(name), verify, round=round))
+    one = Matchmaking(Context(RUN, SPEC, name, Needs(group_size), signer(name), verify, round=round))
     one.handle(events.Woke(), 0.0)
     one.handle(seen(*others, round=round), 0.0)
     meet(one, *others)

@@ -207,7 +207,8 @@ class FederatedWorld(World):
 
     def make(self, context: Context) -> matchmaking.Peer:
         """See `World.make`."""
-        context.quorum, context.least = self.strategy.quorum, self.strategy.least
+        strategy = self.strategy
+        context.needs = context.needs._replace(quorum=strategy.quorum, least=strategy.least)
         return Trainer(self, context)
 
     @property
@@ -287,7 +288,8 @@ class FederatedWorld(World):
 
     def _is_current(self, one: Trainer, round: int) -> bool:
         assert isinstance(one.machine, Matchmaking)
-        return not one.machine._context.is_past(round, self.now)
+        believed = one.machine._membership.believed_round(self.now)
+        return believed is None or believed <= round
 
 
 def fault(world: FederatedWorld, names: list[str], draw: Random) -> None:

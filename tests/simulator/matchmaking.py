@@ -14,6 +14,7 @@ from equipoise.averaging.matchmaking.context import Context
 from equipoise.averaging.matchmaking.machine import Matchmaking
 from equipoise.averaging.matchmaking.matchmaker import Matchmaker
 from equipoise.averaging.matchmaking.messages import MatchmakingMessage, decode, encode
+from equipoise.averaging.strategy import Needs
 from simulator import network
 from simulator.core import NEVER, Driver
 from simulator.network import Network
@@ -176,7 +177,7 @@ class World(Network[str, Peer]):
 
     def add(self, name: str, *, dialable: bool = True, round: int = 0) -> Peer:
         """Start a daemon, also in place of one that was killed."""
-        context = Context(RUN, SPEC, name, self._group_size, signer(name), verify, round=round)
+        context = Context(RUN, SPEC, name, Needs(self._group_size), signer(name), verify, round=round)
         context.membership.dialable = dialable
         self.forget(name)
         peer = self.peers[name] = self.make(context)

@@ -13,12 +13,13 @@ from equipoise.averaging.matchmaking import events
 from equipoise.averaging.matchmaking.context import Context
 from equipoise.averaging.matchmaking.messages import GroupFormed, JoinRefused, JoinRequest, Whereabouts
 from equipoise.averaging.outcome import Exchanging, Gathering, Idle, NoPeers
+from equipoise.averaging.strategy import Needs
 from fakes.matchmaking import OTHER_SPEC, asks, join, ready, seen
 from simulator.matchmaking import RUN, SPEC, signer, verify
 
 
 def pairing(name: str, *others: str, seed: int = 0) -> Pairing:
-    one = Pairing(Context(RUN, SPEC, name, 16, signer(name), verify), "random", Random(seed))
+    one = Pairing(Context(RUN, SPEC, name, Needs(16), signer(name), verify), "random", Random(seed))
     one.handle(events.Woke(), 0.0)
     one.handle(seen(*others), 0.0)
     for other in others:
@@ -170,7 +171,7 @@ def test_two_that_cannot_be_dialled_are_no_pair() -> None:
 
 
 def test_an_exchange_is_never_announced() -> None:
-    one = Pairing(Context(RUN, SPEC, "alice", 16, signer("alice"), verify), "random", Random(0))
+    one = Pairing(Context(RUN, SPEC, "alice", Needs(16), signer("alice"), verify), "random", Random(0))
     assert one.state == NoPeers()
     actions = one.handle(events.Woke(), 0.0)
     actions += one.handle(seen("bob"), 0.0)

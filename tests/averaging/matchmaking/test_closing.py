@@ -14,7 +14,7 @@ from equipoise.averaging.matchmaking.group_builder import INVITE_AGAIN_SECONDS
 from equipoise.averaging.matchmaking.machine import Matchmaking
 from equipoise.averaging.outcome import Gathering, Idle
 from equipoise.averaging.state import StateId
-from equipoise.averaging.strategy import Federated
+from equipoise.averaging.strategy import Federated, Needs
 from equipoise.averaging.timing import (
     HOLD_SECONDS,
     INVITE_SECONDS,
@@ -32,9 +32,8 @@ STATE = StateId(3, "b" * 64)
 
 def machine(name: str, count: int, federated: Federated) -> Matchmaking:
     """A machine of a federated run with a warm view of the first `count` peers."""
-    context = Context(
-        RUN, SPEC, name, 8, signer(name), verify, quorum=federated.quorum, least=federated.least
-    )
+    needs = Needs(8, federated.quorum, federated.least)
+    context = Context(RUN, SPEC, name, needs, signer(name), verify)
     one = Matchmaking(context, federated.policy(context))
     one.handle(events.Woke(), 0.0)
     one.handle(seen(*NAMES[:count]), 0.0)

@@ -15,6 +15,7 @@ from equipoise.averaging.matchmaking.joiner import LONELY_SECONDS
 from equipoise.averaging.matchmaking.machine import Matchmaking
 from equipoise.averaging.matchmaking.messages import Invitation, JoinAccepted, JoinRequest, Whereabouts
 from equipoise.averaging.outcome import NoPeers
+from equipoise.averaging.strategy import Needs
 from equipoise.averaging.timing import HOLD_SECONDS, INITIAL_WAIT, REPLY_SECONDS
 from fakes.seeds import few_and_many
 from simulator.matchmaking import RUN, SPEC, Record, Weather, World, verify
@@ -52,7 +53,7 @@ def check_safety(world: World, group_size: int) -> None:
     for name, peer in world.peers.items():
         assert len(peer.formed) <= peer.became_ready
         for _, manifest in peer.formed:
-            manifest.check(verify, spec=SPEC, group_size=group_size, own=None)
+            manifest.check(verify, spec=SPEC, needs=Needs(group_size), own=None)
             assert name in manifest.peers
         rounds = [manifest.round for _, manifest in peer.formed]
         assert rounds == sorted(set(rounds))
