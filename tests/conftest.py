@@ -19,6 +19,15 @@ def pytest_configure() -> None:
     ChildProcess.forks = True
 
 
+LONG = ("test_readme.py", "e2e", "sim")
+"""Files and folders whose tests take longest: they come first, so that no processor waits for the last of them."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the longest tests first."""
+    items.sort(key=lambda item: not set(LONG).intersection(item.path.parts))
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Keep the report of a test's call, so that fixtures know whether it failed."""

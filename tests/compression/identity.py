@@ -62,10 +62,8 @@ def encoded(codec: Codec, values: torch.Tensor) -> tuple[memoryview, int]:
     return payload, codec.encode(given(values), payload).clamped
 
 
-def reduced(codec: Codec, members: int, count: int) -> str:
-    rows = [values_of(count, 10.0 ** (index % 5 - 2), index) for index in range(members)]
-    payloads = [encoded(codec, row)[0] for row in rows]
-    weights = [WEIGHTS[index % len(WEIGHTS)] for index in range(members)]
+def reduced(codec: Codec, payloads: list[memoryview], count: int) -> str:
+    weights = [WEIGHTS[index % len(WEIGHTS)] for index in range(len(payloads))]
     mean = room(codec, count)
     report = codec.reduce(payloads, weights, mean, given(torch.empty(count)))
     return digest(mean, report.clamped)
@@ -83,8 +81,10 @@ def digests() -> dict[str, str]:
                 case = f"{codec.spec}, {count} of {magnitude:.3g}"
                 found[f"encode {case}"] = digest(payload, clamped)
                 found[f"decode {case}"] = digest(out)
+        rows = [values_of(4500, 10.0 ** (index % 5 - 2), index) for index in range(MEMBERS)]
+        payloads = [encoded(codec, row)[0] for row in rows]
         for members in range(1, MEMBERS + 1):
-            found[f"reduce {codec.spec}, {members} members"] = reduced(codec, members, 4500)
+            found[f"reduce {codec.spec}, {members} members"] = reduced(codec, payloads[:members], 4500)
         found.update(refusals(codec))
     return found
 
