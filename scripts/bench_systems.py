@@ -1,14 +1,16 @@
 """The ways to average that `bench_round.py` compares.
 
-A system is named `ours/CODEC/CHANNEL`, `gloo`, `hivemind/CODEC`, `wire/CODEC` (plain TCP of as many bytes, in the same
-pattern: what the links allow) or `nothing` (which averages nothing, and must be caught). An added `/xN` cuts the vector
-into N tensors.
+A system is named `ours/CODEC`, `gloo`, `hivemind/CODEC`, `wire/CODEC` (plain TCP of as many bytes, in the same pattern:
+what the links allow) or `nothing` (which averages nothing, and must be caught). Words may follow `ours/CODEC`: a
+channel (`/aead`), the device on which daemons reduce (`/cuda:0`), the kernels of daemons and trainers (`/torch`). An
+added `/xN` cuts the vector into N tensors.
 """
 
 from __future__ import annotations
 
 import math
 import os
+import re
 import socket
 import sys
 import threading
@@ -19,6 +21,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+
+from equipoise.compression.choice import ENVIRONMENT, NAMES
+from equipoise.peer.config import CHANNELS, UNENCRYPTED
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
@@ -41,6 +46,13 @@ BOUNDS = {"fp32": 1e-6, "none": 1e-6, "fp16": 1e-3, "bf16": 1e-2, "int8": 0.010}
 
 BYTES_PER_VALUE = {"fp32": 4.0, "none": 4.0, "fp16": 2.0, "bf16": 2.0, "int8": 1 + 4 / 128}
 """Of an encoded vector; `int8` has a scale of 4 bytes for every 128 values."""
+
+
+WORDS = {
+    **dict.fromkeys((*CHANNELS, UNENCRYPTED), "EQUIPOISE_CHANNEL"),
+    **dict.fromkeys(NAMES, ENVIRONMENT),
+}
+"""The words that follow the codec of ours, each with the variable that it sets; a device follows, too."""
 
 
 @dataclass(frozen=True)
@@ -136,16 +148,17 @@ class Nothing:
 class Ours:
     """`equipoise daemon` as users run it, in a process of its own, and a client of it here."""
 
-    def __init__(self, tensors: list[torch.Tensor], codec: str = "int8", channel: str = "") -> None:
-        self.tensors, self.codec, self._channel = tensors, codec, channel
+    def __init__(self, tensors: list[torch.Tensor], codec: str = "int8", *words: str) -> None:
+        self.tensors, self.codec = tensors, codec
+        self.settings = {WORDS.get(word, "EQUIPOISE_DEVICE"): word for word in words}
 
     def open(self, place: Place, join: str) -> str:
         from e2e.swarm import DaemonProcess
 
         listen = ["--listen", f"/ip4/{place.host}/tcp/0"]
-        environment = {**os.environ, **({"EQUIPOISE_CHANNEL": self._channel} if self._channel else {})}
+        os.environ.update(self.settings)  # Kernels are chosen in this process, too.
         home = place.folder / "daemon"
-        self.daemon = DaemonProcess(home, environment, [join] if join else [], listen)
+        self.daemon = DaemonProcess(home, os.environ, [join] if join else [], listen)
         self.daemon.start()
         self._place = place
         return next(one for one in self.daemon.addresses if place.host in one)
@@ -338,6 +351,20 @@ SYSTEMS: dict[str, Callable[..., System]] = {
     "wire": Wire,
     "nothing": Nothing,
 }
+
+
+def problem(name: str) -> str:
+    """Why this machine cannot run the system called `name`, in one line; empty if it can."""
+    kind, *words = name.split("/")
+    if kind not in SYSTEMS:
+        return f"expected names that begin with {', '.join(SYSTEMS)}, got {name!r}"
+    for word in words[1:] if kind == "ours" else ():
+        device = re.fullmatch(r"cuda(?::(\d+))?", word)
+        if device and int(device[1] or 0) >= (count := torch.cuda.device_count()):
+            return f"{name}: torch finds {count} CUDA devices on this machine"
+        if not device and word not in WORDS and not re.fullmatch(r"x\d+", word):
+            return f"{name}: expected cuda[:N], xN or one of {', '.join(WORDS)}, got {word!r}"
+    return ""
 
 
 def make(name: str, values: int) -> System:
