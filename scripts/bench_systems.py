@@ -2,8 +2,8 @@
 
 A system is named `ours/CODEC`, `gloo`, `hivemind/CODEC`, `wire/CODEC` (plain TCP of as many bytes, in the same pattern:
 what the links allow) or `nothing` (which averages nothing, and must be caught). Words may follow `ours/CODEC`: a
-channel (`/aead`), the device on which daemons reduce (`/cuda:0`), the kernels of daemons and trainers (`/torch`). An
-added `/xN` cuts the vector into N tensors.
+channel (`/aead`), the device on which daemons reduce (`/cuda:0`), that of the tensors (`/on-cuda:0`), the kernels of
+daemons and trainers (`/torch`). An added `/xN` cuts the vector into N tensors.
 """
 
 from __future__ import annotations
@@ -53,6 +53,9 @@ WORDS = {
     **dict.fromkeys(NAMES, ENVIRONMENT),
 }
 """The words that follow the codec of ours, each with the variable that it sets; a device follows, too."""
+
+ON = "on-"
+"""Begins the word that names the device of the tensors."""
 
 
 @dataclass(frozen=True)
@@ -182,6 +185,8 @@ class Ours:
     def round(self) -> Measured:
         began = time.perf_counter()
         outcome = self._run.average(timeout=ROUND_SECONDS)
+        if self.tensors[0].is_cuda:
+            torch.cuda.synchronize(self.tensors[0].device)  # The decoding was only queued.
         whole = time.perf_counter() - began
         complete = outcome.ok and len(outcome.contributors) == self._place.peers
         exchange = outcome.seconds.get("exchange", math.nan)
@@ -359,11 +364,11 @@ def problem(name: str) -> str:
     if kind not in SYSTEMS:
         return f"expected names that begin with {', '.join(SYSTEMS)}, got {name!r}"
     for word in words[1:] if kind == "ours" else ():
-        device = re.fullmatch(r"cuda(?::(\d+))?", word)
+        device = re.fullmatch(r"(?:on-)?cuda(?::(\d+))?", word)
         if device and int(device[1] or 0) >= (count := torch.cuda.device_count()):
             return f"{name}: torch finds {count} CUDA devices on this machine"
         if not device and word not in WORDS and not re.fullmatch(r"x\d+", word):
-            return f"{name}: expected cuda[:N], xN or one of {', '.join(WORDS)}, got {word!r}"
+            return f"{name}: expected cuda[:N], on-cuda[:N], xN or one of {', '.join(WORDS)}, got {word!r}"
     return ""
 
 
@@ -371,6 +376,8 @@ def make(name: str, values: int) -> System:
     """The system called `name`, over `values` values."""
     kind, *options = name.split("/")
     count = int(options.pop()[1:]) if options and options[-1][:1] == "x" else 1
+    device = next((word.removeprefix(ON) for word in options if word.startswith(ON)), "cpu")
     size = values // count
-    tensors = [torch.zeros(size) for _ in range(count - 1)] + [torch.zeros(values - size * (count - 1))]
-    return SYSTEMS[kind](tensors, *options)
+    sizes = [size] * (count - 1) + [values - size * (count - 1)]
+    tensors = [torch.zeros(size, device=device) for size in sizes]
+    return SYSTEMS[kind](tensors, *(word for word in options if not word.startswith(ON)))

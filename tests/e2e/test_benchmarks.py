@@ -111,10 +111,13 @@ def test_rounds_over_shaped_links_are_held_to_what_the_links_allow() -> None:
         (["--systems", "ours/int8/aead", "gluu"], "expected names that begin with ours, gloo"),
         (
             ["--systems", "ours/int8/aad"],
-            "ours/int8/aad: expected cuda[:N], xN or one of aead, tls, plain, torch",
+            "ours/int8/aad: expected cuda[:N], on-cuda[:N], xN or one of aead, tls",
         ),
         (["--systems", "ours/int8/cuda"], "ours/int8/cuda: torch finds 0 CUDA devices on this machine"),
-        (["--systems", "gloo", "ours/int8/tls/cuda:1"], "ours/int8/tls/cuda:1: torch finds 0 CUDA devices"),
+        (
+            ["--systems", "gloo", "ours/int8/tls/on-cuda:1"],
+            "ours/int8/tls/on-cuda:1: torch finds 0 CUDA devices",
+        ),
         (["--shape", "0mbit"], "invalid link_rates value: '0mbit'"),
         (["--shape", "fast"], "invalid link_rates value: 'fast'"),
         (["--shape", "50mbit,200mbit"], "--shape names 2 links: give --peers 2"),
@@ -134,13 +137,18 @@ def test_bench_round_refuses_what_it_cannot_measure(
     assert told in line
 
 
-def test_channel_device_and_kernels_of_ours_are_named_by_its_words(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_channel_devices_and_kernels_of_ours_are_named_by_its_words(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    name = "ours/int8/torch/cuda:1/tls/x3"
+    name = "ours/int8/torch/on-cuda/cuda:1/tls/x3"
     assert bench_round.parse(["--systems", name]).systems == [name]
-    made = make(name, 100)
+    made = make(name.replace("on-cuda", "on-meta"), 100)
     assert isinstance(made, Ours)
-    assert (made.codec, [one.numel() for one in made.tensors]) == ("int8", [33, 33, 34])
+    assert made.codec == "int8"
+    assert [(one.numel(), one.device.type) for one in made.tensors] == [
+        (33, "meta"),
+        (33, "meta"),
+        (34, "meta"),
+    ]
     assert made.settings == {
         "EQUIPOISE_KERNELS": "torch",
         "EQUIPOISE_DEVICE": "cuda:1",
