@@ -31,7 +31,7 @@ ROUND_SECONDS = 120.0
 """The slowest that is measured, 64 MB of fp32 among eight at 50 Mbit/s, takes less; what takes longer has failed."""
 
 MEET_SECONDS = 60.0
-"""Sixteen daemons that import torch on two cores, and find each other through the DHT."""
+"""Longest time for all peers to find each other through the DHT, and for their daemons to load kernels."""
 
 POLL_SECONDS = 0.0005
 """How finely the moment is known at which hivemind begins to exchange: cheap beside its tenths of a second."""
