@@ -20,12 +20,11 @@ from equipoise.compression.blockwise import (
     MIN_SCALE,
     SCALE_BYTES,
     ArrayKernels,
+    Bytes,
+    Values,
 )
 from equipoise.compression.chunks import F32_MAX
 from equipoise.compression.errors import CodecError, NonFiniteError
-
-Values = NDArray[np.float32]
-Bytes = NDArray[np.uint8]
 
 CHUNK_VALUES = 32 * 1024
 """Values per piece: what is made of one stays in the second-level cache, and in memory that is used again."""
@@ -214,7 +213,7 @@ class FloatMath(ArrayMath):
                 raise CodecError(f"{self._spec}: value {index} of {count} is {float(value[0])}, not finite")
 
     def _kernels(self, payload: Bytes) -> ArrayKernels | None:
-        """The kernels, if there are any for this format and payload: they take what is aligned, and writable memory."""
+        """The kernels, if any serve this format and payload: they take aligned and writable memory only."""
         fits = self._itemsize == 2 and payload.flags.writeable and payload.ctypes.data % 2 == 0
         return self._compiled(payload.size // 2) if fits else None
 

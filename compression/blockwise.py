@@ -63,8 +63,8 @@ class ArrayKernels:
     """Compiled kernels for arrays on a CPU, which write the same bytes: they do all that a part needs in one call.
 
     A wrong size or alignment, a value that is not finite, or a payload that no encoder wrote makes them return False,
-    with all content undefined; the torch operations then find out which it was. values, out, scratch: f32 [n]; payload:
-    uint8; weights: f64 [m].
+    with all content undefined; numpy's or torch's operations then find out which it was. values, out, scratch: f32 [n];
+    payload: uint8; weights: f64 [m].
 
     Attributes:
         encode: `(values, payload, block)`: fill `payload`.

@@ -1,4 +1,4 @@
-"""Caller's buffers as torch tensors, without copying what is writable."""
+"""Callers' buffers as arrays and tensors that share their memory; only read-only ones are copied, to tensors."""
 
 from __future__ import annotations
 

@@ -31,9 +31,9 @@ class Choice:
 
     Attributes:
         name: One of NAMES.
-        arrays: Compiled kernels of the int8 codec for a CPU's memory; None where others compute.
+        arrays: Compiled kernels for arrays in a CPU's memory; None where numpy or torch computes.
         reason: Why these, in a few words, for logs and `status`.
-        tensors: Kernels for tensors; None where others compute.
+        tensors: Kernels for tensors; None where torch computes.
     """
 
     name: str
@@ -77,8 +77,7 @@ def kernels(device: str = "cpu") -> Choice:
             agreed, choice = arrays_agree(arrays), Choice(name, arrays, origin)
     except ModuleNotFoundError as error:
         return Choice("torch", None, f"{error.name} is not installed; {hint}")
-    # What can go wrong in a compiler, its binary dependencies and its cache is not for us to enumerate; all of it
-    # leaves the other kernels, and its reason is shown.
+    # A compiler, its libraries and its cache may raise anything. Other kernels then compute, and the reason is shown.
     except Exception as error:
         text = (str(error) or type(error).__name__).splitlines()[0]
         return Choice("torch", None, f"{name} failed: {text}")

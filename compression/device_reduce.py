@@ -54,8 +54,7 @@ class DeviceReducer:
             return codec.reduce(payloads, weights, mean, torch.empty(len(scratch), device=self.device))
         except CodecError:
             raise
-        # What a driver, a compiler, or a device whose memory other programs have taken, raises is not for us to
-        # enumerate.
+        # A driver, a compiler, or a device whose memory other programs have taken, may raise anything.
         except Exception as error:
             text = (str(error) or type(error).__name__).splitlines()[0]
             self.trouble = self.trouble or f"{self.device} failed, so the CPU reduced the part: {text}"

@@ -56,8 +56,8 @@ class Int8Codec(Codec):
         """Return the bytes of the scales and of the codes; see `Codec.plane_sizes`."""
         return -(-count // self.block) * SCALE_BYTES, count
 
-    # Each of these takes the short way if it can: one call of a compiled kernel, with nothing around it. The long way
-    # is there for all else, and to say what was wrong.
+    # Each of these methods takes the short way if it can: one call of a compiled kernel, with nothing around it. The
+    # long way takes all other buffers, and names the fault.
 
     def encode(self, values: Values, out: Buffer) -> EncodeReport:
         """Encode `values` into `out`; see `Codec.encode`."""

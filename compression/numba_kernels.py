@@ -56,7 +56,7 @@ def _pointer_to(kind: Any) -> Any:
 _float_pointer, _bits_pointer, _code_pointer = map(_pointer_to, (numba.float32, numba.int32, numba.int8))
 
 
-# Arrays of what lies so many values after an address: of slices references are counted, and reducing takes 20 % longer.
+# Arrays of the values at an address, not slices: numba counts references to slices, and reducing takes 20 % longer.
 
 
 @numba.njit(**_compiled)
@@ -90,7 +90,7 @@ def _fits(payload, count, block):  # type: ignore[no-untyped-def]
     return payload.size == size and payload.ctypes.data % SCALE_BYTES == 0
 
 
-# What is done to one block. LLVM vectorises each of these loops, and few that do more at a time.
+# Operations on one block. LLVM vectorises each of these loops, and few loops that do more at a time.
 
 
 @numba.njit(**_compiled)
@@ -135,7 +135,7 @@ def _add_codes(codes, scale, weight, into):  # type: ignore[no-untyped-def]
         into[i] += weight * (np.float32(codes[i]) * scale)
 
 
-# What is done to a part: one block after the other, each while it lies in the first-level cache.
+# Operations on a part: block after block, each while it lies in the first-level cache.
 
 
 @numba.njit(numba.boolean(_F32, _U8, numba.int64), **_compiled)

@@ -62,7 +62,9 @@ class Lane:
         self._allocate(sizes)
 
     def _allocate(self, sizes: Sizes) -> None:
-        self.room, self.dense = (torch.from_numpy(np.empty(n, np.float32)) for n in (sizes[0], sizes[2]))
+        self.room, self.dense = (
+            torch.from_numpy(np.empty(n, np.float32)) for n in (sizes.values, sizes.dense)
+        )
         self._payload = np.empty(sizes.codes, np.uint8).data
 
     def launch(self, work: Callable[..., None], *args: Any) -> None:
@@ -122,7 +124,7 @@ class DeviceLane(Lane):
     def __init__(
         self, layout: Layout, stored: memoryview, sizes: Sizes, device: torch.device, aside: bool
     ) -> None:
-        """Work on the device's current stream, or `aside`, on a stream of our own, after what that one does by now."""
+        """Work on the device's current stream, or `aside`: on a stream of our own, which first waits for that one."""
         self.device = device
         self._enter(aside)
         self._host = torch.frombuffer(stored, dtype=torch.uint8)

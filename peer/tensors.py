@@ -150,7 +150,7 @@ class Binding:
         carried = self.carried()
         for name, tensor in stepped.items():
             if name not in mean or mean[name].device != tensor.device:
-                mean[name] = kept(tensor.shape, tensor.device)
+                mean[name] = uninitialised(tensor.shape, tensor.device)
         self.steps.decode(result, {**mean, **carried})
         if hand_back and isinstance(self.source, torch.nn.Module):
             for name, tensor in stepped.items():
@@ -159,7 +159,7 @@ class Binding:
     def named(self, result: memoryview) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """Decode the result of a step, u8 [`size`]: gradients and buffers by name, fp32, on the CPU."""
         gradients, buffers = (
-            {tensor.name: kept(tensor.shape) for tensor in schema.tensors}
+            {tensor.name: uninitialised(tensor.shape) for tensor in schema.tensors}
             for schema in (self.gradients, self.buffers)
         )
         self.steps.decode(result, {**gradients, **buffers})
@@ -250,7 +250,7 @@ def tensor_schema(tensors: Tensors) -> Schema:
     return Schema.of(named_tensors(tensors), buffers)
 
 
-def kept(shape: Sequence[int], device: torch.device | None = None) -> torch.Tensor:
+def uninitialised(shape: Sequence[int], device: torch.device | None = None) -> torch.Tensor:
     """Uninitialised fp32 values that may be changed later, also if this call is made in inference mode."""
     with torch.inference_mode(False):
         return torch.empty(shape, dtype=torch.float32, device=device)

@@ -1,7 +1,8 @@
 """Time every codec on every kernel beside a plain copy in the same run: one core, or a GPU; milliseconds.
 
-On a GPU, times are between events of its stream. Triton's kernels are launched as codecs launch them, without the wait
-for their notes; torch's figures are those of the whole call of the codec, since it waits in between.
+On a CPU, `torch` gets tensors, as in a script; `numpy` and `numba` get arrays, as in a daemon. On a GPU, times are
+between events of its stream. Triton's kernels are launched as codecs launch them, without the wait for their notes;
+torch's figures are those of the whole call of the codec, since it waits in between.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -20,11 +22,11 @@ import torch
 from equipoise.compression import Codec, kernels, parse_codec
 from equipoise.compression.choice import ENVIRONMENT
 
-NAMES = {"cpu": ("torch", "numba"), "cuda": ("torch", "triton")}
+NAMES = {"cpu": ("torch", "numpy", "numba"), "cuda": ("torch", "triton")}
 """The kernels that are compared on each kind of device."""
 
-BLOCKWISE = "int8"
-"""On a CPU, only this codec's arithmetic has kernels to choose from."""
+UNCOMPILED = "fp32"
+"""The codec for which numba has no kernels."""
 
 
 def measure(call: Callable[[], object], repeats: int) -> dict[str, float]:
@@ -38,9 +40,9 @@ def measure(call: Callable[[], object], repeats: int) -> dict[str, float]:
     return {"min": round(min(times), 2), "median": round(statistics.median(times), 2)}
 
 
-def bench_codec(codec: Codec, count: int, repeats: int) -> dict[str, dict[str, float]]:
+def bench_codec(codec: Codec, count: int, repeats: int, arrays: bool) -> dict[str, dict[str, float]]:
     source, target = torch.randn(count), torch.zeros(count)
-    values, out = source.numpy(), target.numpy()
+    values, out = (source.numpy(), target.numpy()) if arrays else (source, target)
     payload, mean = (memoryview(bytearray(codec.encoded_size(count))) for _ in range(2))
     four, weights = [payload] * 4, [0.25] * 4
     return {
@@ -95,7 +97,7 @@ def bench_on(device: torch.device, codec: Codec, count: int, repeats: int) -> di
 
 
 def bench_kernels(
-    device: torch.device, specs: list[str], count: int, repeats: int
+    device: torch.device, specs: list[str], count: int, repeats: int, name: str
 ) -> list[dict[str, object]]:
     torch.set_num_threads(1)
     start = time.perf_counter()
@@ -103,9 +105,12 @@ def bench_kernels(
     choosing = round((time.perf_counter() - start) * 1e3)
     rows: list[dict[str, object]] = []
     for codec in map(parse_codec, specs):
-        row = {"codec": codec.spec, "kernels": chosen.name, "reason": chosen.reason, "choosing_ms": choosing}
-        on_cpu = device.type == "cpu"
-        figures = bench_codec(codec, count, repeats) if on_cpu else bench_on(device, codec, count, repeats)
+        used = name if name == "numpy" else chosen.name
+        row = {"codec": codec.spec, "kernels": used, "reason": chosen.reason, "choosing_ms": choosing}
+        if device.type == "cpu":
+            figures = bench_codec(codec, count, repeats, arrays=name != "torch")
+        else:
+            figures = bench_on(device, codec, count, repeats)
         rows.append({**row, "device": name_of(device), "ms": figures})
     return rows
 
@@ -118,13 +123,13 @@ def bench_all(device: torch.device, specs: list[str], count: int, repeats: int) 
     """Kernels are chosen once per process: one process for each."""
     rows: list[dict[str, object]] = []
     for name in NAMES[device.type]:
-        mine = [spec for spec in specs if name != "numba" or spec.startswith(BLOCKWISE)]
+        mine = [spec for spec in specs if name != "numba" or spec != UNCOMPILED]
         if not mine:
             continue
         options = ["--device", str(device), "--values", str(count), "--repeats", str(repeats)]
         done = subprocess.run(
-            [sys.executable, __file__, "--worker", *options, *mine],
-            env={**os.environ, ENVIRONMENT: name},
+            [sys.executable, __file__, "--worker", name, *options, *mine],
+            env={**os.environ, ENVIRONMENT: "torch" if name == "numpy" else name},
             stdout=subprocess.PIPE,
             check=True,
             timeout=600,
@@ -152,21 +157,26 @@ def cell(ms: dict[str, float]) -> str:
     return f"{ms['min']:7.3f} /{ms['median']:7.3f} ({ms['share']:.0%})"
 
 
+def device_of(text: str) -> torch.device:
+    """The device of that name; refused if its kind is not compared."""
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", text):
+        raise argparse.ArgumentTypeError(f"expected cpu or cuda[:n], got {text!r}")
+    return torch.device(text)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("specs", nargs="*", default=["fp32", "fp16", "bf16", "int8"], metavar="CODEC")
-    parser.add_argument("--device", type=torch.device, default="cpu", help="cpu, or cuda[:n] (%(default)s)")
+    parser.add_argument("--device", type=device_of, default="cpu", help="cpu, or cuda[:n] (%(default)s)")
     parser.add_argument("--values", type=int, default=16 * 2**20, help="values per vector (%(default)s)")
     parser.add_argument("--repeats", type=int, default=15, help="timed calls of each kind (%(default)s)")
     parser.add_argument("--json", action="store_true", help="print one JSON list instead of a table")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--worker", default="", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.device.type not in NAMES:
-        parser.error(f"--device is cpu or cuda[:n], not {options.device}")
-    if options.device.type == "cuda" and not torch.cuda.is_available():
-        parser.error("this machine has no CUDA device that torch can use")
-    run = bench_kernels if options.worker else bench_all
-    rows = run(options.device, options.specs, options.values, options.repeats)
+    if (options.device.index or 0) >= (count := torch.cuda.device_count()) and options.device.type == "cuda":
+        parser.error(f"--device {options.device}: torch finds {count} CUDA devices on this machine")
+    given = options.device, options.specs, options.values, options.repeats
+    rows = bench_kernels(*given, options.worker) if options.worker else bench_all(*given)
     print(json.dumps(rows) if options.json or options.worker else table(rows, options.values))
 
 

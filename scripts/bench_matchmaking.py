@@ -25,7 +25,7 @@ from equipoise.peer import connect
 from equipoise.peer.demo.processes import Child, Family, daemon_command
 
 START_SECONDS = 120.0
-"""Sixteen daemons import torch and hivemind on two cores."""
+"""Longest time for all daemons to print an address: 32 of them share two cores."""
 
 ROUND_SECONDS = 30.0
 STAGGER_SECONDS = 0.05

@@ -38,7 +38,7 @@ def fill(tensors: Sequence[torch.Tensor], path: Path, scale: float) -> None:
     """Set the tensors to `scale` times the f32 values of a file."""
     for start, piece in pieces(tensors):
         source = np.fromfile(path, np.float32, piece.numel(), offset=4 * start)
-        torch.mul(torch.from_numpy(source), scale, out=piece)
+        torch.mul(torch.from_numpy(source).to(piece.device), scale, out=piece)
 
 
 def error(tensors: Sequence[torch.Tensor], path: Path, scale: float) -> float:
@@ -46,7 +46,7 @@ def error(tensors: Sequence[torch.Tensor], path: Path, scale: float) -> float:
     off = norm = 0.0
     for start, piece in pieces(tensors):
         truth = np.fromfile(path, np.float64, piece.numel(), offset=8 * start) * scale
-        off += float(np.square(piece.numpy() - truth).sum())
+        off += float(np.square(piece.cpu().numpy() - truth).sum())
         norm += float(np.square(truth).sum())
     return math.sqrt(off / norm)
 

@@ -7,6 +7,7 @@ about congestion (`net.ipv4.tcp_congestion_control`, printed) then makes a fifth
 
     scripts/bench_round.py                                             # 2 and 4 peers, 16M values, int8 and rivals
     scripts/bench_round.py --peers 4 --systems ours/int8/aead gloo     # see bench_systems.py for the names
+    scripts/bench_round.py --systems ours/int8 ours/int8/cuda:0        # daemons that reduce on a GPU, beside the CPU
     scripts/bench_round.py --peers 4 --shape 50mbit,200mbit,200mbit,200mbit --systems ours/int8/aead
     scripts/bench_round.py --beside ../before                          # ours of another checkout too, with its .venv
 
@@ -313,11 +314,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON list instead of tables")
     options = parser.parse_args(arguments)
-    from bench_systems import SYSTEMS  # imports torch, which `--help` needs not wait for
+    from bench_systems import problem  # imports torch, which `--help` needs not wait for
 
-    for name in options.systems:
-        if name.split("/")[0] not in SYSTEMS:
-            parser.error(f"--systems: expected names that begin with {', '.join(SYSTEMS)}, got {name!r}")
+    if told := next(filter(None, map(problem, options.systems)), ""):
+        parser.error(f"--systems: {told}")
     if len(options.shape) > 1 and options.peers != [len(options.shape)]:
         parser.error(f"--shape names {len(options.shape)} links: give --peers {len(options.shape)}")
     plain = [name for name in options.systems if "plain" in name.split("/")]

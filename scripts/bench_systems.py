@@ -1,14 +1,16 @@
 """The ways to average that `bench_round.py` compares.
 
-A system is named `ours/CODEC/CHANNEL`, `gloo`, `hivemind/CODEC`, `wire/CODEC` (plain TCP of as many bytes, in the same
-pattern: what the links allow) or `nothing` (which averages nothing, and must be caught). An added `/xN` cuts the vector
-into N tensors.
+A system is named `ours/CODEC`, `gloo`, `hivemind/CODEC`, `wire/CODEC` (plain TCP of as many bytes, in the same pattern:
+what the links allow) or `nothing` (which averages nothing, and must be caught). Words may follow `ours/CODEC`: a
+channel (`/aead`), the device on which daemons reduce (`/cuda:0`), that of the tensors (`/on-cuda:0`), the kernels of
+daemons and trainers (`/torch`). An added `/xN` cuts the vector into N tensors.
 """
 
 from __future__ import annotations
 
 import math
 import os
+import re
 import socket
 import sys
 import threading
@@ -20,13 +22,16 @@ from typing import Any, Protocol
 
 import torch
 
+from equipoise.compression.choice import ENVIRONMENT, NAMES
+from equipoise.peer.config import CHANNELS, UNENCRYPTED
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 ROUND_SECONDS = 120.0
 """The slowest that is measured, 64 MB of fp32 among eight at 50 Mbit/s, takes less; what takes longer has failed."""
 
 MEET_SECONDS = 60.0
-"""Sixteen daemons that import torch on two cores, and find each other through the DHT."""
+"""Longest time for all peers to find each other through the DHT, and for their daemons to load kernels."""
 
 POLL_SECONDS = 0.0005
 """How finely the moment is known at which hivemind begins to exchange: cheap beside its tenths of a second."""
@@ -41,6 +46,16 @@ BOUNDS = {"fp32": 1e-6, "none": 1e-6, "fp16": 1e-3, "bf16": 1e-2, "int8": 0.010}
 
 BYTES_PER_VALUE = {"fp32": 4.0, "none": 4.0, "fp16": 2.0, "bf16": 2.0, "int8": 1 + 4 / 128}
 """Of an encoded vector; `int8` has a scale of 4 bytes for every 128 values."""
+
+
+WORDS = {
+    **dict.fromkeys((*CHANNELS, UNENCRYPTED), "EQUIPOISE_CHANNEL"),
+    **dict.fromkeys(NAMES, ENVIRONMENT),
+}
+"""The words that follow the codec of ours, each with the variable that it sets; a device follows, too."""
+
+ON = "on-"
+"""Begins the word that names the device of the tensors."""
 
 
 @dataclass(frozen=True)
@@ -136,16 +151,17 @@ class Nothing:
 class Ours:
     """`equipoise daemon` as users run it, in a process of its own, and a client of it here."""
 
-    def __init__(self, tensors: list[torch.Tensor], codec: str = "int8", channel: str = "") -> None:
-        self.tensors, self.codec, self._channel = tensors, codec, channel
+    def __init__(self, tensors: list[torch.Tensor], codec: str = "int8", *words: str) -> None:
+        self.tensors, self.codec = tensors, codec
+        self.settings = {WORDS.get(word, "EQUIPOISE_DEVICE"): word for word in words}
 
     def open(self, place: Place, join: str) -> str:
         from e2e.swarm import DaemonProcess
 
         listen = ["--listen", f"/ip4/{place.host}/tcp/0"]
-        environment = {**os.environ, **({"EQUIPOISE_CHANNEL": self._channel} if self._channel else {})}
+        os.environ.update(self.settings)  # Kernels are chosen in this process, too.
         home = place.folder / "daemon"
-        self.daemon = DaemonProcess(home, environment, [join] if join else [], listen)
+        self.daemon = DaemonProcess(home, os.environ, [join] if join else [], listen)
         self.daemon.start()
         self._place = place
         return next(one for one in self.daemon.addresses if place.host in one)
@@ -169,6 +185,8 @@ class Ours:
     def round(self) -> Measured:
         began = time.perf_counter()
         outcome = self._run.average(timeout=ROUND_SECONDS)
+        if self.tensors[0].is_cuda:
+            torch.cuda.synchronize(self.tensors[0].device)  # The decoding was only queued.
         whole = time.perf_counter() - began
         complete = outcome.ok and len(outcome.contributors) == self._place.peers
         exchange = outcome.seconds.get("exchange", math.nan)
@@ -340,10 +358,26 @@ SYSTEMS: dict[str, Callable[..., System]] = {
 }
 
 
+def problem(name: str) -> str:
+    """Why this machine cannot run the system called `name`, in one line; empty if it can."""
+    kind, *words = name.split("/")
+    if kind not in SYSTEMS:
+        return f"expected names that begin with {', '.join(SYSTEMS)}, got {name!r}"
+    for word in words[1:] if kind == "ours" else ():
+        device = re.fullmatch(r"(?:on-)?cuda(?::(\d+))?", word)
+        if device and int(device[1] or 0) >= (count := torch.cuda.device_count()):
+            return f"{name}: torch finds {count} CUDA devices on this machine"
+        if not device and word not in WORDS and not re.fullmatch(r"x\d+", word):
+            return f"{name}: expected cuda[:N], on-cuda[:N], xN or one of {', '.join(WORDS)}, got {word!r}"
+    return ""
+
+
 def make(name: str, values: int) -> System:
     """The system called `name`, over `values` values."""
     kind, *options = name.split("/")
     count = int(options.pop()[1:]) if options and options[-1][:1] == "x" else 1
+    device = next((word.removeprefix(ON) for word in options if word.startswith(ON)), "cpu")
     size = values // count
-    tensors = [torch.zeros(size) for _ in range(count - 1)] + [torch.zeros(values - size * (count - 1))]
-    return SYSTEMS[kind](tensors, *options)
+    sizes = [size] * (count - 1) + [values - size * (count - 1)]
+    tensors = [torch.zeros(size, device=device) for size in sizes]
+    return SYSTEMS[kind](tensors, *(word for word in options if not word.startswith(ON)))

@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 import bench_round
 import simulate
 import soak
+from bench_systems import Ours, make
 
 from e2e.netns import available
 from simulator.gossip import Mixing
@@ -29,7 +31,14 @@ TIMES = {
 OURS = {*TIMES, "daemon_beyond_tensors_mb", "phases_median_ms", "x_gloo"}
 
 RIVALS = ("gloo", "hivemind/fp16", "hivemind/none")
-ALL = ("ours/fp32/tls", "ours/fp16/aead", "ours/int8/plain", "ours/int8/aead/x2000", *RIVALS, "wire/int8")
+ALL = (
+    "ours/fp32/tls",
+    "ours/fp16/aead",
+    "ours/int8/plain",
+    "ours/int8/aead/torch/x2000",
+    *RIVALS,
+    "wire/int8",
+)
 
 HOLDS = {"memory": 3e8, "p2pd_memory": 7e7, "tasks": 30, "threads": 12, "files": 60, "p2pd_files": 20}
 """What a daemon may hold."""
@@ -100,6 +109,15 @@ def test_rounds_over_shaped_links_are_held_to_what_the_links_allow() -> None:
     ("options", "told"),
     [
         (["--systems", "ours/int8/aead", "gluu"], "expected names that begin with ours, gloo"),
+        (
+            ["--systems", "ours/int8/aad"],
+            "ours/int8/aad: expected cuda[:N], on-cuda[:N], xN or one of aead, tls",
+        ),
+        (["--systems", "ours/int8/cuda"], "ours/int8/cuda: torch finds 0 CUDA devices on this machine"),
+        (
+            ["--systems", "gloo", "ours/int8/tls/on-cuda:1"],
+            "ours/int8/tls/on-cuda:1: torch finds 0 CUDA devices",
+        ),
         (["--shape", "0mbit"], "invalid link_rates value: '0mbit'"),
         (["--shape", "fast"], "invalid link_rates value: 'fast'"),
         (["--shape", "50mbit,200mbit"], "--shape names 2 links: give --peers 2"),
@@ -112,10 +130,30 @@ def test_bench_round_refuses_what_it_cannot_measure(
     options: list[str], told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(bench_round, "available", lambda: "no networks here")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(SystemExit, match="2"):
         bench_round.parse(options)
     *_, line = capsys.readouterr().err.splitlines()
     assert told in line
+
+
+def test_channel_devices_and_kernels_of_ours_are_named_by_its_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    name = "ours/int8/torch/on-cuda/cuda:1/tls/x3"
+    assert bench_round.parse(["--systems", name]).systems == [name]
+    made = make(name.replace("on-cuda", "on-meta"), 100)
+    assert isinstance(made, Ours)
+    assert made.codec == "int8"
+    assert [(one.numel(), one.device.type) for one in made.tensors] == [
+        (33, "meta"),
+        (33, "meta"),
+        (34, "meta"),
+    ]
+    assert made.settings == {
+        "EQUIPOISE_KERNELS": "torch",
+        "EQUIPOISE_DEVICE": "cuda:1",
+        "EQUIPOISE_CHANNEL": "tls",
+    }
 
 
 def looks(growing: str = "", by: float = 0, jump: float = 0) -> list[list[dict[str, int]]]:

@@ -31,6 +31,24 @@ OPTIONS: dict[str, Any] = {"codec": "fp32", "group_size": 4}
 
 STRANGER = "/ip4/127.0.0.1/tcp/{port}/p2p/12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
 
+HEAVY = {"torch", "grpc", "pandas", "sklearn"}
+"""Libraries that a daemon does without."""
+
+NUMBA = {"numba", "llvmlite", "scipy"}
+"""Libraries that it loads for numba's kernels only."""
+
+HIVEMIND = tuple(f"hivemind.{part}" for part in ("averaging", "compression", "moe", "optim", "utils.tensor"))
+"""The parts of hivemind that need torch."""
+
+REPORTING = """
+import atexit, os, sys
+os.environ["EQUIPOISE_KERNELS"] = "{kernels}"
+atexit.register(lambda: print("modules", *sys.modules, flush=True))
+from equipoise.peer.cli import main
+main()
+"""
+"""`equipoise`, which names at its end the modules that it has loaded."""
+
 TRAINER = """
 import sys, torch
 from equipoise.peer import connect
@@ -308,6 +326,39 @@ def test_nothing_is_left_in_a_daemon_that_served(swarm: Swarm) -> None:
     eventually(
         lambda: all(now <= then for now, then in zip(descriptors(), before, strict=True)), "their descriptors"
     )
+
+
+# ---- what it loads ----
+
+
+@pytest.mark.parametrize("kernels", ["numpy", "numba"])
+def test_a_daemon_that_has_averaged_has_not_loaded_torch(
+    swarm: Swarm, monkeypatch: pytest.MonkeyPatch, kernels: str
+) -> None:
+    if kernels == "numba":
+        pytest.importorskip("numba")
+    code = REPORTING.format(kernels=kernels.replace("numpy", "torch"))
+    monkeypatch.setattr("e2e.swarm.CLI", (sys.executable, "-c", code))
+    daemons = swarm.daemons(2, args=LOCAL)
+    tensors = [torch.full((100_000,), float(value)) for value in (1, 3)]
+    with connect(daemons[0].home) as one, connect(daemons[1].home) as other:
+        runs = [
+            peer.join("digits", [tensor], codec="int8")
+            for peer, tensor in zip((one, other), tensors, strict=True)
+        ]
+        assert runs[0].wait_for(1)
+        outcomes = together(*(lambda run=run: run.average(timeout=60) for run in runs))
+        assert all(outcome.ok for outcome in outcomes), outcomes
+        assert {peer.status().kernels.name for peer in (one, other)} == {kernels}
+    for daemon in daemons:
+        assert daemon.stop() == 0
+        (told,) = [line for line in daemon.output.splitlines() if line.startswith("modules ")]
+        loaded = set(told.split())
+        assert "equipoise.averaging.aio.round_driver" in loaded
+        assert not loaded & HEAVY
+        assert bool(loaded & NUMBA) == (kernels == "numba")
+        assert not [name for name in loaded if name.startswith(HIVEMIND)]
+    assert all(torch.equal(tensor, torch.full((100_000,), 2.0)) for tensor in tensors)
 
 
 # ---- the end ----

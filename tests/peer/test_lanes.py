@@ -343,6 +343,18 @@ def test_tensors_of_other_devices_go_by_the_cpu() -> None:
     assert kernels_of(torch.device("cpu")) in kernels_of(torch.device("mps"))
 
 
+def test_a_run_names_the_kernels_of_each_device_once() -> None:
+    devices = [torch.device(name) for name in ("mps", "cpu", "cpu")]
+    named = {str(at): SimpleNamespace(device=one) for at, one in enumerate(devices)}
+    run = Run.__new__(Run)
+    run._binding = SimpleNamespace(tensors=lambda: named)  # type: ignore[assignment]
+    assert set(run.kernels.split("; ")) == {
+        *kernels_of(devices[0]).split("; "),
+        *kernels_of(devices[1]).split("; "),
+    }
+    assert run.kernels.count("by the CPU, for mps") == 1
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("tests", "which"),
