@@ -501,7 +501,7 @@ class Federated:
         if result is None:
             return
         has_counted = any(
-            self._run.peer in record.contributors for record in self.history[result.state.epoch :]
+            self._run.peer in record.contributors for record in self.history.since(result.state.epoch + 1)
         )
         too_old = self._strategy.late == "drop" and result.state != self.member.id
         if has_counted or too_old or result.weight_at(self.member.id) < LEAST_CONTRIBUTION:

@@ -438,7 +438,11 @@ def test_terms_say_what_must_be_alike() -> None:
     ("options", "said"),
     [
         ({"rounds": 0}, "rounds: expected a whole number of rounds >= 1, or None, got 0"),
-        ({"patience": -1}, "patience: expected a whole number of rounds >= 0, got -1"),
+        ({"patience": -1}, "patience: expected a whole number of rounds >= 0, below 1000, got -1"),
+        (
+            {"patience": 1000, "until": "w > 1"},
+            "patience: expected a whole number of rounds >= 0, below 1000",
+        ),
         ({"patience": 1}, "patience: expected 0 without `until`, got 1"),
         ({"until": "better"}, "until: expected NAME >= NUMBER"),
         ({"proximal": -0.1}, "proximal: expected a finite number >= 0, got -0.1"),
