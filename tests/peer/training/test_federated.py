@@ -456,6 +456,17 @@ def test_options_out_of_range_are_refused(options: dict[str, Any], said: str) ->
         Client(FederatedSwarm(), 0, **options).join()
 
 
+def test_the_best_checkpoint_has_the_direction_of_the_condition_on_its_metric(tmp_path: Path) -> None:
+    highest = Checkpoints(directory=tmp_path, best="loss")
+    with pytest.raises(ValueError, match=r"checkpoints: expected mode='min', as until='loss <= 0.1' asks"):
+        Client(FederatedSwarm(), 0, until="loss <= 0.1", checkpoints=highest).join()
+    lowest = Checkpoints(directory=tmp_path, best="loss", mode="min")
+    for until, kept in (("loss <= 0.1", lowest), ("w >= 1", lowest), ("w >= 1", highest)):
+        peer = Client(FederatedSwarm(), 0, until=until, checkpoints=kept)
+        peer.join()
+        peer.run.leave()
+
+
 def test_an_unknown_option_is_named() -> None:
     with pytest.raises(TypeError, match="unknown option 'round'; did you mean 'rounds'"):
         Client(FederatedSwarm(), 0, round=3).join()
