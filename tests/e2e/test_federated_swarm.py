@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from statistics import fmean
 
 import pytest
 
 from e2e.learners import LISTEN, daemons
 from e2e.swarm import DaemonProcess, Swarm, eventually
+from e2e.threads import begin, settle
 from equipoise.peer import connect
 from equipoise.peer.demo.trainer import Digits, Learner, deal, split_digits, standardised, train_alone
 from equipoise.peer.training import Federated, Task
@@ -90,8 +91,8 @@ class Script:
 class Company:
     """The scripts of one run, and what becomes of them."""
 
-    def __init__(self, name: str, outer: str, pace: Pace, pool: Executor) -> None:
-        self._name, self._outer, self._pool = name, outer, pool
+    def __init__(self, name: str, outer: str, pace: Pace) -> None:
+        self._name, self._outer = name, outer
         self.pace = pace
         self.scripts: list[Script] = []
         self._ends: list[Future[None]] = []
@@ -100,7 +101,7 @@ class Company:
     def come(self, place: DaemonProcess) -> Script:
         script = Script(len(self.scripts), place, self.pace, self._data)
         self.scripts.append(script)
-        self._ends.append(self._pool.submit(script.run, self._name, self._outer))
+        self._ends.append(begin(script.run, self._name, self._outer))
         return script
 
     def reach(self, number: int, scripts: Sequence[Script]) -> None:
@@ -116,8 +117,7 @@ class Company:
 
     def end(self) -> None:
         self.pace.allow(ROUNDS)
-        for end in self._ends:
-            end.result(SECONDS)
+        settle(self._ends, SECONDS)
 
     @property
     def accuracy(self) -> float:
@@ -171,15 +171,14 @@ def test_killed_daemons_and_a_newcomer_cost_no_accuracy(
 ) -> None:
     runs = []
     for faults in (False, True):
-        with ThreadPoolExecutor(PEERS + 1) as pool:
-            name = f"{outer.partition(':')[0]}-{faults}"
-            company = Company(name, outer, Pace(0 if faults else ROUNDS), pool)
-            try:
-                for place in places:
-                    company.come(place)
-                killed = disturb(swarm, company) if faults else []
-            finally:
-                company.end()
+        name = f"{outer.partition(':')[0]}-{faults}"
+        company = Company(name, outer, Pace(0 if faults else ROUNDS))
+        try:
+            for place in places:
+                company.come(place)
+            killed = disturb(swarm, company) if faults else []
+        finally:
+            company.end()
         runs.append(company)
     calm, rough = runs
     alone = fmean(one.alone for one in calm.scripts)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 from e2e.learners import shared_daemons
 from e2e.swarm import DaemonProcess, eventually
+from e2e.threads import together
 from equipoise.averaging.timing import INITIAL_WAIT
 from equipoise.peer import Outcome, Run, connect
 from equipoise.peer.training import Gossip
@@ -61,8 +61,7 @@ def test_every_exchange_is_of_two_and_the_sum_is_kept(places: list[DaemonProcess
             assert shown.in_doubt == 0
         return outcomes
 
-    with ThreadPoolExecutor(PEERS) as pool:
-        outcomes = [one for each in pool.map(exchange, places, tensors) for one in each]
+    outcomes = [one for each in together(exchange, places, tensors) for one in each]
     ok = [one for one in outcomes if one.ok]
     assert all(len(one.contributors) == 2 for one in ok)
     digests = [one.digest for one in ok]
@@ -94,8 +93,7 @@ def test_training_exchanges_and_ends_with_one_model(places: list[DaemonProcess])
 
     exchanged = dict.fromkeys(range(PEERS), 0)
     pause, together = threading.Event(), threading.Barrier(PEERS)
-    with ThreadPoolExecutor(PEERS) as pool:
-        ends = list(pool.map(train, places))
+    ends = together(train, places)
     assert all(count == PEERS for _, count, _ in ends), "all end together"
     assert all(torch.equal(weights, ends[0][0]) for weights, _, _ in ends), "with one model"
 
@@ -116,8 +114,7 @@ def test_a_straggler_ends_with_the_others(places: list[DaemonProcess]) -> None:
         return gossip.finished
 
     together = threading.Barrier(PEERS)
-    with ThreadPoolExecutor(PEERS) as pool:
-        ends = list(pool.map(end, places))
+    ends = together(end, places)
     assert all(one is not None and len(one.contributors) == PEERS for one in ends), ends
 
 
