@@ -125,8 +125,8 @@ class Coordinator:
     def left_behind(self, join: Join, now: float) -> float:
         """Seconds since the group closed that has led others beyond the state of a parked contribution; 0 if none has.
 
-        A round that failed leaves its state as it was. A peer that has the round's mean knows that it succeeded, another
-        learns it from a member that joins again with a later state. A peer that does not know of the round learns it
+        A round that failed leaves its state as it was. A peer that has the round's mean knows that it succeeded,
+        another learns it from a member that joins again with a later state. A peer without word of the round learns it
         from a quorum of its mates in one later state: they came after the group had closed.
         """
         if join.bound is None:
