@@ -149,12 +149,12 @@ class Trainer(matchmaking.Peer):
             self.tell(events.Withdrew())
 
     def _require_told(self) -> None:
-        """A contribution to a state that this peer is about to leave is late, and this peer must know it."""
-        if self.result is None or self._late_for == self.state:
+        """A contribution that did not count for the state that this peer leaves was late, and this peer must know."""
+        if self.result is None or self._late_for == self.result:
             return
         if not self.machine.ready:  # The script offers its contribution before it looks for the download.
             self._join()
-        if self._late_for != self.state:
+        if self._late_for != self.result:
             raise Violation(f"{self.name} is not told that its contribution to {self.state.epoch} is late")
 
     def _move(self, after: StateId, counted: bool) -> None:
@@ -168,7 +168,7 @@ class Trainer(matchmaking.Peer):
         """Do what the machine asks for."""
         if isinstance(action, events.Late):
             self.late += 1
-            self._late_for = self.state
+            self._late_for = self.result
             self._withheld_until = self._fed.now + WITHHELD_SECONDS
             if action.seconds <= 0:
                 raise Violation(f"{self.name} is late by {action.seconds} s")
