@@ -403,7 +403,8 @@ def fault(world: FederatedWorld, names: list[str], draw: Random) -> None:
 def draw_roles(names: list[str], draw: Random) -> dict[str, tuple[tuple[str, ...], bool]]:
     """The tags of each peer, and whether it only observes, drawn at random; at least two train and have all tags."""
     others = draw.choice([0.0, 0.3])
-    roles = dict.fromkeys(names[:2], (("gpu",), False))
+    all_tags: tuple[tuple[str, ...], bool] = ("gpu",), False
+    roles = dict.fromkeys(names[:2], all_tags)
     for name in names[2:]:
         roles[name] = (() if draw.random() < others else ("gpu",), draw.random() < others)
     return roles
