@@ -86,13 +86,13 @@ def test_training_exchanges_and_ends_with_one_model(places: list[DaemonProcess])
                         break
                     exchanged[index] = gossip.exchanged
                     pause.wait(0.005)  # What a step of a larger model takes.
-                together.wait(60.0)
+                all_here.wait(60.0)
             assert gossip.finished is not None
             weights = torch.cat([one.detach().reshape(-1) for one in model.parameters()])
             return weights, len(gossip.finished.contributors), run
 
     exchanged = dict.fromkeys(range(PEERS), 0)
-    pause, together = threading.Event(), threading.Barrier(PEERS)
+    pause, all_here = threading.Event(), threading.Barrier(PEERS)
     ends = together(train, places)
     assert all(count == PEERS for _, count, _ in ends), "all end together"
     assert all(torch.equal(weights, ends[0][0]) for weights, _, _ in ends), "with one model"
@@ -106,14 +106,14 @@ def test_a_straggler_ends_with_the_others(places: list[DaemonProcess]) -> None:
             peer.join("stragglers", model, strategy="gossip") as run,
             Gossip(run, every=5, wait_for=PEERS - 1) as gossip,
         ):
-            together.wait(60.0)
+            all_here.wait(60.0)
             if place is places[0]:
                 threading.Event().wait(
                     INITIAL_WAIT + 1.5
                 )  # Its last steps take longer than a group's first wait.
         return gossip.finished
 
-    together = threading.Barrier(PEERS)
+    all_here = threading.Barrier(PEERS)
     ends = together(end, places)
     assert all(one is not None and len(one.contributors) == PEERS for one in ends), ends
 

@@ -66,7 +66,7 @@ class Training:
                 self.accuracies[task.number] = learner.accuracy(test)
             return 1.0, {}
 
-        begins = NEWCOMER_ROUND + 1 if index >= PEERS else 0
+        begins: int | None = NEWCOMER_ROUND + 1 if index >= PEERS else 0
         strategy = f"federated:fraction=0.5,available={PEERS}"
         while begins is not None:
             while max(self.accuracies, default=0) < begins:
