@@ -233,8 +233,11 @@ class Session:
 
     async def transfer(self) -> Transfer:
         """The exchange of the run's state, among the peers that step if there are gradients."""
-        purpose = STEP if STEP in self._specs else AVERAGE
-        return (await self._use(purpose)).transfer
+        return (await self._stepping()).transfer
+
+    async def _stepping(self) -> RunDriver:
+        """The run of the peers that step, or that average if there are no gradients."""
+        return await self._use(STEP if STEP in self._specs else AVERAGE)
 
     async def fetch(self, request: FetchState, image: SharedMemory) -> FetchOutcome:
         """Download a snapshot into the client's memory, whose capacity is the limit of its size.
@@ -261,8 +264,8 @@ class Session:
             Refused: The memory has another size.
             ValueError: A download of this run is going on already.
         """
-        transfer = await self.transfer()
-        size = transfer.size
+        run_driver = await self._stepping()
+        size = run_driver.transfer.size
         if memory.capacity != size:
             raise Refused(f"expected shared memory of {size} bytes, got {memory.capacity}")
 
@@ -271,7 +274,11 @@ class Session:
             return memory.view(size, writable=True)
 
         after, circle = request.after, frozenset(request.circle)
-        return await transfer.recover(after, request.timeout, result, circle, request.proved, request.patient)
+        found = await run_driver.transfer.recover(
+            after, request.timeout, result, circle, request.proved, request.patient
+        )
+        run_driver.note_mean(found)
+        return found
 
     def status(self) -> RunStatus:
         """The run's part of the daemon's status."""

@@ -161,6 +161,7 @@ def federated(args: argparse.Namespace) -> dict[str, object]:
         totals["rounds ok"] += sum(ok for *_, ok in world.rounds)
         totals["rounds failed"] += sum(not ok for *_, ok in world.rounds)
         totals["late contributions"] += sum(one.late for one in world.trainers)
+        totals["late contributions that counted"] += world.late_counted
         totals["second rounds from one state"] += world.forks
     return {**totals, "seconds": round(time.perf_counter() - began, 1)}
 

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
+from typing import Literal, get_args
 from urllib.parse import quote
 
 import msgspec
@@ -65,6 +66,9 @@ MAX_FOLDER_CHARS = 120
 """Most characters of a name: file systems allow 255 bytes, and quoting a name in foreign letters grows it ninefold."""
 
 Read = Callable[[torch.Tensor], Image]
+
+Mode = Literal["max", "min"]
+"""Whether the best value of a metric is the highest or the lowest."""
 
 _NAME = re.compile(r"\Aepoch-(\d{12,16})-[0-9a-f]{8}\Z")
 
@@ -260,11 +264,11 @@ class Checkpoints:
         directory: Parent of the runs' directories, for one peer alone; by default `checkpoints` in the home.
         resume: Whether to start from the newest sound checkpoint; by default as `equipoise launch --resume` says.
         best: Name of a metric: the checkpoint with the best value of it is kept as well, in the directory `best` beside
-            the others. Less is better of a name that begins with "loss", or ends with "loss" or "error"; of others,
-            more. Only trainers that evaluate the agreed model know one, as `Federated` does. Empty: none is kept.
+            the others. Only trainers that evaluate the agreed model know one, as `Federated` does. Empty: none is kept.
+        mode: The best value is the highest by `max`, the lowest by `min`, whatever the metric's name.
 
     Raises:
-        ValueError: A number is out of its range, or `best` is no name of a metric.
+        ValueError: A number or `mode` is out of its range, or `best` is no name of a metric.
     """
 
     every: int = 10
@@ -272,10 +276,13 @@ class Checkpoints:
     directory: str | os.PathLike[str] | None = None
     resume: bool | None = None
     best: str = ""
+    mode: Mode = "max"
 
     def __post_init__(self) -> None:
         if self.best:
             values_of({self.best: 0.0})
+        if self.mode not in get_args(Mode):
+            raise ValueError(f"checkpoints: expected mode to be 'max' or 'min', got {self.mode!r}")
         for name, number in (("every", self.every), ("keep", self.keep)):
             if isinstance(number, bool) or not isinstance(number, int) or number < 1:
                 told = f"checkpoints: expected {name} to be a whole number of at least 1, got {number!r}"
@@ -293,7 +300,7 @@ class Checkpoints:
         parent = Path(home) / CHECKPOINTS if self.directory is None else Path(self.directory)
         resume = os.environ.get(RESUME_ENV) == "1" if self.resume is None else self.resume
         folder = Folder(parent / folder_name(subject.run), subject, self.keep)
-        return Recorder(folder, self.every, resume, self.best)
+        return Recorder(folder, self.every, resume, self.best, self.mode)
 
 
 class Recorder:
@@ -307,7 +314,9 @@ class Recorder:
         tell: Called with a line about each attempt, from the thread that writes.
     """
 
-    def __init__(self, folder: Folder, every: int, resume: bool, metric: str = "") -> None:
+    def __init__(
+        self, folder: Folder, every: int, resume: bool, metric: str = "", mode: Mode = "max"
+    ) -> None:
         self.path = folder.path
         self.resume = resume
         self.recorded: StateId | None = None
@@ -318,6 +327,7 @@ class Recorder:
         self._late = -1
         self._thread: threading.Thread | None = None
         self.metric = metric
+        self._mode = mode
         self._best = folder.best(metric) if metric else None
         self._best_thread: threading.Thread | None = None
 
@@ -365,10 +375,8 @@ class Recorder:
 
     def record_if_best(self, state: StateId, image: torch.Tensor, value: float) -> None:
         """Write this state's image in a thread, if its value of the metric is better than that of all before."""
-        less_is_better = self.metric.lower().startswith("loss") or self.metric.lower().endswith(
-            ("loss", "error")
-        )
-        if self._best is not None and (value >= self._best if less_is_better else value <= self._best):
+        before = self._best
+        if before is not None and (value <= before if self._mode == "max" else value >= before):
             return
         if self._best_thread is not None:
             self._best_thread.join()
@@ -406,7 +414,7 @@ class Recorder:
         self._say(logging.INFO, f"epoch {state.epoch} is at {path}")
 
     def _write_best(self, state: StateId, image: torch.Tensor, value: float) -> None:
-        named = f"the best by {self.metric}, {value:g}"
+        named = f"with the {'highest' if self._mode == 'max' else 'lowest'} {self.metric} so far, {value:g}"
         try:
             path = self._folder.write_best(state, image, self.metric, value)
         except Exception as error:

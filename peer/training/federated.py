@@ -163,7 +163,7 @@ class Federated:
 
         Raises:
             TypeError: An option is unknown; names it, and the closest known one.
-            ValueError: An option is out of its range.
+            ValueError: An option is out of its range, or `checkpoints.mode` is not the direction of `until`.
             Refused: The run has another strategy, is used already, or its peers agreed on other terms.
             CheckpointError: Training should resume, but the checkpoints are damaged or of another training.
         """
@@ -171,6 +171,8 @@ class Federated:
             FederatedOptions, dict(options), ("fit", "evaluate", "outer", "checkpoints")
         )
         until = Until.parse(self._options.until) if self._options.until else None
+        if checkpoints is not None and until is not None:
+            _require_one_mode(checkpoints, until)
         self._ending = Ending(self._options.rounds, until, self._options.patience)
         self._config = MappingProxyType(_plain(self._options.config))
         run.refuse_if_trained()
@@ -492,7 +494,7 @@ class Federated:
         if result is None:
             return
         has_counted = any(
-            self._run.peer in record.contributors for record in self.history[result.state.epoch :]
+            self._run.peer in record.contributors for record in self.history.since(result.state.epoch + 1)
         )
         too_old = self._strategy.late == "drop" and result.state != self.member.id
         if has_counted or too_old or result.weight_at(self.member.id) < LEAST_CONTRIBUTION:
@@ -524,6 +526,13 @@ class Federated:
         if len(told) > MAX_CONFIG_TERMS or any(len(name) > MAX_TERM_CHARS for name in told):
             told = {"config": short(json.dumps(dict(self._config), sort_keys=True))}
         return {**terms, **told}
+
+
+def _require_one_mode(checkpoints: Checkpoints, until: Until) -> None:
+    """Refuse to keep the worst checkpoint as the best, by the very metric that is to get better."""
+    if checkpoints.best == until.name and checkpoints.mode != until.mode:
+        told = f"expected mode={until.mode!r}, as until={str(until)!r} asks for it, got {checkpoints.mode!r}"
+        raise ValueError(f"checkpoints: {told}")
 
 
 def _strategy_of(run: Run) -> FederatedStrategy:

@@ -1,7 +1,8 @@
 """The history of a federated training, and the rules by which it ends.
 
-What all peers know alike of a round is replicated with the model: it follows from the round's outcome alone. Whether
-the training ends follows from that part of the history, so all peers end after the same round.
+What all peers know alike of a round is replicated with the model: it follows from the round's outcome alone. The last
+`REPLICATED_ROUNDS` of these records travel to newcomers and into checkpoints. Whether the training ends follows from
+them alone, so all peers end after the same round, however many rounds each has seen.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, NamedTuple, overload
+from typing import Annotated, Literal, NamedTuple, overload
 
 import msgspec
 import torch
@@ -24,6 +25,10 @@ from equipoise.averaging.state import MAX_EPOCH
 from equipoise.averaging.weights import ATTENDANCE_LIMIT
 from equipoise.peer.training.image import Tree
 from equipoise.peer.training.safetensors_io import ImageError
+
+REPLICATED_ROUNDS = 1000
+"""Most records in a snapshot or a checkpoint. With 64 contributors each takes at most 6 KB, so all of them take a tenth
+of what an image may hold beside the model (`image.SPARE_BYTES`)."""
 
 Number = Annotated[int, msgspec.Meta(ge=1, le=MAX_EPOCH)]
 Digest = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{64}\Z")]
@@ -109,7 +114,12 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class History(Sequence[Record]):
-    """The records of all rounds that came about, oldest first; two histories are equal if their agreed parts are."""
+    """The records of the rounds that came about, one after another, oldest first.
+
+    A peer that was there from the first round on has them all. A peer that came later, or began again from a
+    checkpoint, has the last `REPLICATED_ROUNDS` before its beginning, and all since. Two histories are equal if the
+    agreed parts of all their records are.
+    """
 
     def __init__(self, records: Sequence[Record] = ()) -> None:
         self._records = list(records)
@@ -137,7 +147,12 @@ class History(Sequence[Record]):
 
     def add(self, record: Record) -> None:
         """Add a record, or replace the one of the same number."""
-        self._records[record.number - 1 : record.number] = [record]
+        at = record.number - self._records[0].number if self._records else 0
+        self._records[at : at + 1] = [record]
+
+    def since(self, number: int) -> list[Record]:
+        """The records from round `number` on, as far as they are here."""
+        return [record for record in self._records if record.number >= number]
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """Write the records to a file, one JSON object a line.
@@ -163,8 +178,8 @@ class History(Sequence[Record]):
     # ---- as a part of the replicated state ----
 
     def tree(self) -> Tree:
-        """See `Part`: the agreed parts, as msgpack in a tensor, u8 [bytes]."""
-        encoded = msgspec.msgpack.encode(self._agreed())
+        """See `Part`: the last agreed parts, as msgpack in a tensor, u8 [bytes]."""
+        encoded = msgspec.msgpack.encode(self._agreed()[-REPLICATED_ROUNDS:])
         return {"records": torch.frombuffer(bytearray(encoded), dtype=torch.uint8)}
 
     def check(self, tree: Tree, foreign: bool = False) -> None:
@@ -172,10 +187,12 @@ class History(Sequence[Record]):
         self._decoded(tree)
 
     def load(self, tree: Tree) -> None:
-        """See `Part`; this peer's own fields of rounds that it was in stay."""
-        own = {record.number: record for record in self._records}
-        self._records = []
-        for agreed in self._decoded(tree):
+        """See `Part`; this peer's own fields of rounds that it was in stay, and the rounds before those of the tree."""
+        own, found = {record.number: record for record in self._records}, self._decoded(tree)
+        # A record names the state before it, so equal records have the same rounds before them.
+        same = bool(found) and found[0].number in own and own[found[0].number].agreed == found[0]
+        self._records = [record for record in self._records if same and record.number < found[0].number]
+        for agreed in found:
             known = own.get(agreed.number)
             fields = msgspec.structs.asdict(agreed)
             self._records.append(known if known and known.agreed == agreed else Record(**fields))
@@ -189,8 +206,11 @@ class History(Sequence[Record]):
             found = msgspec.msgpack.decode(encoded.numpy().tobytes(), type=list[Agreed])
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise ImageError(f"expected a history's records, they do not decode: {error}") from None
-        if [record.number for record in found] != list(range(1, len(found) + 1)):
+        first = found[0].number if found else 1
+        if [record.number for record in found] != list(range(first, first + len(found))):
             raise ImageError("expected a history's records in order, they are not")
+        if first > 1 and len(found) < REPLICATED_ROUNDS:
+            raise ImageError(f"expected a history's records from round 1 on, they begin with round {first}")
         return found
 
 
@@ -232,13 +252,18 @@ class Until(NamedTuple):
     def __str__(self) -> str:
         return f"{self.name} {self.operator} {self.bound!r}"
 
+    @property
+    def mode(self) -> Literal["max", "min"]:
+        """Whether it asks for more of the metric, or for less."""
+        return "max" if self.operator.startswith(">") else "min"
+
     def holds(self, value: float) -> bool:
         """Whether a value fulfils it."""
         return _COMPARISONS[self.operator](value, self.bound)
 
     def best(self, found: Sequence[tuple[int, float]]) -> tuple[int, float]:
         """The first of the best of some (round, value): the highest if the condition asks for more, else the lowest."""
-        better = max if self.operator.startswith(">") else min
+        better = max if self.mode == "max" else min
         return better(found, key=lambda one: one[1])
 
 
@@ -248,7 +273,8 @@ class Ending(NamedTuple):
     Attributes:
         rounds: Rounds after which it ends; None without a limit.
         until: The condition under which it ends.
-        patience: Rounds without an improvement of the condition's metric after which it ends; 0 without a limit.
+        patience: Rounds without an improvement of the condition's metric after which it ends, below
+            `REPLICATED_ROUNDS`; 0 without a limit.
     """
 
     rounds: int | None
@@ -256,16 +282,20 @@ class Ending(NamedTuple):
     patience: int
 
     def reason(self, history: Sequence[Record]) -> str:
-        """The reason why a training with this history ends, one line; empty if it goes on."""
-        if not history:
+        """The reason why a training with this history ends, one line; empty if it goes on.
+
+        The last `REPLICATED_ROUNDS` records decide, which all peers have alike.
+        """
+        recent = history[-REPLICATED_ROUNDS:]
+        if not recent:
             return ""
-        last = history[-1].number
+        last = recent[-1].number
         if self.rounds is not None and last >= self.rounds:
             return f"all {self.rounds} rounds are made"
         if self.until is None:
             return ""
         name = self.until.name
-        found = [(record.number, value) for record in history if (value := record.value(name)) is not None]
+        found = [(record.number, value) for record in recent if (value := record.value(name)) is not None]
         held = next((one for one in found if self.until.holds(one[1])), None)
         if held is not None:
             return f"{self.until} in round {held[0]}: {held[1]:.6g}"

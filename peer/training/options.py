@@ -12,6 +12,7 @@ from typing import Any, Required, TypedDict, TypeVar
 import torch
 from blake3 import blake3
 
+from equipoise.peer.training.history import REPLICATED_ROUNDS
 from equipoise.peer.training.image import Stateful
 from equipoise.peer.training.replica import Alone, Trust
 
@@ -203,7 +204,7 @@ class FederatedOptions:
         until: A condition under which it ends, `NAME >= NUMBER` with >=, <=, > or <, on a metric of `evaluate` or else
             of `fit`, as the group agreed on it in a round. What `evaluate` returns of a model travels with the next
             round's joins, so the training ends a round after the model that meets it; `Checkpoints.best` keeps that.
-        patience: Rounds without an improvement of that metric after which it ends; 0 for no limit.
+        patience: Rounds without an improvement of that metric after which it ends, below 1000; 0 for no limit.
         proximal: The factor mu of FedProx's proximal term, which `Task.proximal` returns.
         config: Options that all peers must have alike, by name, as JSON can hold them; `Task.config` shows them.
         wait_for: Other peers to wait for before the first round, at most a minute.
@@ -224,7 +225,8 @@ class FederatedOptions:
     def __post_init__(self) -> None:
         if self.rounds is not None:
             _require_number("rounds", self.rounds, 1, math.inf, "a whole number of rounds >= 1, or None", int)
-        _require_number("patience", self.patience, 0, math.inf, "a whole number of rounds >= 0", int)
+        expected = f"a whole number of rounds >= 0, below {REPLICATED_ROUNDS}"
+        _require_number("patience", self.patience, 0, REPLICATED_ROUNDS, expected, int)
         _require("patience", self.patience, bool(self.until) or not self.patience, "0 without `until`")
         _require_number("proximal", self.proximal, 0, math.inf, "a finite number >= 0")
         _require_number("wait_for", self.wait_for, 0, math.inf, "a whole number of peers >= 0", int)

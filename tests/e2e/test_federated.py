@@ -6,7 +6,6 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ import torch
 
 from e2e.learners import shared_daemons
 from e2e.swarm import DaemonProcess
+from e2e.threads import together
 from equipoise.averaging.outcome import Outcome
 from equipoise.peer import connect
 from equipoise.peer.training import DiLoCo, Federated, History, Record, Task
@@ -91,10 +91,7 @@ def trained(
     """A trainer on each daemon, after the end of all."""
     trainers = [Trainer(place, index) for index, place in enumerate(places)]
     given = {"strategy": f"federated:available={len(places)}", "outer": "average", "rule": "mean", **options}
-    with ThreadPoolExecutor(len(trainers)) as pool:
-        ends = [pool.submit(work, one) if work else pool.submit(one.train, name, **given) for one in trainers]
-        for end in ends:
-            end.result()
+    together(work or (lambda one: one.train(name, **given)), trainers)
     return trainers
 
 
@@ -262,8 +259,7 @@ def test_a_late_contribution_of_local_steps_counts_never(places: list[DaemonProc
             group.finish()
             return run.peer, ended, weights.detach().clone()
 
-    with ThreadPoolExecutor(peers) as pool:
-        names, outcomes, models = zip(*pool.map(work, range(peers)), strict=True)
+    names, outcomes, models = zip(*together(work, range(peers)), strict=True)
     assert all(torch.equal(one, models[0]) for one in models)
     assert outcomes[late][1].late > 0
     rounds = [one.contributors for one in outcomes[0]]
@@ -333,5 +329,4 @@ def test_client_drift_of_three_daemons_has_its_closed_form(places: list[DaemonPr
 
     pulls = [p * (1 - (1 - eta * a) ** steps) for p, a in zip(samples, curves, strict=True)]
     limit = sum(pull * b for pull, b in zip(pulls, minima, strict=True)) / sum(pulls)
-    with ThreadPoolExecutor(3) as pool:
-        assert list(pool.map(work, range(3))) == pytest.approx([limit] * 3, abs=1e-5)
+    assert together(work, range(3)) == pytest.approx([limit] * 3, abs=1e-5)

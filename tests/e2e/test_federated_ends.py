@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import pytest
 from e2e.federated_learner import Ended, Report, Task, Trains, learn
 from e2e.learners import LISTEN, daemons, shared_daemons
 from e2e.swarm import ChildProcess, DaemonProcess, Swarm, eventually
+from e2e.threads import together
 from equipoise.peer import connect
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -91,8 +91,7 @@ def test_all_stop_after_the_same_round(
         assert isinstance(reports[-1], Ended)
         return reports[-1]
 
-    with ThreadPoolExecutor(PEERS) as pool:
-        found = list(pool.map(work, range(PEERS)))
+    found = together(work, range(PEERS))
     assert found == [found[0]] * PEERS
     assert [one.number for one in found[0].rounds] == list(range(1, last + 1))
     assert found[0].reason.startswith(reason)

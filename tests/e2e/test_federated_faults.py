@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
@@ -17,6 +16,7 @@ import torch
 
 from e2e.learners import shared_daemons
 from e2e.swarm import DaemonProcess, eventually
+from e2e.threads import begin, settle
 from equipoise.averaging.matchmaking.topology import ranked
 from equipoise.averaging.outcome import Gathering
 from equipoise.averaging.state import StateId
@@ -67,8 +67,15 @@ class Script:
         self._run: Run
         self._trained: Federated
 
-    def train(self, name: str, strategy: str) -> None:
-        """Make all rounds, unless it is killed."""
+    def live(self, name: str, strategy: str) -> bool:
+        """Make all rounds; returns False if it was killed."""
+        try:
+            self._train(name, strategy)
+        except Gone:
+            return False
+        return True
+
+    def _train(self, name: str, strategy: str) -> None:
         with (
             connect(self.place.home) as peer,
             peer.join(name, self._model, strategy=strategy, codec="fp32") as run,
@@ -129,17 +136,14 @@ def company(places: Sequence[DaemonProcess], name: str, strategy: str) -> Iterat
     for one in scripts:
         one.holds[1] = threading.Event()
     spec = f"federated:available={len(places)},{strategy}"
-    with ThreadPoolExecutor(len(scripts)) as pool:
-        ends: list[Future[None]] = [pool.submit(one.train, name, spec) for one in scripts]
-        try:
-            yield scripts
-        finally:
-            for one in scripts:
-                one.holds[1].set()
-        for end in ends:
-            error = end.exception(SECONDS)
-            assert error is None or isinstance(error, Gone), error
-    alive = [one for one, end in zip(scripts, ends, strict=True) if end.exception() is None]
+    ends = [begin(one.live, name, spec) for one in scripts]
+    try:
+        yield scripts
+    finally:
+        for one in scripts:
+            one.holds[1].set()
+    settle(ends, SECONDS)
+    alive = [one for one, end in zip(scripts, ends, strict=True) if end.result()]
     assert len({one.image for one in alive}) == 1
     for one in scripts:
         states = [state for state, _ in one.fits]

@@ -1,19 +1,28 @@
-"""Eight daemons learn digits of which each has two classes, while daemons are killed and a newcomer comes."""
+"""Eight daemons learn digits of which each has two classes, while daemons are killed and a newcomer comes.
+
+Which peers are drawn follows from their random identities, and the accuracy of a run from that: it varies by three
+points without any fault. So each run is compared with the same draws in one process, where nothing fails. What other
+draws cost on average, `tests/peer/simulation/test_swarm_faults.py` tells by many simulated runs.
+"""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from statistics import fmean
 
 import pytest
+import torch
 
 from e2e.learners import LISTEN, daemons
 from e2e.swarm import DaemonProcess, Swarm, eventually
+from e2e.threads import begin, settle
+from equipoise.averaging.outer import parse_outer
 from equipoise.peer import connect
 from equipoise.peer.demo.trainer import Digits, Learner, deal, split_digits, standardised, train_alone
-from equipoise.peer.training import Federated, Task
+from equipoise.peer.tensors import copies_of
+from equipoise.peer.training import Federated, History, Task
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -23,9 +32,6 @@ LAST = 5
 """Rounds at the end over which accuracies are averaged: with half of the classes drawn, one round is chance."""
 
 SPLIT = "classes:each=2"
-
-STEADY = "fedyogi:eta=0.03"
-"""The outer step whose accuracy must not fall: FedAvg forgets the classes of an absent peer within a round or two."""
 
 SECONDS = 60.0
 """Far more than any condition takes."""
@@ -54,8 +60,11 @@ class Script:
     """A training script in a thread.
 
     Attributes:
+        share: Its own images.
         alone: The accuracy after as many trainings on its own images alone.
         fits: The rounds for which it trained.
+        peer: Its PeerID.
+        history: The records of all rounds.
         accuracies: By number of rounds made, of the agreed model on all test images.
         image: All that peers hold alike at the end.
     """
@@ -63,10 +72,12 @@ class Script:
     def __init__(self, index: int, place: DaemonProcess, pace: Pace, data: tuple[Digits, Digits]) -> None:
         self.index, self.place, self._pace = index, place, pace
         training, self._test = data
-        share = deal(training, index % PEERS, PEERS, SPLIT)
-        self._learner = Learner(share, seed=index, federated=True)
-        self.alone = train_alone(share, index, ROUNDS, federated=True).accuracy(self._test)
+        self.share = deal(training, index % PEERS, PEERS, SPLIT)
+        self._learner = Learner(self.share, seed=index, federated=True)
+        self.alone = train_alone(self.share, index, ROUNDS, federated=True).accuracy(self._test)
         self.fits: list[int] = []
+        self.peer = ""
+        self.history = History()
         self.accuracies: dict[int, float] = {}
         self.image = b""
 
@@ -74,7 +85,8 @@ class Script:
         strategy = f"federated:fraction=0.5,available={PEERS},grace=5"
         with connect(self.place.home) as peer, peer.join(name, self._learner.model, strategy=strategy) as run:
             trained = Federated(run, self._fit, self._evaluate, outer, rounds=ROUNDS)
-            trained.run()
+            self.history = trained.run()
+            self.peer = run.peer
             self.image = bytes(trained.member.image().numpy())
 
     def _fit(self, task: Task) -> tuple[float, dict[str, float]]:
@@ -90,8 +102,8 @@ class Script:
 class Company:
     """The scripts of one run, and what becomes of them."""
 
-    def __init__(self, name: str, outer: str, pace: Pace, pool: Executor) -> None:
-        self._name, self._outer, self._pool = name, outer, pool
+    def __init__(self, name: str, outer: str, pace: Pace) -> None:
+        self._name, self._outer = name, outer
         self.pace = pace
         self.scripts: list[Script] = []
         self._ends: list[Future[None]] = []
@@ -100,7 +112,7 @@ class Company:
     def come(self, place: DaemonProcess) -> Script:
         script = Script(len(self.scripts), place, self.pace, self._data)
         self.scripts.append(script)
-        self._ends.append(self._pool.submit(script.run, self._name, self._outer))
+        self._ends.append(begin(script.run, self._name, self._outer))
         return script
 
     def reach(self, number: int, scripts: Sequence[Script]) -> None:
@@ -116,8 +128,37 @@ class Company:
 
     def end(self) -> None:
         self.pace.allow(ROUNDS)
-        for end in self._ends:
-            end.result(SECONDS)
+        settle(self._ends, SECONDS)
+
+    def undisturbed(self) -> float:
+        """The accuracy that the same trainings lead to in one process, where no peer is killed.
+
+        The same draws: the peers that contributed to a round train from the model of the round before. What a peer that
+        was killed has trained in vain, it trains here as well, since it goes on with its next batches.
+        """
+        _, test = self._data
+        learners = {one.peer: Learner(one.share, seed=one.index, federated=True) for one in self.scripts}
+        agreed = copies_of(dict(learners[self.scripts[0].peer].model.named_parameters()))
+        outer, shown, found = parse_outer(self._outer), learners[self.scripts[0].peer], []
+        for record in self.scripts[0].history:
+            moved = {}
+            for one in self.scripts:
+                if record.number in one.fits:
+                    own = dict(learners[one.peer].model.named_parameters())
+                    put(agreed, own)
+                    learners[one.peer].fit()
+                    moved[one.peer] = {name: agreed[name] - value.detach() for name, value in own.items()}
+            total = sum(record.contributors.values())
+            shares = {peer: weight / total for peer, weight in record.contributors.items()}
+            mean = {
+                name: torch.stack([share * moved[peer][name] for peer, share in shares.items()]).sum(0)
+                for name in agreed
+            }
+            outer.step(agreed, mean)
+            put(agreed, dict(shown.model.named_parameters()))
+            found.append(shown.accuracy(test))
+        assert len(found) == ROUNDS
+        return fmean(found[-LAST:])
 
     @property
     def accuracy(self) -> float:
@@ -128,6 +169,12 @@ class Company:
             assert len(told) == 1
             found += told
         return fmean(found)
+
+
+def put(values: Mapping[str, torch.Tensor], into: Mapping[str, torch.Tensor]) -> None:
+    with torch.no_grad():
+        for name, value in values.items():
+            into[name].copy_(value)
 
 
 def disturb(swarm: Swarm, company: Company) -> list[int]:
@@ -165,32 +212,35 @@ def places(swarm: Swarm) -> list[DaemonProcess]:
     return daemons(swarm, PEERS)
 
 
-@pytest.mark.parametrize("outer", ["average", "fedadam:eta=0.03", STEADY])
+@pytest.mark.parametrize("outer", ["average", "fedadam:eta=0.03", "fedyogi:eta=0.03"])
 def test_killed_daemons_and_a_newcomer_cost_no_accuracy(
     swarm: Swarm, places: list[DaemonProcess], outer: str
 ) -> None:
+    for place in places:
+        if not place.running:  # A test that failed has left it dead.
+            place.start()
     runs = []
     for faults in (False, True):
-        with ThreadPoolExecutor(PEERS + 1) as pool:
-            name = f"{outer.partition(':')[0]}-{faults}"
-            company = Company(name, outer, Pace(0 if faults else ROUNDS), pool)
-            try:
-                for place in places:
-                    company.come(place)
-                killed = disturb(swarm, company) if faults else []
-            finally:
-                company.end()
+        name = f"{outer.partition(':')[0]}-{faults}"
+        company = Company(name, outer, Pace(0 if faults else ROUNDS))
+        try:
+            for place in places:
+                company.come(place)
+            killed = disturb(swarm, company) if faults else []
+        finally:
+            company.end()
         runs.append(company)
     calm, rough = runs
     alone = fmean(one.alone for one in calm.scripts)
+    same = [company.undisturbed() for company in runs]
     print(
-        f"{outer}: {calm.accuracy:.3f}, with faults {rough.accuracy:.3f}, alone {alone:.3f}; killed {killed}"
+        f"{outer}: {calm.accuracy:.3f}, in one process {same[0]:.3f}; with {killed} killed {rough.accuracy:.3f}, "
+        f"in one process {same[1]:.3f}; alone {alone:.3f}"
     )
     assert len(killed) == 6
     assert len(rough.scripts) == PEERS + 1
     assert all(len(set(one.fits)) == len(one.fits) for one in calm.scripts)
-    for company in runs:
+    for company, whole in zip(runs, same, strict=True):
         assert len({one.image for one in company.scripts}) == 1
         assert company.accuracy >= alone + 0.4
-    if outer == STEADY:
-        assert rough.accuracy >= calm.accuracy - 0.03
+        assert company.accuracy == pytest.approx(whole, abs=0.01)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 from e2e.learners import shared_daemons
 from e2e.swarm import DaemonProcess, eventually
+from e2e.threads import together
 from equipoise.averaging.timing import INITIAL_WAIT
 from equipoise.peer import Outcome, Run, connect
 from equipoise.peer.training import Gossip
@@ -61,8 +61,7 @@ def test_every_exchange_is_of_two_and_the_sum_is_kept(places: list[DaemonProcess
             assert shown.in_doubt == 0
         return outcomes
 
-    with ThreadPoolExecutor(PEERS) as pool:
-        outcomes = [one for each in pool.map(exchange, places, tensors) for one in each]
+    outcomes = [one for each in together(exchange, places, tensors) for one in each]
     ok = [one for one in outcomes if one.ok]
     assert all(len(one.contributors) == 2 for one in ok)
     digests = [one.digest for one in ok]
@@ -87,15 +86,14 @@ def test_training_exchanges_and_ends_with_one_model(places: list[DaemonProcess])
                         break
                     exchanged[index] = gossip.exchanged
                     pause.wait(0.005)  # What a step of a larger model takes.
-                together.wait(60.0)
+                all_here.wait(60.0)
             assert gossip.finished is not None
             weights = torch.cat([one.detach().reshape(-1) for one in model.parameters()])
             return weights, len(gossip.finished.contributors), run
 
     exchanged = dict.fromkeys(range(PEERS), 0)
-    pause, together = threading.Event(), threading.Barrier(PEERS)
-    with ThreadPoolExecutor(PEERS) as pool:
-        ends = list(pool.map(train, places))
+    pause, all_here = threading.Event(), threading.Barrier(PEERS)
+    ends = together(train, places)
     assert all(count == PEERS for _, count, _ in ends), "all end together"
     assert all(torch.equal(weights, ends[0][0]) for weights, _, _ in ends), "with one model"
 
@@ -108,16 +106,15 @@ def test_a_straggler_ends_with_the_others(places: list[DaemonProcess]) -> None:
             peer.join("stragglers", model, strategy="gossip") as run,
             Gossip(run, every=5, wait_for=PEERS - 1) as gossip,
         ):
-            together.wait(60.0)
+            all_here.wait(60.0)
             if place is places[0]:
                 threading.Event().wait(
                     INITIAL_WAIT + 1.5
                 )  # Its last steps take longer than a group's first wait.
         return gossip.finished
 
-    together = threading.Barrier(PEERS)
-    with ThreadPoolExecutor(PEERS) as pool:
-        ends = list(pool.map(end, places))
+    all_here = threading.Barrier(PEERS)
+    ends = together(end, places)
     assert all(one is not None and len(one.contributors) == PEERS for one in ends), ends
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import pytest
@@ -10,6 +9,7 @@ import torch
 
 from e2e.learners import shared_daemons
 from e2e.swarm import DaemonProcess
+from e2e.threads import together
 from equipoise.peer import Client, connect
 from equipoise.peer.simulation import simulate
 from equipoise.peer.training import Federated, Task
@@ -61,8 +61,8 @@ def test_eight_simulated_peers_come_to_what_eight_daemons_do(
         with connect(place.home) as peer:
             return script(peer, index)
 
-    with shared_daemons(tmp_path_factory, PEERS) as places, ThreadPoolExecutor(PEERS) as pool:
-        real = list(pool.map(live, places, range(PEERS)))
+    with shared_daemons(tmp_path_factory, PEERS) as places:
+        real = together(live, places, range(PEERS))
     simulated = [one for one in simulate(script, PEERS, codec="fp32") if one is not None]
     assert len({one.digest for one in real}) == len({one.digest for one in simulated}) == 1
     for here, there in zip(real, simulated, strict=True):

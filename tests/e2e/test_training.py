@@ -7,7 +7,6 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from torch import nn
 from e2e.learner import OPTIMIZERS, Report, Task, learn, learn_locally
 from e2e.learners import LISTEN, Learner, Reporting, daemons, shared, shared_daemons, start
 from e2e.swarm import DaemonProcess, Swarm, eventually
+from e2e.threads import begin, settle, together
 from equipoise.peer import Client, Refused, Run, connect
 from equipoise.peer.training import SwarmOptimizer
 from oracles.training import Nesterov, batch_of, difference, loss_of, network, train_diloco, train_whole
@@ -76,8 +76,7 @@ def trained(places: Sequence[DaemonProcess], **task: Any) -> list[Trainer]:
     trainers = [
         Trainer(place, Task(index=index, peers=len(places), **task)) for index, place in enumerate(places)
     ]
-    with ThreadPoolExecutor(len(trainers)) as pool:
-        list(pool.map(Trainer.train, trainers))
+    together(Trainer.train, trainers)
     return trainers
 
 
@@ -138,18 +137,16 @@ def test_a_peer_trains_alone_until_others_come_and_they_take_over_its_state(
         Trainer(place, msgspec.structs.replace(task, index=index)) for index, place in enumerate(places[:3])
     ]
     veteran, *newcomers = everyone
-    with ThreadPoolExecutor(len(everyone)) as pool:
-        try:
-            ends = [pool.submit(veteran.train)]
-            eventually(lambda: len(veteran.updates) >= 5, "updates of one alone", 60)
-            assert not any(update.contributors for update in veteran.updates)
-            ends += [pool.submit(newcomer.train) for newcomer in newcomers]
-            eventually(lambda: all(together(one) >= 5 for one in everyone), "updates of all three", 60)
-        finally:
-            for one in everyone:
-                one.enough.set()
-        for end in ends:
-            end.result()
+    try:
+        ends = [begin(veteran.train)]
+        eventually(lambda: len(veteran.updates) >= 5, "updates of one alone", 60)
+        assert not any(update.contributors for update in veteran.updates)
+        ends += [begin(newcomer.train) for newcomer in newcomers]
+        eventually(lambda: all(of_all_three(one) >= 5 for one in everyone), "updates of all three", 60)
+    finally:
+        for one in everyone:
+            one.enough.set()
+    settle(ends)
     alone = next(update for update in veteran.updates if update.contributors).before
     assert alone >= 5
     assert all(update.epoch == update.before + 1 for update in veteran.updates), (
@@ -159,7 +156,7 @@ def test_a_peer_trains_alone_until_others_come_and_they_take_over_its_state(
     assert all(len(lineages) == 1 for lineages in shared(everyone).values())
 
 
-def together(trainer: Trainer) -> int:
+def of_all_three(trainer: Trainer) -> int:
     """How many updates it has made from what all three gave."""
     return sum(update.contributors == 3 for update in trainer.updates)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ import torch
 
 from e2e.learners import shared_daemons
 from e2e.swarm import DaemonProcess, eventually
+from e2e.threads import together
 from equipoise.peer import Run, connect
 from equipoise.peer.futures import Download, Recovered
 from equipoise.peer.training import DiLoCo, SwarmOptimizer
@@ -90,10 +90,7 @@ def train_to_the_end(trainer: Watched, optimizer: SwarmOptimizer, epoch: int) ->
 def test_one_that_missed_rounds_gets_their_means_and_nobody_takes_a_snapshot(
     places: list[DaemonProcess], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with (
-        watched(places, "missed", monkeypatch) as trainers,
-        ThreadPoolExecutor(PEERS) as pool,
-    ):
+    with watched(places, "missed", monkeypatch) as trainers:
         optimizers = [
             trainer.run.optimizer(
                 torch.optim.AdamW(trainer.model.parameters(), lr=1e-2),
@@ -103,13 +100,13 @@ def test_one_that_missed_rounds_gets_their_means_and_nobody_takes_a_snapshot(
             )
             for trainer in trainers
         ]
-        assert all(pool.map(lambda one: one.run.wait_for(PEERS - 1), trainers))
-        list(pool.map(train, trainers, optimizers, [3] * PEERS))
+        assert all(together(lambda one: one.run.wait_for(PEERS - 1), trainers))
+        together(train, trainers, optimizers, [3] * PEERS)
         assert len({optimizer.id for optimizer in optimizers}) == 1
         # The last has other things to do for a while.
-        list(pool.map(train, trainers[:-1], optimizers[:-1], [6] * (PEERS - 1)))
+        together(train, trainers[:-1], optimizers[:-1], [6] * (PEERS - 1))
         assert optimizers[-1].epoch == 3
-        ends = list(pool.map(train_to_the_end, trainers, optimizers, [8] * PEERS))
+        ends = together(train_to_the_end, trainers, optimizers, [8] * PEERS)
 
         assert all(end.in_step for end in ends), ends
         assert len({optimizer.id for optimizer in optimizers}) == 1
@@ -141,11 +138,8 @@ def test_a_straggler_ends_with_the_last_exchange_that_it_missed(
                     lambda: sum(one.epoch == 2 for one in groups.values()) == PEERS - 1, "the others", 60
                 )
 
-    with (
-        watched(places, "late", monkeypatch) as trainers,
-        ThreadPoolExecutor(PEERS) as pool,
-    ):
-        list(pool.map(work, trainers))
+    with watched(places, "late", monkeypatch) as trainers:
+        together(work, trainers)
 
         ends = [group.finished for group in groups.values()]
         assert all(end is not None and end.in_step for end in ends), ends

@@ -1,17 +1,21 @@
 """Federated rounds in virtual time: peers that train for milliseconds to minutes, die, stop, and see others too late.
 
 The matchmaking machines are the program's. The trainers and the exchange are models: a drawn peer trains once for each
-state, joins with its contribution, and keeps that until a round has taken it or is said to have gone without it. An
-exchange succeeds if more than half of its members and a quorum of its contributors are there to its end.
+state, joins with its contribution, and keeps that until a round has taken it or is said to have gone without it. With
+`late=next` it keeps a late one until a later round has taken it at its discount. An exchange succeeds if more than half
+of its members and a quorum of its contributors are there to its end.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from random import Random
+from typing import NamedTuple
 
-from equipoise.averaging.manifest import NONCE_BYTES, Manifest
+from equipoise.averaging.manifest import NONCE_BYTES, Join, Manifest
 from equipoise.averaging.matchmaking import events
 from equipoise.averaging.matchmaking.context import Context
 from equipoise.averaging.matchmaking.machine import Matchmaking
@@ -43,7 +47,7 @@ class Trainer(matchmaking.Peer):
 
     Attributes:
         state: The state that it holds.
-        result: The state for which it has a contribution, if any.
+        result: The state from which it has trained its contribution, if it has one.
         trained: The states for which it has trained.
         late: How often it was told that its contribution came too late.
     """
@@ -55,6 +59,8 @@ class Trainer(matchmaking.Peer):
         self.trained: set[StateId] = set()
         self.late = 0
         self.begun = False
+        self.tags, self.observes = world.roles.get(self.name, ((), False))
+        self._late_for: StateId | None = None
         self._fed = world
         self._trains = False
         self._weight = 0.0
@@ -80,9 +86,10 @@ class Trainer(matchmaking.Peer):
         if first and len(found.live) < self._fed.strategy.available:
             return
         self.begun = True
-        if self.name in found.peers and self.state not in self.trained:
+        drawn = self.name in found.peers and not self.observes
+        if drawn and self.result is None and self.state not in self.trained:
             self._train()
-        elif self.machine.ready and not self._weight and self.result == self.state:
+        elif self.machine.ready and not self._weight and self.result is not None:
             if self._fed.now >= self._withheld_until:
                 self.tell(
                     events.Withdrew()
@@ -106,7 +113,10 @@ class Trainer(matchmaking.Peer):
         self._search += 1
         strategy, nonce = self._fed.strategy, self._fed.random.randbytes(NONCE_BYTES)
         patience = strategy.deadline + strategy.reserve
-        weight = 1.0 if self.result == self.state and self._fed.now >= self._withheld_until else 0.0
+        weight = 0.0
+        if self.result is not None and self._fed.now >= self._withheld_until:
+            weight = discounted(self.result, self.state)
+            self._fed.origins[nonce] = self.result
         self._weight = weight
         self.after(strategy.deadline, self._give_up, self._search, self._fed.now + strategy.deadline)
         self.became_ready += 1
@@ -128,17 +138,37 @@ class Trainer(matchmaking.Peer):
     def catch_up(self, lag: float) -> None:
         """Take the means that the group has applied meanwhile, if they are older than `lag` seconds."""
         before = self.state
-        while (found := self._fed.following.get(self.state)) and self._fed.now - found[1] >= lag:
-            self.state = found[0]
-        if self.state != before:
+        while (found := self._fed.following.get(self.state)) and self._fed.now - found.ended >= lag:
+            counted = self.name in found.weights
+            if not counted:
+                age = self._fed.now - found.closed
+                self.tell(events.MeanFetched(found.manifest.round, self.state, found.manifest.peers, age))
+                self._require_told()
+            self._move(found.after, counted)
+        if self.state != before and self.machine.ready:
+            self.tell(events.Withdrew())
+
+    def _require_told(self) -> None:
+        """A contribution that did not count for the state that this peer leaves was late, and this peer must know."""
+        if self.result is None or self._late_for == self.result:
+            return
+        if not self.machine.ready:  # The script offers its contribution before it looks for the download.
+            self._join()
+        if self._late_for != self.result:
+            raise Violation(f"{self.name} is not told that its contribution to {self.state.epoch} is late")
+
+    def _move(self, after: StateId, counted: bool) -> None:
+        """Take on the state that follows; the contribution goes if it has counted, or is not to count any more."""
+        self.state = after
+        if counted or self._fed.strategy.late == "drop":
             self.result = None
-            if self.machine.ready:
-                self.tell(events.Withdrew())
+        self._withheld_until = 0.0
 
     def perform(self, action: events.Action) -> None:
         """Do what the machine asks for."""
         if isinstance(action, events.Late):
             self.late += 1
+            self._late_for = self.result
             self._withheld_until = self._fed.now + WITHHELD_SECONDS
             if action.seconds <= 0:
                 raise Violation(f"{self.name} is late by {action.seconds} s")
@@ -153,14 +183,37 @@ class Trainer(matchmaking.Peer):
             member.after(world.draw(world.weather.latency), member.greet, self, manifest)
         world.begin(manifest)
 
-    def end(self, manifest: Manifest, after: StateId | None) -> None:
+    def end(self, manifest: Manifest, follows: Following | None) -> None:
         """A round has ended; in a mean, if a state follows from it."""
         if self._round is not manifest and self._round != manifest:
             return
         self._round = None
-        if after is not None and self.state == manifest.before:
-            self.state, self.result = after, None
-        self.tell(events.RoundEnded(manifest.round, ok=after is not None))
+        if follows is not None and self.state == manifest.before:
+            self._move(follows.after, self.name in follows.weights)
+        self.tell(events.RoundEnded(manifest.round, ok=follows is not None))
+
+
+class Following(NamedTuple):
+    """The end of a round in a mean.
+
+    Attributes:
+        after: The state that the mean led to.
+        manifest: The round's group.
+        weights: PeerID -> counted weight.
+        closed: When the group closed.
+        ended: When its members had the mean.
+    """
+
+    after: StateId
+    manifest: Manifest
+    weights: dict[str, float]
+    closed: float
+    ended: float
+
+
+def discounted(trained: StateId, state: StateId) -> float:
+    """The weight of a contribution that was trained from one state, in the round after another."""
+    return 1 / math.sqrt(1 + state.epoch - trained.epoch)
 
 
 @dataclass(frozen=True)
@@ -178,10 +231,13 @@ class FederatedWorld(World):
     Attributes:
         strategy: Of the run.
         head: The last state of the group.
-        following: The state that followed a state, and when.
+        following: The round that led on from a state.
+        roles: The tags of a peer, and whether it only observes; none, and False, by default.
+        origins: The state from which a contribution was trained, by the nonce of its join.
         trainings: Who trained for a state.
         rounds: When rounds ended, their groups, and whether they succeeded.
         forks: Rounds that succeeded from a state from which another had: views of the run were too different.
+        late_counted: Late contributions that a later round counted.
     """
 
     def __init__(
@@ -192,14 +248,19 @@ class FederatedWorld(World):
         *,
         seed: int = 0,
         weather: Weather | None = None,
+        roles: Mapping[str, tuple[tuple[str, ...], bool]] | None = None,
     ) -> None:
         self.strategy = strategy
         self.head = BEGINNING
-        self.following: dict[StateId, tuple[StateId, float]] = {}
+        self.following: dict[StateId, Following] = {}
+        self.roles = roles or {}
+        self.origins: dict[bytes, StateId] = {}
+        self._counted: set[tuple[str, StateId]] = set()
         self.trainings: dict[StateId, list[str]] = {}
         self.rounds: list[tuple[float, Manifest, bool]] = []
         self._times = times
         self.forks = 0
+        self.late_counted = 0
         self._begun: set[bytes] = set()
         self._over: set[bytes] = set()
         super().__init__(names, 16, seed=seed, weather=weather)
@@ -216,6 +277,11 @@ class FederatedWorld(World):
         """The living peers."""
         return [one for one in self.peers.values() if isinstance(one, Trainer) and not one.dead]
 
+    def may_train(self, name: str) -> bool:
+        """Whether a draw may take a peer: it trains, and carries the tags of the strategy."""
+        tags, observes = self.roles.get(name, ((), False))
+        return not observes and set(self.strategy.tags) <= set(tags)
+
     def training_seconds(self) -> float:
         """How long a training takes."""
         times, usual = self._times, self.random.random() < 0.9
@@ -225,6 +291,8 @@ class FederatedWorld(World):
     def note_training(self, name: str, state: StateId) -> None:
         """Note that a peer trains for a state."""
         self.trainings.setdefault(state, []).append(name)
+        if not self.may_train(name):
+            raise Violation(f"{name} trains, which only observes, or lacks tags")
 
     def begin(self, manifest: Manifest) -> None:
         """The first member has begun a round."""
@@ -239,9 +307,9 @@ class FederatedWorld(World):
         stale = [join.peer for join in given if join.state != manifest.before]
         if stale:
             raise Violation(f"round {manifest.round} counts contributions of {stale} to another state")
-        self.at(self.now + self.draw(self.weather.exchange), self._end, manifest)
+        self.at(self.now + self.draw(self.weather.exchange), self._end, manifest, self.now)
 
-    def _end(self, manifest: Manifest) -> None:
+    def _end(self, manifest: Manifest, closed: float) -> None:
         there = [
             one
             for one in self.trainers
@@ -251,7 +319,7 @@ class FederatedWorld(World):
         given = [
             join for join in manifest.members if join.weight >= LEAST_CONTRIBUTION and join.peer in names
         ]
-        before, after = manifest.before, None
+        before, follows = manifest.before, None
         ok = 2 * len(there) > len(manifest.members) and len(given) >= self.strategy.quorum
         if ok:
             assert before is not None, "contributors claim states"
@@ -260,22 +328,44 @@ class FederatedWorld(World):
         if ok and before is not None and before not in self.following:
             content = before.lineage + manifest.id.hex()
             after = StateId(before.epoch + 1, hashlib.sha256(content.encode()).hexdigest())
-            self.following[before], self.head = (after, self.now), after
+            weights = {join.peer: join.weight for join in given}
+            follows = Following(after, manifest, weights, closed, self.now)
+            self.following[before], self.head = follows, after
+            self._count(before, given)
         self.rounds.append((self.now, manifest, ok))
         self._over.add(manifest.id)
-        self._tell_end(manifest, after, frozenset(names))
+        self._tell_end(manifest, follows, frozenset(names))
 
-    def _tell_end(self, manifest: Manifest, after: StateId | None, names: frozenset[str]) -> None:
+    def _count(self, before: StateId, given: list[Join]) -> None:
+        """A training counts once: in the round that it was made for or, with `late=next`, later at its discount."""
+        for join in given:
+            trained = self.origins[join.nonce]
+            if (join.peer, trained) in self._counted:
+                raise Violation(f"the training of {join.peer} from epoch {trained.epoch} counts twice")
+            self._counted.add((join.peer, trained))
+            if self.strategy.late == "drop" and trained != before:
+                raise Violation(f"a late contribution of {join.peer} to epoch {trained.epoch} counts")
+            if join.weight != discounted(trained, before):
+                told = f"of {join.peer} to epoch {trained.epoch} counts {join.weight:g} after {before.epoch}"
+                raise Violation(f"a contribution {told}")
+            self.late_counted += trained != before
+
+    def _tell_end(self, manifest: Manifest, follows: Following | None, names: frozenset[str]) -> None:
         for one in self.trainers:
             if one.name in manifest.peers:
-                one.happen(False, one.end, manifest, after if one.name in names else None)
+                one.happen(False, one.end, manifest, follows if one.name in names else None)
 
     def _check(self) -> None:
-        """No round stays open longer than it may while its coordinator lives and runs."""
+        """No draw has a peer that may not train. No round stays open longer than it may while its coordinator runs."""
         self.at(self.now + 1.0, self._check)
         quorum, most = self.strategy.quorum, self.strategy.grace + SLACK_SECONDS
         for one in self.trainers:
             assert isinstance(one.machine, Matchmaking)
+            barred = [
+                name for name in one.machine.draw(one.state, self.now).peers if not self.may_train(name)
+            ]
+            if barred:
+                raise Violation(f"the draw of {one.name} has {barred}, who only observe, or lack tags")
             for gathering in one.machine._coordinator._gatherings.values():
                 arrived = sorted(gathering.parked[peer].arrived for peer in gathering.contributors)
                 if one.stopped or len(arrived) < quorum:
@@ -293,10 +383,11 @@ class FederatedWorld(World):
 
 
 def fault(world: FederatedWorld, names: list[str], draw: Random) -> None:
-    """One fault, drawn at random; more than a quorum of peers stays alive."""
+    """One fault, drawn at random; more than a quorum of peers that may train stays alive."""
     name, kind = draw.choice(names[1:]), draw.random()
     peer = world.peers[name]
-    alive = sum(not one.dead for one in world.peers.values())
+    alive = sum(not one.dead and world.may_train(one.name) for one in world.peers.values())
+    alive += not world.may_train(name)
     if peer.dead:
         again = world.add(name)
         assert isinstance(again, Trainer)
@@ -311,6 +402,16 @@ def fault(world: FederatedWorld, names: list[str], draw: Random) -> None:
         peer.blind_to = set(draw.sample(names, len(names) // 3)) - {name}
 
 
+def draw_roles(names: list[str], draw: Random) -> dict[str, tuple[tuple[str, ...], bool]]:
+    """The tags of each peer, and whether it only observes, drawn at random; at least two train and have all tags."""
+    others = draw.choice([0.0, 0.3])
+    all_tags: tuple[tuple[str, ...], bool] = ("gpu",), False
+    roles = dict.fromkeys(names[:2], all_tags)
+    for name in names[2:]:
+        roles[name] = (() if draw.random() < others else ("gpu",), draw.random() < others)
+    return roles
+
+
 def storm(seed: int) -> FederatedWorld:
     """A run with faults drawn by a seed; then calm, in which all peers must come to further states together.
 
@@ -319,14 +420,20 @@ def storm(seed: int) -> FederatedWorld:
     """
     draw = Random(seed)
     count = draw.randint(3, 9)
-    quorum = draw.randint(2, max(2, count // 2))
+    names = [f"peer{index:02}" for index in range(count)]
+    roles = draw_roles(names, draw)
+    tags = draw.choice([(), ("gpu",)])
+    fit = sum(not observes and set(tags) <= set(own) for own, observes in roles.values())
+    quorum = draw.randint(2, max(2, fit // 2))
     strategy = Federated(
         fraction=draw.choice([0.3, 0.5, 1.0]),
         minimum=quorum,
-        available=count,
+        available=fit,
         quorum=quorum,
         grace=draw.choice([0.0, 2.0, 10.0, 60.0]),
         deadline=draw.choice([30.0, 120.0]),
+        late=draw.choice(["drop", "next"]),
+        tags=tags,
     )
     times = draw.choice([Times(0.001, 0.5, 5.0), Times(0.5, 5.0, 20.0), Times(0.001, 10.0, 200.0)])
     weather = Weather(
@@ -335,8 +442,7 @@ def storm(seed: int) -> FederatedWorld:
         exchange=(0.5, 1.5),
         loss=draw.choice([0.0, 0.0, 0.01]),
     )
-    names = [f"peer{index:02}" for index in range(count)]
-    world = FederatedWorld(names, strategy, times, seed=seed, weather=weather)
+    world = FederatedWorld(names, strategy, times, seed=seed, weather=weather, roles=roles)
     if not world.run(60.0, until=lambda: all(one.begun for one in world.trainers)):
         raise Violation("not all peers begin")
     for _ in range(draw.randint(0, 10)):

@@ -74,6 +74,8 @@ class Peer(Driver):
 
     Attributes:
         blind_to: Whose records it does not see.
+        tags: The tags that its records name.
+        observes: Whether its records say that it trains nothing.
         became_ready: How often.
         formed: The groups that it was told of, and when.
         on_idle: Called when a round has ended.
@@ -86,6 +88,8 @@ class Peer(Driver):
         self.name = context.peer
         self.dialable = context.membership.dialable
         self.blind_to: set[str] = set()
+        self.tags: tuple[str, ...] = ()
+        self.observes = False
         self.became_ready = 0
         self.formed: list[tuple[float, Manifest]] = []
         self.on_idle: Callable[[], None] = lambda: None
@@ -126,7 +130,14 @@ class Peer(Driver):
                 self.formed.append((world.now, manifest))
                 self.form(manifest)
             case events.Announce(ready, round, _):
-                record = Record(self.name, ready=ready, round=round, dialable=self.dialable)
+                record = Record(
+                    self.name,
+                    ready=ready,
+                    round=round,
+                    dialable=self.dialable,
+                    tags=self.tags,
+                    observes=self.observes,
+                )
                 world.publish(record, world.draw(weather.directory))
 
     def form(self, manifest: Manifest) -> None:

@@ -21,6 +21,7 @@ from equipoise.peer.training.checkpoint import (
     Checkpoints,
     Folder,
     Keeper,
+    Mode,
     Recorder,
     Subject,
     keep_checkpoints,
@@ -220,9 +221,9 @@ class Trained:
         return torch.tensor(list(str(self.id.epoch).encode()), dtype=torch.uint8)
 
 
-def keeper_of(path: Path, best: str, every: int = 1000) -> tuple[Any, Recorder, Keeper]:
+def keeper_of(path: Path, best: str, every: int = 1000, mode: Mode = "max") -> tuple[Any, Recorder, Keeper]:
     member: Any = Trained()
-    recorder = Checkpoints(every=every, best=best).open(path, OWN)
+    recorder = Checkpoints(every=every, best=best, mode=mode).open(path, OWN)
     keeper = Keeper(member, recorder)
     keeper()
     return member, recorder, keeper
@@ -243,13 +244,13 @@ def best(recorder: Recorder) -> tuple[int, dict[str, float], bytes]:
 
 
 @pytest.mark.parametrize(
-    ("metric", "epoch", "value"),
-    [("accuracy", 2, 0.9), ("loss", 0, 0.3), ("val_loss", 0, 0.3), ("Error", 0, 0.3), ("errors", 2, 0.9)],
+    ("metric", "mode", "epoch", "value"),
+    [("accuracy", "max", 2, 0.9), ("loss", "max", 2, 0.9), ("loss", "min", 0, 0.3), ("wer", "min", 0, 0.3)],
 )
 def test_the_best_by_a_metric_is_kept_beside_the_others(
-    tmp_path: Path, metric: str, epoch: int, value: float
+    tmp_path: Path, metric: str, mode: Any, epoch: int, value: float
 ) -> None:
-    member, recorder, keeper = keeper_of(tmp_path, metric, every=4)
+    member, recorder, keeper = keeper_of(tmp_path, metric, every=4, mode=mode)
     train(member, keeper, *({metric: score, "other": 1.0} for score in (0.3, 0.5, 0.9, 0.9, 0.4)), {})
     assert best(recorder) == (epoch, {metric: value}, str(epoch).encode())
     recorder.close()
@@ -330,13 +331,16 @@ def test_a_best_that_cannot_be_written_is_told(tmp_path: Path, monkeypatch: pyte
     recorder.record_if_best(state(1), IMAGE, 0.5)
     recorder.close()
     assert told == [
-        "epoch 1, the best by accuracy, 0.5, could not be written: [Errno 28] No space left on device"
+        "epoch 1, with the highest accuracy so far, 0.5, could not be written: [Errno 28] No space left on device"
     ]
 
 
 def test_the_best_needs_the_name_of_a_metric_and_a_trainer_that_scores(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="expected a metric's name"):
         Checkpoints(best="x" * 25)
+    wrong: Any = "less"
+    with pytest.raises(ValueError, match="expected mode to be 'max' or 'min', got 'less'"):
+        Checkpoints(best="loss", mode=wrong)
     anything: Any = SimpleNamespace()
     with pytest.raises(ValueError, match="best='accuracy' needs a trainer that evaluates the model"):
         keep_checkpoints(anything, anything, Checkpoints(best="accuracy", directory=tmp_path))

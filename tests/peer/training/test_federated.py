@@ -275,6 +275,22 @@ def test_a_late_contribution_counts_never_or_once_at_its_discount(late: str) -> 
         assert given[1:] == [None, None]
 
 
+@pytest.mark.parametrize("late", ["drop", "next"])
+def test_a_peer_that_downloads_the_mean_before_it_is_told_is_told_as_well(late: str) -> None:
+    swarm = FederatedSwarm(f"federated:grace=2,late={late}")
+    swarm.lingers = swarm.mute = True
+    peers = clients(swarm, 4, rounds=3)
+    slow = peers[3]
+    slow.seconds = 4.5
+    swarm.run()
+    assert_alike(peers)
+    assert slow.records[0].ok
+    assert slow.records[0].late >= 1.5
+    assert slow.records[0].reason.startswith("its contribution came too late by")
+    assert slow.trained.member._replica._late_rounds == 0, "it has the mean already: the others go on with it"
+    assert not any(record.late for peer in peers[:3] for record in peer.records)
+
+
 def limit(shares: list[float], pulls: list[float]) -> float:
     """Where clients drift to together: the mean of their minima 0, 1, 2, by share and by their pull in a round."""
     both = [share * pull for share, pull in zip(shares, pulls, strict=True)]
@@ -438,7 +454,11 @@ def test_terms_say_what_must_be_alike() -> None:
     ("options", "said"),
     [
         ({"rounds": 0}, "rounds: expected a whole number of rounds >= 1, or None, got 0"),
-        ({"patience": -1}, "patience: expected a whole number of rounds >= 0, got -1"),
+        ({"patience": -1}, "patience: expected a whole number of rounds >= 0, below 1000, got -1"),
+        (
+            {"patience": 1000, "until": "w > 1"},
+            "patience: expected a whole number of rounds >= 0, below 1000",
+        ),
         ({"patience": 1}, "patience: expected 0 without `until`, got 1"),
         ({"until": "better"}, "until: expected NAME >= NUMBER"),
         ({"proximal": -0.1}, "proximal: expected a finite number >= 0, got -0.1"),
@@ -450,6 +470,17 @@ def test_terms_say_what_must_be_alike() -> None:
 def test_options_out_of_range_are_refused(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=re.escape(said)):
         Client(FederatedSwarm(), 0, **options).join()
+
+
+def test_the_best_checkpoint_has_the_direction_of_the_condition_on_its_metric(tmp_path: Path) -> None:
+    highest = Checkpoints(directory=tmp_path, best="loss")
+    with pytest.raises(ValueError, match=r"checkpoints: expected mode='min', as until='loss <= 0.1' asks"):
+        Client(FederatedSwarm(), 0, until="loss <= 0.1", checkpoints=highest).join()
+    lowest = Checkpoints(directory=tmp_path, best="loss", mode="min")
+    for until, kept in (("loss <= 0.1", lowest), ("w >= 1", lowest), ("w >= 1", highest)):
+        peer = Client(FederatedSwarm(), 0, until=until, checkpoints=kept)
+        peer.join()
+        peer.run.leave()
 
 
 def test_an_unknown_option_is_named() -> None:

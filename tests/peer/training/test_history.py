@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from equipoise.averaging.outcome import Outcome
-from equipoise.peer.training.history import Ending, History, Record, Until
+from equipoise.peer.training.history import REPLICATED_ROUNDS, Ending, History, Record, Until
+from equipoise.peer.training.image import SPARE_BYTES
 from equipoise.peer.training.safetensors_io import ImageError
 
 DIGEST = "ab" * 32
@@ -137,10 +138,74 @@ def test_a_history_travels_with_the_state_and_keeps_what_is_the_peers_own() -> N
     assert torch.equal(mine.tree()["records"], theirs.tree()["records"])
 
 
+def long_history(rounds: int, value: float = 0.5) -> History:
+    return History([record(number, value, seconds=1.0) for number in range(1, rounds + 1)])
+
+
+def test_a_snapshot_has_the_last_rounds_and_a_peer_that_saw_them_has_all(tmp_path: Path) -> None:
+    rounds = REPLICATED_ROUNDS + 5
+    veteran, newcomer = long_history(rounds), History()
+    newcomer.load(veteran.tree())
+    assert [one.number for one in newcomer] == list(range(6, rounds + 1))
+    for one in (veteran, newcomer):
+        one.add(record(rounds + 1, 0.75))
+        one.add(record(rounds + 1, 0.75, seconds=2.0))
+    assert torch.equal(newcomer.tree()["records"], veteran.tree()["records"])
+    assert [one.number for one in newcomer] == list(range(6, rounds + 2))
+    assert newcomer.since(rounds + 1) == [record(rounds + 1, 0.75, seconds=2.0)]
+    veteran.load(newcomer.tree())
+    assert [one.seconds for one in veteran] == [1.0] * rounds + [2.0]
+    veteran.write(tmp_path / "history.jsonl")
+    assert len(History.read(tmp_path / "history.jsonl")) == rounds + 1
+
+
+@pytest.mark.parametrize("rounds", [0, 5, REPLICATED_ROUNDS + 7])
+def test_the_rounds_of_another_history_do_not_stay(rounds: int) -> None:
+    own, other = long_history(rounds, 0.25), long_history(REPLICATED_ROUNDS + 5)
+    own.load(other.tree())
+    assert [one.number for one in own] == list(range(6, REPLICATED_ROUNDS + 6))
+    assert {one.evaluation["accuracy"] for one in own} == {0.5}
+
+
+def test_the_longest_history_of_the_largest_group_leaves_room_in_an_image() -> None:
+    names = {f"{at:064}": 1 / 3 for at in range(64)}
+    metrics = {f"{at:024}": 1 / 3 for at in range(8)}
+    largest = [
+        Record(number=at, contributors=names, metrics=metrics, evaluation=metrics, digest=DIGEST)
+        for at in range(1, REPLICATED_ROUNDS + 2)
+    ]
+    size = History(largest).tree()["records"].numel()
+    assert size <= 6000 * REPLICATED_ROUNDS <= SPARE_BYTES / 10
+
+
+def test_all_peers_end_alike_however_many_rounds_they_have() -> None:
+    until = Until.parse("accuracy >= 0.9")
+    for best, patience, ends in ((1, 999, True), (600, 450, True), (600, 451, False), (5, 0, False)):
+        whole, newcomer = long_history(1050), History()
+        whole.add(record(best, 0.75))
+        newcomer.load(whole.tree())
+        told = Ending(None, until, patience).reason(whole)
+        assert told == Ending(None, until, patience).reason(newcomer)
+        assert bool(told) == ends
+
+
+def test_patience_may_be_as_long_as_the_records_that_all_have() -> None:
+    whole, until, longest = long_history(60), Until.parse("accuracy >= 0.9"), REPLICATED_ROUNDS - 1
+    whole.add(record(60, 0.75))
+    ends = None
+    for number in range(61, 61 + REPLICATED_ROUNDS):
+        whole.add(record(number, 0.5))
+        if Ending(None, until, longest).reason(whole):
+            ends = number
+            break
+    assert ends == 60 + longest
+
+
 @pytest.mark.parametrize(
     "rows",
     [
         [[2, {}, {}, {}, DIGEST]],
+        [[1, {}, {}, {}, DIGEST], [3, {}, {}, {}, DIGEST]],
         [[1, {}, {}, {}, "short"]],
         [[1, {}, {"x" * 25: 1.0}, {}, DIGEST]],
         [[1, {}, {"loss": float("nan")}, {}, DIGEST]],
