@@ -7,10 +7,10 @@ die alone; every request here has a deadline, and `broken` tells when to attach 
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import socket
 from collections.abc import Awaitable, Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,11 @@ from equipoise.tasks import TaskSet
 
 REQUEST_SECONDS = 5.0
 """Longest request: p2pd answers local ones within milliseconds; dialling a peer takes a few round trips."""
+RESPONSE_BYTES = 1024 * 1024
+"""Longest answer of p2pd: a connection takes some 60 bytes of the list of all."""
+MAX_DECODED = 4096
+"""Most PeerIDs, and most addresses, that are kept as text: the list of connections is asked for up to 20 times a
+second, and to decode one of its entries takes 0.1 ms."""
 ERROR_CHARACTERS = 1000
 """Longest error that is shown: libp2p lists every address that it tried, with the cause."""
 
@@ -67,7 +72,7 @@ class P2pdClient:
         self._p2p = p2p
         for name, handler in calls.items():
             # Its author is named as everywhere else, by a string.
-            named = partial(lambda handler, request, peer: handler(str(peer), request), handler)
+            named = functools.partial(lambda handler, request, peer: handler(str(peer), request), handler)
             await _bounded(p2p._client.add_unary_handler(name, named), "register a call")
 
     async def detach(self, *, for_good: bool = True) -> None:
@@ -110,10 +115,12 @@ class P2pdClient:
 
     async def connections(self) -> dict[str, tuple[str, ...]]:
         """Return the multiaddrs of the other ends of p2pd's connections, by PeerID; a relayed one has the relay's."""
+        stream, response = await _bounded(self._request(p2pd_pb2.Request(type="LIST_PEERS")), "list peers")
+        stream.close()
         found: dict[str, tuple[str, ...]] = {}
-        for info in await _bounded(self._client().list_peers(), "list peers"):
-            peer = str(info.peer_id)
-            found[peer] = found.get(peer, ()) + tuple(str(address) for address in info.addrs)
+        for info in response.peers:
+            peer = _peer(info.id)
+            found[peer] = found.get(peer, ()) + tuple(map(_multiaddr, info.addrs))
         return found
 
     async def call(self, peer: str, name: str, request: bytes, seconds: float = REQUEST_SECONDS) -> bytes:
@@ -135,16 +142,17 @@ class P2pdClient:
 
     async def _ask(self, what: str, seconds: float = REQUEST_SECONDS, **request: Any) -> Stream:
         """Make one request on a connection of its own, and return that."""
-        stream: Stream = await _bounded(self._request(p2pd_pb2.Request(**request)), what, seconds)
+        stream: Stream
+        stream, _ = await _bounded(self._request(p2pd_pb2.Request(**request)), what, seconds)
         return stream
 
-    async def _request(self, request: Any) -> Stream:
+    async def _request(self, request: Any) -> tuple[Stream, Any]:
         with streams.closed_on_failure(await streams.connect_unix(str(self.control))) as stream:
             await streams.send_message(stream, request.SerializeToString())
-            response = p2pd_pb2.Response.FromString(await receive_message(stream))
+            response = p2pd_pb2.Response.FromString(await receive_message(stream, RESPONSE_BYTES))
             if response.type == p2pd_pb2.Response.ERROR:
                 raise P2pdClientError(printable(response.error.msg, ERROR_CHARACTERS))
-        return stream
+        return stream, response
 
     def _client(self) -> Any:
         if self._p2p is None:
@@ -152,10 +160,20 @@ class P2pdClient:
         return self._p2p._client
 
 
+@functools.lru_cache(MAX_DECODED)
+def _peer(data: bytes) -> str:
+    return str(PeerID(data))
+
+
+@functools.lru_cache(MAX_DECODED)
+def _multiaddr(data: bytes) -> str:
+    return str(Multiaddr(data))
+
+
 def inbound_stream(message: bytes) -> tuple[str, bool]:
     """Return the PeerID in a StreamInfo, which p2pd has authenticated, and whether the stream came through a relay."""
     info = p2pd_pb2.StreamInfo.FromString(message)
-    return str(PeerID(info.peer)), is_relayed(str(Multiaddr(bytes(info.addr))))
+    return _peer(info.peer), is_relayed(_multiaddr(info.addr))
 
 
 async def _bounded(request: Awaitable[Any], what: str, seconds: float = REQUEST_SECONDS) -> Any:

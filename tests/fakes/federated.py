@@ -45,12 +45,18 @@ class FederatedSwarm(FakeSwarm):
     def _due(self, actor: Actor) -> float:
         return min([super()._due(actor), *(at for at in self.alarms if at > self.now)])
 
+    def is_late(self, run: FakeRun) -> bool:
+        """Whether the group has closed for which the peer contributes."""
+        return run.weight > ATTENDANCE_LIMIT and run.claim in self.closed
+
     def drawn(self, members: Mapping[str, FakeRun], state: StateId) -> tuple[str, ...]:
         rules = self.rules
         return draw(members, state.lineage, fraction=rules.fraction, minimum=max(rules.minimum, rules.quorum))
 
     def _form(self, members: Mapping[str, FakeRun]) -> None:
-        waiting = {peer: run for peer, run in sorted(members.items()) if run.waiting}
+        waiting = {
+            peer: run for peer, run in sorted(members.items()) if run.waiting and not self.is_late(run)
+        }
         givers = {peer: run for peer, run in waiting.items() if run.weight > ATTENDANCE_LIMIT}
         state = group_state(run.claim for run in waiting.values() if run.claim is not None)
         introduces = (
@@ -90,7 +96,7 @@ class FederatedRun(FakeRun):
 
         def result() -> Any:
             got = found()
-            if got.round.ok and self.waiting and self.claim == after and self.weight > ATTENDANCE_LIMIT:
+            if got.round.ok and self.waiting and self.claim == after and self.swarm.is_late(self):
                 self._end_late()
             return got
 
@@ -107,7 +113,7 @@ class FederatedRun(FakeRun):
         if weight > ATTENDANCE_LIMIT:
             self.swarm.alarms.append(self.swarm.now + self.swarm.rules.grace)
             self.swarm.begun.append((self.swarm.now, self.peer_name, self.claim, weight))
-            if self.claim in self.swarm.closed and not self.swarm.mute:
+            if self.swarm.is_late(self) and not self.swarm.mute:
                 self._end_late()
         return pending
 
