@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import random
 import time
 from collections.abc import Awaitable, Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -27,13 +28,18 @@ MAX_UNCONNECTED = 16
 """Most targets that this peer must dial first: records of absent peers are cheap, and must not delay others' news."""
 
 RENEW_SECONDS, MAX_RENEW_SECONDS = 5.0, records.TTL_SECONDS / 2
-"""Shortest and longest time between two publications of a record that has not changed. A record lives for two of the
-longest, so that one may be lost."""
-TOLD_A_SECOND = 4
-"""Most peers told in a second of a record that has not changed, as far as `MAX_RENEW_SECONDS` allows."""
+"""Shortest and longest time between two publications of a record that has not changed."""
+LIFETIME_SECONDS = 3 * RENEW_SECONDS
+"""Shortest life of a record: two renewals in a row may be lost, or one where they are `MAX_RENEW_SECONDS` apart."""
+TOLD_A_SECOND = 3
+"""Most peers told in a second of a record that has not changed, as far as `MAX_RENEW_SECONDS` allows. A message costs
+4 ms of processors at both ends."""
+MAX_TOLD_AT_ONCE, PROGRESS_SECONDS = 8, 1.0
+"""Most peers, drawn anew each time, that are told at once that this peer begins to wait, or of its progress, and the
+time until the next such change is told where there are more. The others learn it by a later change or renewal."""
 GAP_SECONDS = 0.1
 """Shortest time between two publications, or two searches, of one run: changes closer together are handled as one."""
-REFRESH_SECONDS, MAX_REFRESH_SECONDS = 2.0, 10.0
+REFRESH_SECONDS, MAX_REFRESH_SECONDS = 2.0, 30.0
 """Shortest and longest time between two searches of the DHT for peers that do not know this one; it doubles while they
 find nobody new, as one search asks dozens of peers. The others tell this peer themselves."""
 STALE_SECONDS = 5.0
@@ -102,13 +108,21 @@ class Publisher:
 
 @dataclass
 class _Own:
-    """This peer's part in one run; it `grows` if a peer has come since the last search."""
+    """This peer's part in one run.
+
+    Attributes:
+        grows: Whether a peer has come since the last search.
+        for_all: Whether all peers must be told of what has changed.
+        told_at: When all were told last, on the monotonic clock.
+    """
 
     publisher: Publisher
     record: Readiness
     kept: Kept
     replicas: tuple[str, ...] = ()
     grows: bool = False
+    for_all: bool = True
+    told_at: float = float("-inf")
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     search: asyncio.Event = field(default_factory=asyncio.Event)
     tasks: TaskSet = field(default_factory=TaskSet)
@@ -152,6 +166,8 @@ class RunDirectory:
         observes: bool = False,
     ) -> None:
         """Publish this peer's state in `run` until withdrawn, without waiting; raises Malformed beyond a bound."""
+        before = self._own.get(run)
+        is_routine = before is not None and before.record.left == left and before.record.spec == spec
         self._publish(
             self._record(
                 run,
@@ -162,7 +178,8 @@ class RunDirectory:
                 reason=reason[: records.MAX_REASON_CHARACTERS],
                 bandwidth=bandwidth,
                 observes=observes,
-            )
+            ),
+            for_all=not is_routine,
         )
 
     async def withdraw(self, run: str) -> None:
@@ -216,7 +233,7 @@ class RunDirectory:
             **{"dialable": self._reach.dialable, **values},  # type: ignore[arg-type]
         )
 
-    def _publish(self, record: Readiness) -> None:
+    def _publish(self, record: Readiness, for_all: bool = True) -> None:
         kept = self._seal(record)
         own = self._own.get(record.run)
         if own is None:
@@ -225,26 +242,37 @@ class RunDirectory:
             own.tasks.spawn(self._keep_published(own))
             own.tasks.spawn(self._keep_searched(own))
         own.record, own.kept = record, kept
+        own.for_all |= for_all
         self._protocol.keep(kept)
         own.changed.set()
 
     def _seal(self, record: Readiness) -> Kept:
-        return Kept(record.peer, seal(record, self._identity), records.TTL_SECONDS)
+        own = self._own.get(record.run)
+        lifetime = LIFETIME_SECONDS if own is None else max(LIFETIME_SECONDS, 2 * self._pause(own))
+        return Kept(record.peer, seal(record, self._identity), lifetime)
 
     def _targets(self, own: _Own) -> list[str]:
         current = self._protocol.record_store.current(own.record.run, time.monotonic())
         peers = dict.fromkeys((*(entry.record.peer for entry in current), *own.replicas))
         return [peer for peer in peers if peer != self._identity.peer]
 
+    def _pause(self, own: _Own) -> float:
+        """Seconds between two renewals of a record, by the number of peers that are told."""
+        return min(max(RENEW_SECONDS, len(self._targets(own)) / TOLD_A_SECOND), MAX_RENEW_SECONDS)
+
     async def _keep_published(self, own: _Own) -> None:
         while True:
-            pause = len(self._targets(own)) / TOLD_A_SECOND
-            await sleep_until(own.changed, min(max(RENEW_SECONDS, pause), MAX_RENEW_SECONDS))
+            await sleep_until(own.changed, own.told_at + self._pause(own) - time.monotonic())
             if not own.changed.is_set():
                 self._renew(own)
             own.changed.clear()
-            own.publisher.publish(own.kept, self._targets(own))
-            await asyncio.sleep(GAP_SECONDS)
+            targets, now, gap = self._targets(own), time.monotonic(), GAP_SECONDS
+            if own.for_all or len(targets) <= MAX_TOLD_AT_ONCE or now >= own.told_at + self._pause(own):
+                own.for_all, own.told_at = False, now
+            else:
+                targets, gap = random.sample(targets, MAX_TOLD_AT_ONCE), PROGRESS_SECONDS
+            own.publisher.publish(own.kept, targets)
+            await asyncio.sleep(gap)
 
     def _renew(self, own: _Own) -> None:
         names = ["state", "spec", "round", "accumulated", "reason", "bandwidth", "observes"]
@@ -259,6 +287,7 @@ class RunDirectory:
             own.search.clear()
             replicas = await self._search(own.record.run)
             if set(replicas) - set(own.replicas):
+                own.for_all = True
                 own.changed.set()
             own.replicas = replicas
             pause = REFRESH_SECONDS if own.grows else min(2 * pause, MAX_REFRESH_SECONDS)

@@ -27,8 +27,8 @@ from equipoise.dht.state import PROTOCOL_VERSION, Part, ReachState, Tags
 
 MAX_RECORD_BYTES = 4352
 """Longest record. A usual one takes 1,100 bytes; long addresses and reasons, a whole credential and all tags fit."""
-TTL_SECONDS = 15.0
-"""Longest time that the dead are listed, counted from a record's first arrival. Two renewals in a row may be lost."""
+TTL_SECONDS = 25.0
+"""Longest time that the dead are listed, counted from a record's first arrival."""
 MAX_RUN_BYTES = 128
 MAX_REASON_CHARACTERS = 200
 MAX_WHY_CHARACTERS = 160

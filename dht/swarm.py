@@ -38,6 +38,8 @@ DEFAULT_LISTEN = ("/ip4/0.0.0.0/tcp/0",)
 """Every IPv4 address of this machine, at the usual port if it is free."""
 HOUSEKEEPING_SECONDS = 5.0
 """Time after which good peers are written down with their addresses again, and old records dropped."""
+WAYS_BACK = 4
+"""Most peers that are written down as soon as they are met; further ones wait for housekeeping."""
 
 _log = logging.getLogger(__name__)
 
@@ -346,8 +348,11 @@ class Swarm:
         return [peer for peer in reversed(self._memory.peers) if peer != self.peer]
 
     def _on_peer(self, met: str) -> None:
-        self._memory.remember(met, self._dialer.addresses_of(met))
-        self._memory.save()  # A daemon that is killed in the next moment returns by it.
+        known, addresses = self._memory.peers, self._dialer.addresses_of(met)
+        is_news = known.get(met) != addresses
+        self._memory.remember(met, addresses)
+        if is_news and len(known) <= WAYS_BACK:
+            self._memory.save()  # A daemon that is killed in the next moment returns by it.
         self.directory.meet(met)
 
     async def _keep_house(self) -> None:

@@ -5,10 +5,12 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
+
 from equipoise.dht import directory
 from equipoise.dht.dialer import Dialer
 from equipoise.dht.dialpolicy import DialPolicy
-from equipoise.dht.directory import MAX_UNCONNECTED, Publisher, RunDirectory
+from equipoise.dht.directory import MAX_TOLD_AT_ONCE, MAX_UNCONNECTED, Publisher, RunDirectory
 from equipoise.dht.identity import Identity
 from equipoise.dht.p2pd_client import P2pdClient
 from equipoise.dht.protocol import REPLICAS, CallError, RecordProtocol
@@ -120,7 +122,7 @@ async def test_searches_that_find_nobody_new_are_rarer_and_rarer(
     await found.announce("digits", spec="ab", ready=False, round=1, accumulated=0.0, reason="stays")
     await until(lambda: len(pauses) >= 9)
     await found.stop()
-    assert pauses[:9] == [4.0, 8.0, 10.0, 10.0, 10.0, 2.0, 4.0, 8.0, 10.0]
+    assert pauses[:9] == [4.0, 8.0, 16.0, 30.0, 30.0, 2.0, 4.0, 8.0, 16.0]
 
 
 async def test_a_new_peer_of_a_large_swarm_is_asked_itself_and_no_others(
@@ -171,8 +173,45 @@ async def test_a_record_is_renewed_less_often_where_many_are_told_but_within_its
     monkeypatch.setattr(directory, "sleep_until", sleep_until)
     monkeypatch.setattr(directory, "GAP_SECONDS", 0.0)
     await found.announce("digits", spec="ab", ready=False, round=1, accumulated=0.0, reason="stays")
-    for count in (20, 24, 100):
+    for count in (15, 24, 100):
         replicas = tuple(f"peer {number}" for number in range(count))
         await until(lambda count=count: count in pauses)
+    lifetime = found._seal(found._own["digits"].record).remaining
     await found.stop()
-    assert (pauses[20], pauses[24], pauses[100]) == (5.0, 6.0, TTL_SECONDS / 2)
+    assert [pauses[count] for count in (15, 24, 100)] == pytest.approx([5.0, 8.0, TTL_SECONDS / 2], abs=0.5)
+    assert lifetime == TTL_SECONDS
+
+
+async def test_progress_is_told_to_few_at_once_and_that_a_peer_leaves_to_all(
+    tmp_path: Path, identity: Identity, until, monkeypatch
+) -> None:
+    found, protocol = directory_of(tmp_path, identity)
+    mates = [f"mate {number:02}" for number in range(4 * MAX_TOLD_AT_ONCE)]
+    told: list[tuple[str, Readiness]] = []
+
+    async def store(peer: str, records: list[Kept]) -> int:
+        told.extend((peer, unseal(kept.data)[0]) for kept in records)
+        return 1
+
+    async def announce(accumulated: float, left: bool = False) -> list[str]:
+        told.clear()
+        await found.announce(
+            "digits", spec="ab", ready=False, round=1, accumulated=accumulated, reason="computes", left=left
+        )
+        await until(lambda: bool(told))
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert {record.accumulated for _, record in told} == {accumulated}
+        return sorted(peer for peer, _ in told)
+
+    monkeypatch.setattr(protocol, "store", store)
+    protocol.dialer.connected = frozenset(mates)
+    monkeypatch.setattr(found, "_targets", lambda own: mates)
+    monkeypatch.setattr(found, "_search", lambda run: asyncio.sleep(0, ()))
+    monkeypatch.setattr(directory, "GAP_SECONDS", 0.0)
+    assert await announce(0.0) == mates
+    few = await announce(1.0)
+    assert len(set(few)) == MAX_TOLD_AT_ONCE
+    assert set(few) < set(mates)
+    assert await announce(2.0, left=True) == mates
+    await found.stop()
