@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 CALLS_PER_SECOND = 100.0
-"""Most calls of one peer; a run-mate stores 10 records a second in each run and looks up every 2 s."""
+"""Most calls of one peer; a mate in a run of nine or fewer stores 10 records a second, and looks up every 2 s."""
 BURST = 200.0
 SIGNATURES_PER_SECOND = 100.0
 SIGNATURES_BURST = 300.0
@@ -18,7 +18,7 @@ SIGNATURES_BURST = 300.0
 KNOWN_PER_SECOND = 1000.0
 KNOWN_BURST = 2000.0
 """Most own records of peers whose records are kept already that are verified for all of them together: a sixth of a
-core. A run-mate is told by 64 peers at most, each 10 times a second."""
+core. A run-mate is told by eight peers up to 10 times a second, by each of more of them less often."""
 UNKNOWN_PER_SECOND = 100.0
 UNKNOWN_BURST = 600.0
 """Most records verified for all senders together that they pass on; and most of peers that are new here, of which each
