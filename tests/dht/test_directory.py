@@ -204,10 +204,13 @@ async def test_progress_is_told_to_few_at_once_and_that_a_peer_leaves_to_all(
         assert {record.accumulated for _, record in told} == {accumulated}
         return sorted(peer for peer, _ in told)
 
+    async def nobody(run: str) -> tuple[str, ...]:
+        return ()
+
     monkeypatch.setattr(protocol, "store", store)
     protocol.dialer.connected = frozenset(mates)
     monkeypatch.setattr(found, "_targets", lambda own: mates)
-    monkeypatch.setattr(found, "_search", lambda run: asyncio.sleep(0, ()))
+    monkeypatch.setattr(found, "_search", nobody)
     monkeypatch.setattr(directory, "GAP_SECONDS", 0.0)
     assert await announce(0.0) == mates
     few = await announce(1.0)

@@ -23,6 +23,7 @@ from equipoise.dht.records import (
     MAX_SEQUENCE,
     MAX_WHY_CHARACTERS,
     REMEMBER_SECONDS,
+    TTL_SECONDS,
     Kept,
     Readiness,
     RecordStore,
@@ -57,7 +58,7 @@ def record(identity: Identity, **changes) -> Readiness:
     return Readiness(**(values | changes))
 
 
-def kept(identity: Identity, remaining: float = 15.0, **changes) -> Kept:
+def kept(identity: Identity, remaining: float = TTL_SECONDS, **changes) -> Kept:
     one = record(identity, **changes)
     return Kept(one.peer, seal(one, identity), remaining)
 
@@ -268,23 +269,23 @@ def test_life_counts_from_the_first_arrival(identity: Identity) -> None:
     record_store = RecordStore()
     one = kept(identity)
     record_store.accept(one, NOW, SWARM_TIME)
-    record_store.accept(one, NOW + 14, SWARM_TIME)
-    assert states(record_store, NOW + 14.9)
-    assert not states(record_store, NOW + 15.1)
-    record_store.accept(one, NOW + 16, SWARM_TIME)
-    assert not states(record_store, NOW + 16)
+    record_store.accept(one, NOW + TTL_SECONDS - 1, SWARM_TIME)
+    assert states(record_store, NOW + TTL_SECONDS - 0.1)
+    assert not states(record_store, NOW + TTL_SECONDS + 0.1)
+    record_store.accept(one, NOW + TTL_SECONDS + 1, SWARM_TIME)
+    assert not states(record_store, NOW + TTL_SECONDS + 1)
 
 
 def test_what_is_left_travels_and_cannot_be_understated_for_good(identity: Identity) -> None:
     record_store = RecordStore()
     record_store.accept(kept(identity, remaining=2.0), NOW, SWARM_TIME)
     assert not states(record_store, NOW + 3)
-    record_store.accept(kept(identity, remaining=15.0), NOW, SWARM_TIME)
-    assert states(record_store, NOW + 14)
-    assert not states(record_store, NOW + 16)
+    record_store.accept(kept(identity, remaining=TTL_SECONDS), NOW, SWARM_TIME)
+    assert states(record_store, NOW + TTL_SECONDS - 1)
+    assert not states(record_store, NOW + TTL_SECONDS + 1)
 
 
-@pytest.mark.parametrize("remaining", [0.0, -1.0, 16.0, math.nan, math.inf])
+@pytest.mark.parametrize("remaining", [0.0, -1.0, TTL_SECONDS + 1, math.nan, math.inf])
 def test_absurd_lives_are_refused(identity: Identity, remaining: float) -> None:
     with pytest.raises(Malformed, match="left to live"):
         RecordStore().accept(kept(identity, remaining=remaining), NOW, SWARM_TIME)
@@ -343,7 +344,7 @@ def test_a_run_that_was_left_makes_room_for_another(identity: Identity) -> None:
         record_store.accept(kept(identity, run=f"run {number}"), NOW, SWARM_TIME)
     record_store.accept(kept(identity, run="run 7", sequence=2, state="offline"), NOW, SWARM_TIME)
     assert record_store.accept(kept(identity, run="one more"), NOW, SWARM_TIME)
-    assert record_store.accept(kept(identity, run="and another"), NOW + 16, SWARM_TIME)
+    assert record_store.accept(kept(identity, run="and another"), NOW + TTL_SECONDS + 1, SWARM_TIME)
     assert len(record_store._entries) == MAX_RUNS_PER_PEER
 
 
