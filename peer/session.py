@@ -233,11 +233,8 @@ class Session:
 
     async def transfer(self) -> Transfer:
         """The exchange of the run's state, among the peers that step if there are gradients."""
-        return (await self._stepping()).transfer
-
-    async def _stepping(self) -> RunDriver:
-        """The run of the peers that step, or that average if there are no gradients."""
-        return await self._use(STEP if STEP in self._specs else AVERAGE)
+        purpose = STEP if STEP in self._specs else AVERAGE
+        return (await self._use(purpose)).transfer
 
     async def fetch(self, request: FetchState, image: SharedMemory) -> FetchOutcome:
         """Download a snapshot into the client's memory, whose capacity is the limit of its size.
@@ -264,8 +261,8 @@ class Session:
             Refused: The memory has another size.
             ValueError: A download of this run is going on already.
         """
-        run_driver = await self._stepping()
-        size = run_driver.transfer.size
+        transfer = await self.transfer()
+        size = transfer.size
         if memory.capacity != size:
             raise Refused(f"expected shared memory of {size} bytes, got {memory.capacity}")
 
@@ -274,11 +271,7 @@ class Session:
             return memory.view(size, writable=True)
 
         after, circle = request.after, frozenset(request.circle)
-        found = await run_driver.transfer.recover(
-            after, request.timeout, result, circle, request.proved, request.patient
-        )
-        run_driver.note_mean(found)
-        return found
+        return await transfer.recover(after, request.timeout, result, circle, request.proved, request.patient)
 
     def status(self) -> RunStatus:
         """The run's part of the daemon's status."""

@@ -26,7 +26,7 @@ from equipoise.averaging.matchmaking import messages as matchmaking_messages
 from equipoise.averaging.matchmaking.context import Context
 from equipoise.averaging.matchmaking.spec_diff import SpecDiff
 from equipoise.averaging.metrics import Report, Values
-from equipoise.averaging.outcome import Exchanging, Gathering, MeanOutcome, NoPeers, Outcome, RunState
+from equipoise.averaging.outcome import Exchanging, Gathering, NoPeers, Outcome, RunState
 from equipoise.averaging.ports import Directory
 from equipoise.averaging.spec import RunSpec
 from equipoise.averaging.state import StateId
@@ -222,12 +222,6 @@ class RunDriver:
         if self._formed is not None and not self._formed.done():
             self._formed.set_result(self._failed(why))
             self._driver.tell(events.Withdrew())
-
-    def note_mean(self, found: MeanOutcome) -> None:
-        """Note a mean that this peer has downloaded: a contribution of its own to the mean's round is late."""
-        mean = found.round
-        if mean.state is not None and not mean.counted(self._sessions.peer):
-            self._driver.tell(events.MeanFetched(mean.round, mean.state, mean.group, found.age))
 
     def withdraw(self, reason: str) -> None:
         """End the search or the round that goes on; its outcome says why, and whether it is in doubt."""

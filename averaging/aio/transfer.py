@@ -364,9 +364,7 @@ class Transfer:
                 found = msgspec.structs.replace(found, reason=str(error))
                 got = msgspec.structs.replace(got, unheard=len(got.sources))  # They have it still.
         log.info("run %s, after epoch %d: %s", spec.name, after.epoch, found.reason)
-        return MeanOutcome(
-            round=found, sources=got.sources, behind=got.behind, unheard=got.unheard, age=got.age
-        )
+        return MeanOutcome(round=found, sources=got.sources, behind=got.behind, unheard=got.unheard)
 
     def withdraw(self, reason: str) -> None:
         """End the download that is going on, if any."""

@@ -117,14 +117,12 @@ class Coordinator:
     def left_behind(self, join: Join, now: float) -> float:
         """Seconds since the group closed that has led others beyond the state of a parked contribution; 0 if none has.
 
-        A round that failed leaves its state as it was. A peer that has the round's mean knows that it succeeded,
-        another learns it from a member that joins again with a later state. A peer without word of the round learns it
+        A round that failed leaves its state as it was. A member of the round knows whether it succeeded; another peer
+        learns it from a member that joins again with a later state. A peer that does not know of the round learns it
         from a quorum of its mates in one later state: they came after the group had closed.
         """
         if join.bound is None:
             return 0.0
-        if missed := self.superseded(join.bound, now):
-            return missed
         gathering = self._gatherings.get(join.round)  # None if it has just closed without the join.
         parked = gathering.parked if gathering is not None else {}
         states = ((peer, one.join.state) for peer, one in parked.items())
@@ -132,7 +130,7 @@ class Coordinator:
             peer: state for peer, state in states if state is not None and state.epoch > join.bound.epoch
         }
         for round, ended in self._ended.items():
-            if ended.state == join.bound and round < join.round and ended.peers & beyond.keys():
+            if ended.state == join.bound and round < join.round and (ended.ok or ended.peers & beyond.keys()):
                 return _ago(ended.at, now)
         mates = [peer for peer in beyond if self._membership.is_mate(peer)]
         counts = Counter(beyond[peer] for peer in mates)
@@ -145,24 +143,9 @@ class Coordinator:
         if round in self._ended:
             self._ended[round] = self._ended[round]._replace(ok=True)
 
-    def superseded(self, state: StateId | None, now: float) -> float:
-        """Seconds since the group closed whose mean was applied to a state, if this peer has that mean; else 0."""
-        ended = (
-            one for one in self._ended.values() if one.ok and one.state is not None and one.state == state
-        )
-        return max((_ago(one.at, now) for one in ended), default=0.0)
-
-    def note_closed(
-        self, round: int, state: StateId | None, group: Iterable[str], at: float, ok: bool = False
-    ) -> None:
-        """Note when a group closed for a state, by the word of others; `ok` says whether this peer has its mean."""
-        if ok or round not in self._ended:
-            self._note_ended(round, _Ended(state, frozenset(group), at, ok))
-
-    def _note_ended(self, round: int, ended: _Ended) -> None:
-        self._ended[round] = ended
-        while len(self._ended) > ENDED_KEPT:
-            del self._ended[min(self._ended)]
+    def note_closed(self, join: Join, group: Iterable[str], at: float) -> None:
+        """Note that another peer says that the group for which a contribution was made closed at a time."""
+        self._ended.setdefault(join.round, _Ended(join.bound, frozenset(group), at))
 
     def note_own(self, coordinator: str | None, redirects: bool) -> None:
         """Note which coordinator has this peer's own join, and whether members of its group should follow it there."""
@@ -225,7 +208,9 @@ class Coordinator:
             del self._closed[min(self._closed)]
         # A round without contributions changes no state, so no contribution is late for it.
         state = manifest.before if any(join.bound for join in manifest.members) else None
-        self._note_ended(manifest.round, _Ended(state, frozenset(manifest.peers), now))
+        self._ended[manifest.round] = _Ended(state, frozenset(manifest.peers), now)
+        while len(self._ended) > ENDED_KEPT:
+            del self._ended[min(self._ended)]
 
     def remind(self, peer: str, round: int) -> None:
         """Send the group of a round, once more, to a member that says it has not begun it."""

@@ -85,33 +85,7 @@ class RoundEnded(msgspec.Struct, frozen=True):
     ok: bool = False
 
 
-class MeanFetched(msgspec.Struct, frozen=True):
-    """This peer has downloaded the mean of a round that it missed, without a contribution of its own.
-
-    Attributes:
-        round: The round's number.
-        before: The state to which the group applied the mean. A contribution to this state is late.
-        group: PeerIDs of the round's members.
-        age: Seconds since the group closed.
-    """
-
-    round: int
-    before: StateId
-    group: Sequence[str]
-    age: float
-
-
-Event = (
-    CandidatesSeen
-    | BecameReady
-    | Withdrew
-    | MessageReceived
-    | RoundHeard
-    | PeerLost
-    | Woke
-    | RoundEnded
-    | MeanFetched
-)
+Event = CandidatesSeen | BecameReady | Withdrew | MessageReceived | RoundHeard | PeerLost | Woke | RoundEnded
 
 
 class Send(msgspec.Struct, frozen=True):

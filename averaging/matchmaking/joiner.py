@@ -198,9 +198,7 @@ class Joiner:
             self._membership.advance(peer, message.round)
             self._context.round = message.round
         if message.late and self._join is not None and self._join.bound:
-            self._coordinator.note_closed(
-                self._join.round, self._join.bound, message.group, now - message.late
-            )
+            self._coordinator.note_closed(self._join, message.group, now - message.late)
             self._end_late(message.late, message.detail)
         elif message.redirect is not None and self._asked_hops < wire.MAX_HOPS:
             self._follow(peer, message.redirect, now)
@@ -283,8 +281,6 @@ class Joiner:
             late = late or coordinator.left_behind(self._join, now)
         if late:
             self._end_late(late, "its group closed here")
-        elif missed := coordinator.superseded(ready.bound, now):
-            self._end_late(missed, "this peer has the mean of its round from others")
         elif self._join is not None and ((ready.bound and context.floor) or self._policy.patient):
             self._heed_others(ready, now)
         else:

@@ -106,8 +106,6 @@ class Matchmaking(Matchmaker):
             case events.PeerLost(peer):
                 self._coordinator.drop(peer)
                 self._joiner.lost(peer)
-            case events.MeanFetched(round, before, group, age):
-                self._coordinator.note_closed(round, before, group, now - age, ok=True)
             case events.RoundEnded(round, ok):
                 if ok:
                     self._coordinator.note_success(round)

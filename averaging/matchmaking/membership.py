@@ -95,7 +95,7 @@ class Membership:
         self.peer = peer
         self.dialable = True
         self._tags: frozenset[str] = frozenset()
-        self._trains = False
+        self._observes = False
         self._client_mode = False
         self.own_misses = 0
         self.seen_at = float("-inf")
@@ -112,8 +112,7 @@ class Membership:
         candidates, met = list(candidates), self.met
         self._client_mode = any(one.peer == self.peer and not one.dialable for one in candidates)
         self._tags = frozenset(tag for one in candidates if one.peer == self.peer for tag in one.tags)
-        # Its own record tells a peer whether a draw may take it: only the daemon's configuration has its tags.
-        self._trains = any(one.peer == self.peer and not one.observes for one in candidates)
+        self._observes = any(one.peer == self.peer and one.observes for one in candidates)
         others = [one for one in candidates if one.peer != self.peer and one.spec == self._spec]
         known, self._others = self._others, {}
         for one in others[:MAX_PEERS]:
@@ -291,7 +290,7 @@ class Membership:
             and wanted.issubset(other.tags)
             and not other.observes
         ]
-        return tuple(sorted([*live, self.peer] if wanted <= self._tags and self._trains else live))
+        return tuple(sorted([*live, self.peer] if wanted <= self._tags and not self._observes else live))
 
     def plan(self, round: int) -> Groups:
         """All groups of the round, of the peers that were met. Peers further than `LEAP` from it cannot come.

@@ -367,11 +367,10 @@ class Member:
             log.warning("run %s: %s", self._run.name, self._crowded)
 
     def _is_past(self, outcome: Outcome) -> bool:
-        """Whether a round began from an older state than a download has brought: its end is of no more use."""
+        """Whether a round began from an older state than a download has brought: its mean is of no more use."""
         of = outcome.state
-        if not self.in_step or self._claimed == self.id:
-            return False
-        return outcome.late > 0 or (outcome.ok and of is not None and of.epoch < self.id.epoch)
+        moved = self.in_step and self._claimed != self.id
+        return outcome.ok and moved and of is not None and of.epoch < self.id.epoch
 
     def _comes(self, pending: PendingRound) -> bool:
         """Wait for a round; returns whether it has ended. If not, a download has brought its mean meanwhile."""

@@ -332,9 +332,6 @@ class FakeRunDriver:
 
     gathering = None
 
-    def note_mean(self, found: MeanOutcome) -> None:
-        """No contribution is late here: the network holds no group's end."""
-
     @property
     def state(self) -> RunState:
         with self._network.lock:

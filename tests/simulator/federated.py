@@ -60,7 +60,6 @@ class Trainer(matchmaking.Peer):
         self.late = 0
         self.begun = False
         self.tags, self.observes = world.roles.get(self.name, ((), False))
-        self._late_for: StateId | None = None
         self._fed = world
         self._trains = False
         self._weight = 0.0
@@ -139,23 +138,9 @@ class Trainer(matchmaking.Peer):
         """Take the means that the group has applied meanwhile, if they are older than `lag` seconds."""
         before = self.state
         while (found := self._fed.following.get(self.state)) and self._fed.now - found.ended >= lag:
-            counted = self.name in found.weights
-            if not counted:
-                age = self._fed.now - found.closed
-                self.tell(events.MeanFetched(found.manifest.round, self.state, found.manifest.peers, age))
-                self._require_told()
-            self._move(found.after, counted)
+            self._move(found.after, self.name in found.weights)
         if self.state != before and self.machine.ready:
             self.tell(events.Withdrew())
-
-    def _require_told(self) -> None:
-        """A contribution that did not count for the state that this peer leaves was late, and this peer must know."""
-        if self.result is None or self._late_for == self.result:
-            return
-        if not self.machine.ready:  # The script offers its contribution before it looks for the download.
-            self._join()
-        if self._late_for != self.result:
-            raise Violation(f"{self.name} is not told that its contribution to {self.state.epoch} is late")
 
     def _move(self, after: StateId, counted: bool) -> None:
         """Take on the state that follows; the contribution goes if it has counted, or is not to count any more."""
@@ -168,7 +153,6 @@ class Trainer(matchmaking.Peer):
         """Do what the machine asks for."""
         if isinstance(action, events.Late):
             self.late += 1
-            self._late_for = self.result
             self._withheld_until = self._fed.now + WITHHELD_SECONDS
             if action.seconds <= 0:
                 raise Violation(f"{self.name} is late by {action.seconds} s")
@@ -200,14 +184,12 @@ class Following(NamedTuple):
         after: The state that the mean led to.
         manifest: The round's group.
         weights: PeerID -> counted weight.
-        closed: When the group closed.
         ended: When its members had the mean.
     """
 
     after: StateId
     manifest: Manifest
     weights: dict[str, float]
-    closed: float
     ended: float
 
 
@@ -307,9 +289,9 @@ class FederatedWorld(World):
         stale = [join.peer for join in given if join.state != manifest.before]
         if stale:
             raise Violation(f"round {manifest.round} counts contributions of {stale} to another state")
-        self.at(self.now + self.draw(self.weather.exchange), self._end, manifest, self.now)
+        self.at(self.now + self.draw(self.weather.exchange), self._end, manifest)
 
-    def _end(self, manifest: Manifest, closed: float) -> None:
+    def _end(self, manifest: Manifest) -> None:
         there = [
             one
             for one in self.trainers
@@ -329,7 +311,7 @@ class FederatedWorld(World):
             content = before.lineage + manifest.id.hex()
             after = StateId(before.epoch + 1, hashlib.sha256(content.encode()).hexdigest())
             weights = {join.peer: join.weight for join in given}
-            follows = Following(after, manifest, weights, closed, self.now)
+            follows = Following(after, manifest, weights, self.now)
             self.following[before], self.head = follows, after
             self._count(before, given)
         self.rounds.append((self.now, manifest, ok))

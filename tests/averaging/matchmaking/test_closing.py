@@ -283,14 +283,6 @@ def test_only_peers_with_all_tags_are_drawn() -> None:
     assert one.draw(STATE, 1.0).peers == ("bob",)
 
 
-def test_a_peer_draws_itself_only_once_its_own_record_says_that_it_trains() -> None:
-    one = machine("alice", 0, Federated())
-    for own, drawn in (([], ("bob",)), ([Record("alice")], ("alice", "bob")), ([], ("bob",))):
-        one.handle(events.CandidatesSeen([*own, Record("bob")]), 0.0)
-        meet(one, "bob")
-        assert one.draw(STATE, 0.0).live == drawn
-
-
 def test_a_peer_that_observes_is_never_drawn_and_no_round_waits_for_it() -> None:
     coordinator, *others = in_order(0, NAMES[:4])
     for evaluates in (coordinator, others[0]):

@@ -93,56 +93,6 @@ def test_a_late_contribution_ends_the_search_and_does_not_slip_into_the_next_rou
     assert [request.join.round for _, request in sent(again, wire.JoinRequest)] == [8]
 
 
-def fetched(age: float = 2.0, round: int = 7, before: StateId = BEFORE) -> events.MeanFetched:
-    return events.MeanFetched(round, before, ("bob", "carol"), age)
-
-
-def test_a_peer_whose_mean_comes_before_the_coordinators_word_is_told_how_late_it_was() -> None:
-    one, coordinator, _, request = joining()
-    actions = one.handle(fetched(age=2.0), 1.5)
-    [told] = late(actions)
-    assert told.seconds == pytest.approx(2.0)
-    assert not one.ready
-    assert [peer for peer, _ in sent(actions, wire.LeaveRequest)] == [coordinator]
-    refusal = wire.JoinRefused(RUN, request.join.ticket, "the group of round 7 has closed", 8, late=1.25)
-    assert not late(one.handle(events.MessageReceived(coordinator, refusal), 1.6)), "it is told once"
-
-
-def test_a_contribution_that_is_offered_after_the_mean_has_come_is_late() -> None:
-    one, *_ = joining(weight=0.0)
-    one.handle(events.Withdrew(), 1.2)
-    one.handle(fetched(age=2.0), 1.5)
-    [told] = late(one.handle(ready(state=BEFORE, nonce=b"m" * NONCE_BYTES), 4.0))
-    assert told.seconds == pytest.approx(4.5)
-    assert not late(one.handle(ready(state=AFTER, nonce=b"o" * NONCE_BYTES), 4.1))
-
-
-@pytest.mark.parametrize(
-    ("weight", "state", "mean"),
-    [
-        (0.0, BEFORE, fetched()),
-        (ATTENDANCE_LIMIT, BEFORE, fetched()),
-        (1.0, None, fetched()),
-        (1.0, BEFORE, fetched(round=6, before=StateId(2, "c" * 64))),
-    ],
-    ids=["an observer", "attendance", "without a state", "an earlier mean"],
-)
-def test_a_mean_makes_nothing_else_late(
-    weight: float, state: StateId | None, mean: events.MeanFetched
-) -> None:
-    one, *_ = joining(weight, state)
-    assert not late(one.handle(mean, 1.5))
-    assert one.ready
-
-
-def test_a_coordinator_that_has_a_mean_from_others_refuses_contributions_to_its_round_as_late() -> None:
-    coordinator, second, [third] = roles(3, round=8)
-    one = machine(coordinator, second, third, round=8)
-    one.handle(fetched(age=2.0), 1.0)
-    [(peer, refusal)] = sent(one.handle(asks(third, 8, state=BEFORE), 3.0), wire.JoinRefused)
-    assert (peer, refusal.late) == (third, pytest.approx(4.0))
-
-
 def test_attendance_goes_on_to_the_next_round_whatever_the_coordinator_says() -> None:
     one, coordinator, _, request = joining(weight=ATTENDANCE_LIMIT)
     refusal = wire.JoinRefused(RUN, request.join.ticket, "closed", 8, late=1.25)
