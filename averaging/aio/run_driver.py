@@ -252,6 +252,7 @@ class RunDriver:
 
     def start(self) -> None:
         """Make this peer known in the run."""
+        self._membership.observes = self.observes
         self._tasks.spawn(self._look_regularly())
         self._driver.tell(events.Woke())
         self._publish()

@@ -89,13 +89,17 @@ class _Shun(msgspec.Struct):
 
 
 class Membership:
-    """One peer's view of the peers of its run. Times are the seconds of one monotonic clock."""
+    """One peer's view of the peers of its run. Times are the seconds of one monotonic clock.
+
+    Attributes:
+        observes: Whether this peer trains nothing, so that it does not draw itself.
+    """
 
     def __init__(self, peer: str, spec: str, group_size: int) -> None:
         self.peer = peer
         self.dialable = True
         self._tags: frozenset[str] = frozenset()
-        self._observes = False
+        self.observes = False
         self._client_mode = False
         self.own_misses = 0
         self.seen_at = float("-inf")
@@ -112,7 +116,8 @@ class Membership:
         candidates, met = list(candidates), self.met
         self._client_mode = any(one.peer == self.peer and not one.dialable for one in candidates)
         self._tags = frozenset(tag for one in candidates if one.peer == self.peer for tag in one.tags)
-        self._observes = any(one.peer == self.peer and one.observes for one in candidates)
+        own = (one.observes for one in candidates if one.peer == self.peer)
+        self.observes = next(own, self.observes)  # Its record may not be there yet, or not any more.
         others = [one for one in candidates if one.peer != self.peer and one.spec == self._spec]
         known, self._others = self._others, {}
         for one in others[:MAX_PEERS]:
@@ -290,7 +295,7 @@ class Membership:
             and wanted.issubset(other.tags)
             and not other.observes
         ]
-        return tuple(sorted([*live, self.peer] if wanted <= self._tags and not self._observes else live))
+        return tuple(sorted([*live, self.peer] if wanted <= self._tags and not self.observes else live))
 
     def plan(self, round: int) -> Groups:
         """All groups of the round, of the peers that were met. Peers further than `LEAP` from it cannot come.

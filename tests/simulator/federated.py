@@ -60,6 +60,7 @@ class Trainer(matchmaking.Peer):
         self.late = 0
         self.begun = False
         self.tags, self.observes = world.roles.get(self.name, ((), False))
+        context.membership.observes = self.observes
         self._fed = world
         self._trains = False
         self._weight = 0.0

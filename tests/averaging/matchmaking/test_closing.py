@@ -283,6 +283,14 @@ def test_only_peers_with_all_tags_are_drawn() -> None:
     assert one.draw(STATE, 1.0).peers == ("bob",)
 
 
+def test_a_peer_that_observes_does_not_draw_itself_before_its_record_is_there() -> None:
+    one = machine("alice", 0, Federated())
+    one._membership.observes = True
+    one.handle(events.CandidatesSeen([Record("bob")]), 0.0)
+    meet(one, "bob")
+    assert one.draw(STATE, 0.0).live == ("bob",)
+
+
 def test_a_peer_that_observes_is_never_drawn_and_no_round_waits_for_it() -> None:
     coordinator, *others = in_order(0, NAMES[:4])
     for evaluates in (coordinator, others[0]):
