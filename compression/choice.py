@@ -90,7 +90,7 @@ def are_worth(count: int) -> bool:
 
 
 def compiled(count: int) -> ArrayKernels | None:
-    """Return compiled kernels for `count` values on a CPU; None if this machine has no such, or loading does not pay."""
+    """Return compiled kernels for `count` values on a CPU; None if none run here, or loading does not pay."""
     return kernels().arrays if kernels.cache_info().currsize or are_worth(count) else None
 
 
