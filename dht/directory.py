@@ -114,6 +114,7 @@ class _Own:
         grows: Whether a peer has come since the last search.
         for_all: Whether all peers must be told of what has changed.
         told_at: When all were told last, on the monotonic clock.
+        pause: Seconds from then to the next renewal, by the number of peers that are told.
     """
 
     publisher: Publisher
@@ -123,6 +124,7 @@ class _Own:
     grows: bool = False
     for_all: bool = True
     told_at: float = float("-inf")
+    pause: float = RENEW_SECONDS
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     search: asyncio.Event = field(default_factory=asyncio.Event)
     tasks: TaskSet = field(default_factory=TaskSet)
@@ -248,7 +250,7 @@ class RunDirectory:
 
     def _seal(self, record: Readiness) -> Kept:
         own = self._own.get(record.run)
-        lifetime = LIFETIME_SECONDS if own is None else max(LIFETIME_SECONDS, 2 * self._pause(own))
+        lifetime = LIFETIME_SECONDS if own is None else max(LIFETIME_SECONDS, 2 * own.pause)
         return Kept(record.peer, seal(record, self._identity), lifetime)
 
     def _targets(self, own: _Own) -> list[str]:
@@ -256,18 +258,15 @@ class RunDirectory:
         peers = dict.fromkeys((*(entry.record.peer for entry in current), *own.replicas))
         return [peer for peer in peers if peer != self._identity.peer]
 
-    def _pause(self, own: _Own) -> float:
-        """Seconds between two renewals of a record, by the number of peers that are told."""
-        return min(max(RENEW_SECONDS, len(self._targets(own)) / TOLD_A_SECOND), MAX_RENEW_SECONDS)
-
     async def _keep_published(self, own: _Own) -> None:
         while True:
-            await sleep_until(own.changed, own.told_at + self._pause(own) - time.monotonic())
+            await sleep_until(own.changed, own.told_at + own.pause - time.monotonic())
             if not own.changed.is_set():
                 self._renew(own)
             own.changed.clear()
             targets, now, gap = self._targets(own), time.monotonic(), GAP_SECONDS
-            if own.for_all or len(targets) <= MAX_TOLD_AT_ONCE or now >= own.told_at + self._pause(own):
+            own.pause = min(max(RENEW_SECONDS, len(targets) / TOLD_A_SECOND), MAX_RENEW_SECONDS)
+            if own.for_all or len(targets) <= MAX_TOLD_AT_ONCE or now >= own.told_at + own.pause:
                 own.for_all, own.told_at = False, now
             else:
                 targets, gap = random.sample(targets, MAX_TOLD_AT_ONCE), PROGRESS_SECONDS
