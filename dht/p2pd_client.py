@@ -50,6 +50,10 @@ class P2pdClientError(ConnectionError):
     """p2pd did not do what was asked; the message is its, or says that it is gone, in one line."""
 
 
+class P2pdGone(P2pdClientError):
+    """No p2pd is there: it has ended, and its supervisor starts another one."""
+
+
 class P2pdClient:
     """An attachment to a p2pd that listens on the unix socket `control`."""
 
@@ -85,7 +89,7 @@ class P2pdClient:
             control = p2p._client.control
             for answer in control._pending_calls.values():
                 if not answer.done():
-                    answer.set_exception(P2pdClientError("p2pd is gone"))
+                    answer.set_exception(P2pdGone("p2pd is gone"))
             await p2p.shutdown()
             for task in control._handler_tasks.values():
                 task.cancel()  # Nobody is left to answer.
@@ -156,7 +160,7 @@ class P2pdClient:
 
     def _client(self) -> Any:
         if self._p2p is None:
-            raise P2pdClientError("p2pd is not running")
+            raise P2pdGone("p2pd is not running")
         return self._p2p._client
 
 
@@ -185,7 +189,7 @@ async def _bounded(request: Awaitable[Any], what: str, seconds: float = REQUEST_
     except P2pdClientError:
         raise
     except (OSError, EOFError) as error:
-        raise P2pdClientError(f"{what}: p2pd is gone ({printable(str(error))})") from error
+        raise P2pdGone(f"{what}: p2pd is gone ({printable(str(error))})") from error
     except Exception as error:
         # hivemind's P2PDaemonError, P2PHandlerError and whatever protobuf raises on a torn answer.
         text = (str(error) or type(error).__name__).removeprefix("Connect failed. msg=")

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from equipoise.dht.dialer import Dialer
 from equipoise.dht.identity import public_key_of
-from equipoise.dht.p2pd_client import P2pdClient, StreamListener
+from equipoise.dht.p2pd_client import P2pdClient, P2pdGone, StreamListener
 from equipoise.dht.state import PROTOCOL_VERSION
 from equipoise.dht.streams import Buffer, BytesRefused, Stream, StreamClosed
 
@@ -26,6 +26,8 @@ MAX_BODY_BYTES = 4 * 1024 * 1024
 STREAM_PROTOCOL = f"/equipoise/{PROTOCOL_VERSION}"
 OPEN_SECONDS = 5.0
 """Longest time to dial, negotiate and open: the port's own timeout."""
+RETRY_SECONDS = 0.1
+"""Time between two attempts to open a stream while no p2pd is there. Its supervisor starts one in 0.4 s."""
 MAX_CHANNELS_PER_PEER = 8
 """One is usual, for all runs together, two if both sides dial at once: the rest is room for those that the other end
 has given up already. One more is refused."""
@@ -224,8 +226,7 @@ class Libp2pTransport:
         self.channels.check_room(peer)
         try:
             async with asyncio.timeout(OPEN_SECONDS):
-                await self._dialer.reach(peer)
-                stream = await self._link.open_stream(peer, STREAM_PROTOCOL, OPEN_SECONDS)
+                stream = await self._open_stream(peer)
         except TimeoutError:
             raise ConnectionError(f"cannot reach {peer}: no answer within {OPEN_SECONDS:.0f} s") from None
         except ConnectionError as error:
@@ -235,6 +236,15 @@ class Libp2pTransport:
     def serve(self, handler: Handler | None) -> None:
         """Run `handler` in a task of its own for every accepted channel; None stops accepting."""
         self.channels.handler = handler
+
+    async def _open_stream(self, peer: str) -> Stream:
+        # While another p2pd starts, the other peer is not to be taken for lost.
+        while True:
+            try:
+                await self._dialer.reach(peer)
+                return await self._link.open_stream(peer, STREAM_PROTOCOL, OPEN_SECONDS)
+            except P2pdGone:
+                await asyncio.sleep(RETRY_SECONDS)
 
     async def _welcome(self, peer: str, relayed: bool, stream: Stream) -> None:
         public_key_of(peer)
