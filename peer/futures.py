@@ -46,13 +46,22 @@ class Pending(ABC, Generic[Ended]):
         self._lock = threading.Lock()
         self._ended: Ended | Exception | None = None
 
+    @property
+    def _left(self) -> float:
+        """Seconds until the daemon must have answered."""
+        return max(self._deadline + self.grace - self._link.clock(), 0.0)
+
     def done(self) -> bool:
         """Return whether `result` returns at once."""
-        return self._link.settled(self._reply)
+        return self.wait(0.0)
 
     def wait(self, timeout: float) -> bool:
-        """Wait, collecting nothing, until `done` or for `timeout` seconds; returns whether it is done."""
-        return self._link.settled(self._reply, timeout)
+        """Wait, collecting nothing, until `done` or for `timeout` seconds; returns whether it is done.
+
+        It is done, too, once the daemon should have answered: then the daemon hangs, and `result` says so.
+        """
+        left = self._left
+        return self._link.settled(self._reply, min(timeout, left)) or timeout >= left
 
     def result(self, timeout: float | None = None) -> Ended:
         """Wait for the end.
@@ -64,7 +73,7 @@ class Pending(ABC, Generic[Ended]):
             TimeoutError: It is still going on; call again later.
             Refused: The daemon did not begin it.
         """
-        limit = max(self._deadline + self.grace - self._link.clock(), 0.0)
+        limit = self._left
         if timeout is not None and timeout < limit and not self.wait(timeout):
             raise TimeoutError(f"the {self.what} has not ended within {timeout:g} s; call result() again")
         with self._lock:

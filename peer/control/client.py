@@ -117,6 +117,7 @@ class Link(Connection):
         self._sending = threading.Lock()
         self._watcher: Callable[[EquipoiseError], None] | None = None
         self._process = os.getpid()
+        self._heard_at = time.monotonic()
         # Sends are bounded one by one with SO_SNDTIMEO, since a socket's own timeout would also bound the reader.
         connected.settimeout(None)
         limit = struct.pack("ll", 0, int(SEND_SECONDS * 1e6))
@@ -175,7 +176,7 @@ class Link(Connection):
         try:
             return reply.result(timeout)
         except concurrent.futures.TimeoutError:
-            self._lose(self._silent(round(timeout, 1)))
+            self._lose(self._silent(round(max(timeout, time.monotonic() - self._heard_at), 1)))
             return reply.result()  # It has one now, or gets one from the reader at this moment.
 
     def settled(self, reply: Future[Any], timeout: float = 0.0) -> bool:
@@ -201,6 +202,7 @@ class Link(Connection):
         try:
             with contextlib.suppress(ConnectionResetError):  # A process was killed with requests unread.
                 while data := self._socket.recv(READ_BYTES):
+                    self._heard_at = time.monotonic()
                     for frame in decoder.feed(data):
                         self._deliver(*messages.decode_reply(frame))
             if self.lost is None:  # Else this process has closed it, or the daemon has said why it does.
