@@ -174,6 +174,10 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
         """The group's state before the round; None if no member claims one."""
         return group_state(self.states.values())
 
+    def peers_of(self, state: StateId | None) -> tuple[str, ...]:
+        """PeerIDs of the members that claim this state, in member order; with None, of those that claim none."""
+        return tuple(join.peer for join in self.members if join.state == state)
+
     @property
     def id(self) -> bytes:
         """The round's id: 16 bytes of SHA-256 over the manifest in msgpack, which is canonical for its types."""

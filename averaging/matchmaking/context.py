@@ -175,6 +175,7 @@ class Context:
 
     def advance(self, manifest: Manifest) -> None:
         """Note that this peer takes part in a round: its next round has a higher number."""
-        self.membership.shared(manifest.peers)
+        # Peers that hold another state may go on without this one: their numbers are not its own.
+        self.membership.shared(manifest.peers_of(manifest.states.get(self.peer)))
         self.floor = manifest.round + 1
         self.round = max(self.round, self.floor)

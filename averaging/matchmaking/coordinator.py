@@ -53,6 +53,8 @@ class _Closed(NamedTuple):
 
 
 class _Ended(NamedTuple):
+    """A round whose group closed: the state of most members, and the members that held it; others have another."""
+
     state: StateId | None
     peers: frozenset[str]
     at: float
@@ -119,7 +121,8 @@ class Coordinator:
 
         A round that failed leaves its state as it was. A member of the round knows whether it succeeded; another peer
         learns it from a member that joins again with a later state. A peer that does not know of the round learns it
-        from a quorum of its mates in one later state: they came after the group had closed.
+        from a quorum in one later state, of peers that were in the contributor's state before: they came after the
+        group had closed. Peers that have never held its state lead nobody beyond it.
         """
         if join.bound is None:
             return 0.0
@@ -132,11 +135,12 @@ class Coordinator:
         for round, ended in self._ended.items():
             if ended.state == join.bound and round < join.round and (ended.ok or ended.peers & beyond.keys()):
                 return _ago(ended.at, now)
-        mates = [peer for peer in beyond if self._membership.is_mate(peer)]
-        counts = Counter(beyond[peer] for peer in mates)
+        fellows = {one for ended in self._ended.values() if join.peer in ended.peers for one in ended.peers}
+        ahead = fellows & beyond.keys()
+        counts = Counter(beyond[peer] for peer in ahead)
         if max(counts.values(), default=0) < self._context.needs.quorum:
             return 0.0
-        return _ago(min(parked[peer].arrived for peer in mates), now)
+        return _ago(min(parked[peer].arrived for peer in ahead), now)
 
     def note_success(self, round: int) -> None:
         """Note that this peer holds the mean of a round."""
@@ -208,7 +212,7 @@ class Coordinator:
             del self._closed[min(self._closed)]
         # A round without contributions changes no state, so no contribution is late for it.
         state = manifest.before if any(join.bound for join in manifest.members) else None
-        self._ended[manifest.round] = _Ended(state, frozenset(manifest.peers), now)
+        self._ended[manifest.round] = _Ended(state, frozenset(manifest.peers_of(manifest.before)), now)
         while len(self._ended) > ENDED_KEPT:
             del self._ended[min(self._ended)]
 

@@ -243,10 +243,6 @@ class Membership:
             other.misses, other.ready = 0, ready
             self.advance(peer, round)
 
-    def is_mate(self, peer: str) -> bool:
-        """True if this peer has shared a round with the other."""
-        return peer in self._others and self._others[peer].mate
-
     def shared(self, peers: Iterable[str]) -> None:
         """Note that this peer shared a round with these peers: their round numbers are believed before all others."""
         for peer in peers:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from equipoise.averaging.manifest import NONCE_BYTES
@@ -16,6 +18,8 @@ from simulator.matchmaking import RUN
 
 BEFORE = StateId(3, "b" * 64)
 AFTER = StateId(4, "a" * 64)
+EARLIER = StateId(2, "e" * 64)
+STRANGE = StateId(2**40, "5" * 64)
 
 
 def late(actions: list[events.Action]) -> list[events.Late]:
@@ -23,13 +27,14 @@ def late(actions: list[events.Action]) -> list[events.Late]:
 
 
 def closed_without(
-    absent: str, coordinator: str, *members: str, weight: float = 1.0
+    absent: str, coordinator: str, *members: str, weight: float = 1.0, strangers: Sequence[str] = ()
 ) -> tuple[Matchmaking, float]:
-    """A coordinator that has closed round 0 of `BEFORE` without one peer; and when."""
-    one = machine(coordinator, absent, *members)
+    """A coordinator that has closed round 0 of `BEFORE` without one peer, with strangers of `STRANGE`; and when."""
+    one = machine(coordinator, absent, *members, *strangers)
     one.handle(ready(weight, state=BEFORE), 1.0)
-    for member in members:
-        one.handle(asks(member, weight=weight, state=BEFORE), 1.0)
+    for member in (*members, *strangers):
+        state = STRANGE if member in strangers else BEFORE
+        one.handle(asks(member, weight=weight, state=state), 1.0)
     elapse(one, 1.0, 1.0 + INVITE_SECONDS)
     one.handle(events.MessageReceived(absent, wire.Whereabouts(RUN, 0)), 1.0 + INVITE_SECONDS)
     assert sent(elapse(one, 1.0 + INVITE_SECONDS, 1.0 + INITIAL_WAIT), wire.GroupFormed)
@@ -182,7 +187,8 @@ def test_a_coordinator_that_missed_a_round_knows_by_two_mates_that_its_own_contr
     coordinator, second, [third] = roles(3)
     others = [second, third]
     one = machine(coordinator, *others)
-    one._context.membership.shared(others[:mates])
+    earlier = one._context.join(ready(state=EARLIER), 0)
+    one._coordinator.note_closed(earlier, [coordinator, *others[:mates]], 0.5)
     actions = one.handle(ready(state=BEFORE), 1.0)
     for name in others:
         actions += one.handle(asks(name, hops=wire.MAX_HOPS, state=AFTER), 1.5)
@@ -192,6 +198,17 @@ def test_a_coordinator_that_missed_a_round_knows_by_two_mates_that_its_own_contr
         assert formed_of(actions) == [tuple(sorted(others))]
     else:
         assert not late(actions), "strangers may claim any state"
+
+
+def test_strangers_of_a_later_state_lead_nobody_beyond_the_state_of_a_round_that_they_shared() -> None:
+    coordinator, second, (absent, stranger) = roles(4)
+    one, closed_at = closed_without(absent, coordinator, second, strangers=[stranger])
+    one.handle(events.RoundEnded(0), closed_at + 1.0)
+    for name, state in ((stranger, STRANGE), (absent, BEFORE), (second, BEFORE)):
+        actions = one.handle(asks(name, 1, hops=wire.MAX_HOPS, state=state), closed_at + 1.0)
+        assert not sent(actions, wire.JoinRefused)
+    others = one._context.membership._others
+    assert {name for name, other in others.items() if other.mate} == {second}
 
 
 def test_after_a_failed_round_the_same_contributions_count_in_the_next() -> None:
