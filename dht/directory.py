@@ -37,6 +37,8 @@ TOLD_A_SECOND = 3
 MAX_TOLD_AT_ONCE, PROGRESS_SECONDS = 8, 1.0
 """Most peers, drawn anew each time, that are told at once that this peer begins to wait, or of its progress, and the
 time until the next such change is told where there are more. The others learn it by a later change or renewal."""
+MAX_CALLED_AT_ONCE = 2
+"""Most of them that are called, in such a large run: the others have a session open, or learn it later too."""
 GAP_SECONDS = 0.1
 """Shortest time between two publications, or two searches, of one run: changes closer together are handled as one."""
 REFRESH_SECONDS, MAX_REFRESH_SECONDS = 2.0, 30.0
@@ -141,6 +143,7 @@ class RunDirectory:
         self.name = ""
         self.tags: Tags = ()
         self.credential: Callable[[], bytes] = bytes
+        self.carry: Callable[[str, bytes], bool] = lambda peer, data: False
         self._identity = identity
         self._protocol = protocol
         self._reach = reach
@@ -211,8 +214,14 @@ class RunDirectory:
         for run, own in self._own.items():
             if len(own.replicas) < REPLICAS:
                 own.search.set()
-            else:  # A search would ask dozens of peers for each of the many that a large swarm shows at first.
+            # A search would ask dozens of peers for each of the many that a large swarm shows at first. A member that
+            # is known tells of itself; it may only have been slow to answer.
+            elif peer not in self._members(run):
                 own.tasks.spawn(self._protocol.ask(peer, _keys_of(run)))
+
+    def receive(self, peer: str, data: bytes) -> None:
+        """Take the records that another peer's `carry` has sent."""
+        self._protocol.receive(peer, data)
 
     async def stop(self) -> None:
         """Withdraw from every run."""
@@ -253,9 +262,11 @@ class RunDirectory:
         lifetime = LIFETIME_SECONDS if own is None else max(LIFETIME_SECONDS, 2 * own.pause)
         return Kept(record.peer, seal(record, self._identity), lifetime)
 
+    def _members(self, run: str) -> list[str]:
+        return [entry.record.peer for entry in self._protocol.record_store.current(run, time.monotonic())]
+
     def _targets(self, own: _Own) -> list[str]:
-        current = self._protocol.record_store.current(own.record.run, time.monotonic())
-        peers = dict.fromkeys((*(entry.record.peer for entry in current), *own.replicas))
+        peers = dict.fromkeys((*self._members(own.record.run), *own.replicas))
         return [peer for peer in peers if peer != self._identity.peer]
 
     async def _keep_published(self, own: _Own) -> None:
@@ -266,12 +277,19 @@ class RunDirectory:
             own.changed.clear()
             targets, now, gap = self._targets(own), time.monotonic(), GAP_SECONDS
             own.pause = min(max(RENEW_SECONDS, len(targets) / TOLD_A_SECOND), MAX_RENEW_SECONDS)
-            if own.for_all or len(targets) <= MAX_TOLD_AT_ONCE or now >= own.told_at + own.pause:
+            if own.for_all or now >= own.told_at + own.pause:
                 own.for_all, own.told_at = False, now
             else:
-                targets, gap = random.sample(targets, MAX_TOLD_AT_ONCE), PROGRESS_SECONDS
+                calls = len(targets)
+                if calls > MAX_TOLD_AT_ONCE:
+                    targets, gap = random.sample(targets, MAX_TOLD_AT_ONCE), PROGRESS_SECONDS
+                    calls = MAX_CALLED_AT_ONCE
+                targets = [peer for peer in targets if not self._carried(peer, own.kept)][:calls]
             own.publisher.publish(own.kept, targets)
             await asyncio.sleep(gap)
+
+    def _carried(self, peer: str, kept: Kept) -> bool:
+        return self.carry(peer, self._protocol.pack(peer, [kept]))
 
     def _renew(self, own: _Own) -> None:
         names = ["state", "spec", "round", "accumulated", "reason", "bandwidth", "observes"]
@@ -289,7 +307,8 @@ class RunDirectory:
                 own.for_all = True
                 own.changed.set()
             own.replicas = replicas
-            pause = REFRESH_SECONDS if own.grows else min(2 * pause, MAX_REFRESH_SECONDS)
+            grows = own.grows and len(self._members(own.record.run)) <= MAX_TOLD_AT_ONCE
+            pause = REFRESH_SECONDS if grows else min(2 * pause, MAX_REFRESH_SECONDS)
             own.grows = False
             await sleep_until(own.search, pause)
             await asyncio.sleep(GAP_SECONDS)

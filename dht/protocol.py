@@ -295,6 +295,20 @@ class RecordProtocol:
         request = Store(hello=self._hello(peer), records=tuple(records))
         return (await self._call(peer, STORE, request, Stored)).accepted
 
+    def pack(self, peer: str, records: Sequence[Kept]) -> bytes:
+        """Return the request of `store`, to be sent another way."""
+        return encode(Store(hello=self._hello(peer), records=tuple(records)))
+
+    def receive(self, peer: str, packed: bytes) -> None:
+        """Take such a request of an authenticated peer, within the bounds of its calls."""
+        self.traversals.spawn(self._received(peer, packed))
+
+    async def _received(self, peer: str, packed: bytes) -> None:
+        try:
+            await self.handlers()[STORE](peer, packed)
+        except Malformed as error:
+            _log.debug("%s: %s", peer, error)
+
     async def meet(self, peer: str) -> None:
         """Ping `peer`, then look for this peer's own neighbours through it; raises CallError as `ping` does."""
         await self.ping(peer)

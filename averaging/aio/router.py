@@ -24,6 +24,9 @@ from equipoise.averaging.statesync import messages as transfer_messages
 from equipoise.compression.device_reduce import DeviceReducer
 from equipoise.tasks import TaskSet
 
+DIRECTORY_FRAME = b"D"
+"""First byte of frames of the directory: records of this peer that have changed."""
+
 LEFTOVER_SECONDS = 300.0
 """Longest time that a run is served after its trainer has left. A straggler that is not back by then takes a snapshot
 of a peer that trains."""
@@ -62,6 +65,7 @@ class Router:
         self._runs: dict[str, RunDriver] = {}
         self._leftovers: OrderedDict[str, tuple[Transfer, asyncio.TimerHandle]] = OrderedDict()
         self._directory = directory
+        directory.carry = self._carry
         self._identity = identity
         self._bandwidth = bandwidth
         self._sessions = Sessions(transport, self, direct)
@@ -137,9 +141,12 @@ class Router:
             message = transfer_messages.decode(memoryview(header)[1:])
             if transfer := self._serving(message.run):
                 transfer.frame(peer, message, body)
+        elif kind == DIRECTORY_FRAME:
+            self._directory.receive(peer, header[1:])
         else:
             raise FrameRefused(
-                f"expected a frame of a round, of matchmaking or of a transfer, got kind {kind!r}"
+                "expected a frame of a round, of matchmaking, of a transfer or of the directory, "
+                f"got kind {kind!r}"
             )
 
     def lost(self, peer: str, reason: str, gone: bool) -> None:
@@ -151,6 +158,11 @@ class Router:
         for run in list(self._runs.values()):
             run.transfer.lost(peer, reason)
             run.lost(peer)
+
+    def _carry(self, peer: str, data: bytes) -> bool:
+        if is_open := self._sessions.reaches(peer):
+            self._sessions.post(peer, DIRECTORY_FRAME + data)
+        return is_open
 
     def _matchmaking(self, peer: str, data: bytes) -> None:
         message = matchmaking_messages.decode(data)

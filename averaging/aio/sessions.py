@@ -289,6 +289,11 @@ class Sessions:
 
     # ---- frames ----
 
+    def reaches(self, peer: str) -> bool:
+        """True if a channel to `peer` is open, so that frames need not wait for one."""
+        channels = self._peers.get(peer)
+        return channels is not None and channels.best() is not None
+
     def post(self, peer: str, header: bytes, flow: bytes = b"") -> None:
         """Send a control frame as soon as possible."""
         channels = self._get(peer)

@@ -10,7 +10,13 @@ import pytest
 from equipoise.dht import directory
 from equipoise.dht.dialer import Dialer
 from equipoise.dht.dialpolicy import DialPolicy
-from equipoise.dht.directory import MAX_TOLD_AT_ONCE, MAX_UNCONNECTED, Publisher, RunDirectory
+from equipoise.dht.directory import (
+    MAX_CALLED_AT_ONCE,
+    MAX_TOLD_AT_ONCE,
+    MAX_UNCONNECTED,
+    Publisher,
+    RunDirectory,
+)
 from equipoise.dht.identity import Identity
 from equipoise.dht.p2pd_client import P2pdClient
 from equipoise.dht.protocol import REPLICAS, CallError, RecordProtocol
@@ -150,8 +156,26 @@ async def test_a_new_peer_of_a_large_swarm_is_asked_itself_and_no_others(
     await until(lambda: searches == 2)
     found.meet(stranger.peer)
     await until(lambda: asked == [(stranger.peer, [key_of("digits", shard) for shard in range(SHARDS)])])
+    assert await protocol.take([record_of(stranger, 1)], stranger.peer) == 1
+    found.meet(stranger.peer)  # It was slow to answer, and is no news.
+    await asyncio.sleep(0)
     await found.stop()
-    assert searches == 2
+    assert (searches, len(asked)) == (2, 1)
+
+
+async def test_records_that_another_way_brings_are_bounded_as_those_of_calls(
+    tmp_path: Path, identity: Identity, stranger: Identity, until
+) -> None:
+    found, protocol = directory_of(tmp_path, identity)
+    packed = protocol.pack(identity.peer, [record_of(stranger, 1)])
+    found.receive(stranger.peer, b"no request")
+    found.receive(stranger.peer, packed)
+    await until(lambda: not protocol.traversals)
+    assert [record.peer for record in await found.peers("digits")] == [stranger.peer]
+    for _ in range(1000):
+        found.receive(stranger.peer, protocol.pack(identity.peer, [record_of(stranger, 2)]))
+    await until(lambda: protocol._held[stranger.peer] > 0)
+    await protocol.traversals.stop()
 
 
 async def test_a_record_is_renewed_less_often_where_many_are_told_but_within_its_life(
@@ -212,8 +236,19 @@ async def test_progress_is_told_to_few_at_once_and_that_a_peer_leaves_to_all(
     monkeypatch.setattr(found, "_search", nobody)
     monkeypatch.setattr(directory, "GAP_SECONDS", 0.0)
     assert await announce(0.0) == mates
-    few = await announce(1.0)
-    assert len(set(few)) == MAX_TOLD_AT_ONCE
-    assert set(few) < set(mates)
-    assert await announce(2.0, left=True) == mates
+    called = await announce(1.0)
+    assert len(set(called)) == MAX_CALLED_AT_ONCE
+    carried: list[tuple[str, bytes]] = []
+
+    def carry(peer: str, data: bytes) -> bool:
+        carried.append((peer, data))
+        return len(carried) < MAX_TOLD_AT_ONCE
+
+    found.carry = carry
+    [last] = await announce(2.0)
+    few = {peer for peer, _ in carried}
+    assert (len(few), last) == (MAX_TOLD_AT_ONCE, carried[-1][0])
+    assert few < set(mates)
+    assert await announce(3.0, left=True) == mates
+    assert len(carried) == MAX_TOLD_AT_ONCE
     await found.stop()

@@ -175,6 +175,11 @@ class MemoryDirectory:
     def __init__(self, net: Net, transport: MemoryTransport) -> None:
         self._net = net
         self._transport = transport
+        self.carry: Callable[[str, bytes], bool] = lambda peer, data: False
+        self.received: list[tuple[str, bytes]] = []
+
+    def receive(self, peer: str, data: bytes) -> None:
+        self.received.append((peer, data))
 
     async def announce(
         self,

@@ -248,6 +248,19 @@ async def test_channels_are_kept_from_round_to_round(cluster: Cluster) -> None:
     assert not any(channel.closed for channels in opened[0] for channel in channels)
 
 
+async def test_a_session_carries_news_of_the_directory_once_it_is_open(cluster: Cluster) -> None:
+    routers = {name: cluster.add(name) for name in "ab"}
+    runs = await joined(cluster, spec_of(1000), "ab")
+    mine, others = (routers[name]._directory for name in "ab")
+    assert not mine.carry("nobody", b"news")
+    assert all(outcome.ok for outcome in await together(runs))
+    others.received.clear()
+    assert mine.carry("b", b"news")
+    while not others.received:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    assert others.received == [("a", b"news")]
+
+
 @pytest.mark.parametrize("told", [0.0, 5e6], ids=["measured", "told"])
 async def test_joins_and_records_say_what_a_peer_can_send(
     cluster: Cluster,
