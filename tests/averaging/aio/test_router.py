@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import Executor, Future
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ from equipoise.averaging.spec import RunSpec
 from equipoise.averaging.state import StateId
 from equipoise.compression.device_reduce import DeviceReducer
 from fakes.cluster import company
-from fakes.memory import FakeIdentity, Net
+from fakes.memory import FakeIdentity, MemoryDirectory, Net
 from fakes.vectors import averaged, encoded
 
 
@@ -251,7 +251,7 @@ async def test_channels_are_kept_from_round_to_round(cluster: Cluster) -> None:
 async def test_a_session_carries_news_of_the_directory_once_it_is_open(cluster: Cluster) -> None:
     routers = {name: cluster.add(name) for name in "ab"}
     runs = await joined(cluster, spec_of(1000), "ab")
-    mine, others = (routers[name]._directory for name in "ab")
+    mine, others = (cast(MemoryDirectory, routers[name]._directory) for name in "ab")
     assert not mine.carry("nobody", b"news")
     assert all(outcome.ok for outcome in await together(runs))
     others.received.clear()
