@@ -30,7 +30,7 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
         rule: The rule that makes one vector of the contributions: a rule spec in canonical form, as `mean`.
         codec: Codec spec in canonical form, as `int8:block=128`.
         group_size: Most peers that average together in one round, 2 to 64.
-        part_values: Values per part of a share (512 Ki measured best), a multiple of 256 and of the codec's block.
+        part_values: Values per part of a share (1 Mi measured best), a multiple of 256 and of the codec's block.
         weights: The limit of a contributor's weight: `capped:10`, at most 10 times the group's median, or `any`.
     """
 
@@ -38,5 +38,5 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
     rule: Spec = "mean"
     codec: Word = "int8"
     group_size: Number = 16
-    part_values: Number = 512 * 1024
+    part_values: Number = 1024 * 1024
     weights: Word = CAPPED

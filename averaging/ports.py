@@ -16,7 +16,7 @@ MAX_HEADER_BYTES = 192 * 1024
 """Longest header, of one control message; the largest is a manifest of 64 signed joins, up to 160 KB."""
 
 MAX_BODY_BYTES = 4 * 1024 * 1024
-"""Longest body, of one part: 512 Ki values in fp32 are 2 MiB; twice that leaves room for larger parts."""
+"""Longest body, of one part: 1 Mi values in fp32."""
 
 MAX_CREDENTIAL_BYTES = 1024
 """Longest credential: a certificate of an Ed25519 key, its owner's addresses and a signature take about 500 bytes."""

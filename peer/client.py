@@ -82,7 +82,7 @@ class Client:
         rule: str = "mean",
         codec: str | None = None,
         group_size: int = 16,
-        part_values: int = 512 * 1024,
+        part_values: int = 1024 * 1024,
         weights: str = CAPPED,
     ) -> Run:
         """Take part in the run `name`; only peers that give the same arguments meet.

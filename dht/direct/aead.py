@@ -15,9 +15,9 @@ So no pair of key and nonce occurs twice, and a record that is replayed, reorder
 meets another nonce or key and fails. After one failure the opener refuses everything: there is one attempt at forgery
 per connection.
 
-Rekeying: after `REKEY_RECORDS` records the key is replaced by HKDF-Expand of itself. With at most 2^11 records of
-34,817 blocks a key encrypts less than 2^27 blocks: the advantage of telling GCM from random is below 2^-74 (NIST SP
-800-38D; the bound of RFC 8446, section 5.5, is 2^-57), a forgery succeeds with less than 2^-112. 1.06 GiB between
+Rekeying: after `REKEY_RECORDS` records the key is replaced by HKDF-Expand of itself. With at most 2^10 records of
+69,633 blocks a key encrypts less than 2^27 blocks: the advantage of telling GCM from random is below 2^-74 (NIST SP
+800-38D; the bound of RFC 8446, section 5.5, is 2^-57), a forgery succeeds with less than 2^-111. 1.06 GiB between
 rekeyings costs nothing, and a key that leaks from memory does not open what was sent before the last one.
 
 End of stream: there is no authenticated end. A connection cut between frames looks closed; if it is cut within a frame,
@@ -54,16 +54,15 @@ HEAD = 1
 BODY = 2
 """A record that holds a piece of one frame's body and nothing else: decrypted straight into its place."""
 
-PIECE_BYTES = 544 * 1024
-"""Most bytes of a body in one record: a part of 512 Ki values in int8 (528 KiB) fits. In two records of half the size,
-it took 3 % more processor time in rounds of four."""
+PIECE_BYTES = 1088 * 1024
+"""Most bytes of a body in one record: a part of 1 Mi values in int8 (1056 KiB) fits."""
 MAX_HEAD_BYTES = 224 * 1024
 """Longest beginning of a frame: a header of 192 KiB with its prefix, or a small frame whole."""
 PREFIX_BYTES = 4
 TAG_BYTES = 16
 MAX_HEAD_RECORD_BYTES = PREFIX_BYTES + MAX_HEAD_BYTES + TAG_BYTES
 MAX_RECORD_BYTES = PREFIX_BYTES + PIECE_BYTES + TAG_BYTES
-REKEY_RECORDS = 2048
+REKEY_RECORDS = 1024
 """Most records under one key, less than 2^27 blocks: see the module."""
 KEY_BYTES = 32
 NONCE_BYTES = 12

@@ -47,7 +47,7 @@ def test_nothing_differs_between_equals() -> None:
         ),
         (spec(codec="fp16"), "codec: here fp32, there fp16"),
         (spec(group_size=4), "group size: here 16, there 4"),
-        (spec(part_values=512), "part values: here 524288, there 512"),
+        (spec(part_values=512), "part values: here 1048576, there 512"),
         (spec(weights="any"), "weights: here capped:10, there any"),
         (spec(terms={"clip": "1.0"}), "clip: here nothing, there 1.0"),
     ],
