@@ -156,7 +156,8 @@ class Link(Connection):
         frame = messages.encode(number, request)
         with self._lock:
             if self.lost is not None:
-                reply.set_exception(self.lost)
+                # Each time that an error is raised, its traceback grows by the frames of the caller.
+                reply.set_exception(self.lost.with_traceback(None))
                 return reply
             self._waiting[number] = request, reply
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -130,6 +131,19 @@ def test_a_round_that_was_going_on_fails_and_its_memory_is_left_alone(machines: 
     assert not pending.result()
     assert run.accumulated == 3.0
     assert torch.equal(tensor, torch.ones(2))
+
+
+def test_a_script_that_goes_on_for_hours_without_its_daemon_keeps_no_frames_of_its_calls(
+    machines: list[Machine],
+) -> None:
+    run = machines[0].client.join("digits", [torch.ones(2)], **OPTIONS)
+    lose(machines[0], run)
+    depths = set()
+    for _ in range(20):
+        with pytest.raises(DaemonLost) as caught:
+            machines[0].client.status()
+        depths.add(len(list(traceback.walk_tb(caught.value.__traceback__))))
+    assert len(depths) == 1
 
 
 def test_nothing_is_encoded_into_the_memory_of_a_lost_daemon(machines: list[Machine]) -> None:
