@@ -290,6 +290,25 @@ def test_a_peer_that_downloads_the_mean_before_it_is_told_is_told_as_well(late: 
     assert not any(record.late for peer in peers[:3] for record in peer.records)
 
 
+def test_a_late_contribution_is_offered_as_soon_as_its_peer_has_the_missed_mean() -> None:
+    swarm = FederatedSwarm("federated:grace=2,late=next")
+    swarm.recover_seconds = 4.0  # Longer than a late peer waits for it at once.
+    peers = clients(swarm, 4, rounds=3)
+    slow = peers[3]
+    slow.seconds = 4.5
+
+    def fate() -> None:
+        swarm.compute(2.0)
+        for peer in peers[:3]:
+            peer.seconds = 10.0
+
+    swarm.peer("fate", fate)
+    swarm.run()
+    assert_alike(peers)
+    given = [record.contributors.get("peer3") for record in peers[0].history]
+    assert given[:2] == [None, pytest.approx(slow.samples / 2**0.5)]
+
+
 def limit(shares: list[float], pulls: list[float]) -> float:
     """Where clients drift to together: the mean of their minima 0, 1, 2, by share and by their pull in a round."""
     both = [share * pull for share, pull in zip(shares, pulls, strict=True)]
