@@ -320,7 +320,6 @@ class Federated:
         if (self.member.id, self.member.in_step) != before:
             # A download may have brought a mean or the state while this peer waited for the round.
             self.member.withdraw("this peer has caught up with the group")
-            self.member.has_company()  # Its reason may have changed too.
             self._pause = FIRST_LOOK_SECONDS
             return ""
         if self.member.outcomes != ended:
