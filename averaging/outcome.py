@@ -49,7 +49,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
             averaged by the weights of their reports; equal on all ok members. Both are medians where the run's rule is
             not the mean.
         late: Seconds by which this peer's contribution came too late for the round that it was made for. The group has
-            closed without it, so it counts nowhere. 0 if it was not late.
+            closed without it, so it counts nowhere. 0 if it was not late. A coordinator says so or, in a federated run,
+            the donors of the round's mean, if this peer downloads the mean first.
         in_doubt: Whether this member has voted for a mean that it did not get, so that the others may have it; also
             if its script cannot know, because the daemon was lost. False if ok.
     """
@@ -120,6 +121,7 @@ class FetchOutcome(msgspec.Struct, frozen=True, kw_only=True):
         voters: PeerIDs of all peers that had a vote on which snapshot to take, whether they offered one or not.
         behind: After a failed search for a mean: number of peers that are not as far as this one.
         unheard: After a failed search for a mean: number of peers that have not said whether they have it.
+        age: Of a mean: seconds since the group of its round closed, by the word of its donors.
     """
 
     ok: bool
@@ -131,6 +133,7 @@ class FetchOutcome(msgspec.Struct, frozen=True, kw_only=True):
     voters: tuple[str, ...] = ()
     behind: int = 0
     unheard: int = 0
+    age: float = 0.0
 
 
 class MeanOutcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -141,12 +144,14 @@ class MeanOutcome(msgspec.Struct, frozen=True, kw_only=True):
         sources: PeerID -> bytes that came from it.
         behind: If not ok: number of peers that are not as far as this one.
         unheard: If not ok: number of peers that have not said whether they have it; they may still be in the round.
+        age: If ok: seconds since the group of that round closed, by the word of its donors.
     """
 
     round: Outcome
     sources: dict[str, int] = {}
     behind: int = 0
     unheard: int = 0
+    age: float = 0.0
 
 
 class NoPeers(msgspec.Struct, frozen=True, tag=True):

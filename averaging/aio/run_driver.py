@@ -24,9 +24,10 @@ from equipoise.averaging.manifest import NONCE_BYTES, Identity, Manifest
 from equipoise.averaging.matchmaking import events
 from equipoise.averaging.matchmaking import messages as matchmaking_messages
 from equipoise.averaging.matchmaking.context import Context
+from equipoise.averaging.matchmaking.coordinator import LEAST_LATE
 from equipoise.averaging.matchmaking.spec_diff import SpecDiff
 from equipoise.averaging.metrics import Report, Values
-from equipoise.averaging.outcome import Exchanging, Gathering, NoPeers, Outcome, RunState
+from equipoise.averaging.outcome import Exchanging, Gathering, MeanOutcome, NoPeers, Outcome, RunState
 from equipoise.averaging.ports import Directory
 from equipoise.averaging.spec import RunSpec
 from equipoise.averaging.state import StateId
@@ -104,6 +105,7 @@ class RunDriver:
         self._claims = Claims(spec.options.group_size)
         self._compared = asyncio.Event()
         self._formed: asyncio.Future[Manifest | Outcome] | None = None
+        self._offered: tuple[StateId | None, float] = (None, 0.0)
         self._round: RoundDriver | None = None
         self._accumulated = 0.0
         self._announced = events.Announce(False, 0, "joined")
@@ -111,6 +113,7 @@ class RunDriver:
         self._differ = Driver(self._spec_diff, self._perform)
         is_mute = context.membership.is_mute
         self.transfer = Transfer(spec, sessions, directory, identity.verify, rounds, runs, is_mute)
+        self.transfer.on_mean = self._note_mean
         self._tasks = TaskSet()
         self._left = ""
 
@@ -214,13 +217,13 @@ class RunDriver:
         """The peers that are to train from an agreed state, as far as this peer knows now, and the live peers."""
         return self._machine.draw(state, self._loop.time())
 
-    def stop_search(self, why: str) -> None:
-        """End the search for a group, if one goes on: its outcome is not ok, and says `why`.
+    def stop_search(self, why: str, late: float = 0.0) -> None:
+        """End the search for a group, if one goes on: its outcome is not ok, says `why`, and has `late`.
 
         A round that has begun goes on.
         """
         if self._formed is not None and not self._formed.done():
-            self._formed.set_result(self._failed(why))
+            self._formed.set_result(msgspec.structs.replace(self._failed(why), late=late))
             self._driver.tell(events.Withdrew())
 
     def withdraw(self, reason: str) -> None:
@@ -277,6 +280,7 @@ class RunDriver:
         if self._left:
             return self._failed(self._left)
         self._formed = self._loop.create_future()
+        self._offered = ready.bound, self._loop.time()
         try:
             async with asyncio.timeout(timeout):
                 formed = await self._seek(self._formed, ready, timeout)
@@ -320,6 +324,14 @@ class RunDriver:
                 if formed.done():
                     return formed.result()
             self._driver.tell(events.Withdrew())
+
+    def _note_mean(self, found: MeanOutcome) -> None:
+        """End the search of a federated contribution if the mean of its round is here: it is late, and tells so."""
+        (state, offered_at), mean = self._offered, found.round
+        overtaken = mean.ok and mean.state == state and not mean.counted(self._sessions.peer)
+        if overtaken and self.spec.strategy.least:
+            late = max(offered_at - (self._loop.time() - found.age), LEAST_LATE)
+            self.stop_search(f"too late by {late:.3g} s: this peer has the mean of its round", late)
 
     @property
     def _bandwidth(self) -> float:

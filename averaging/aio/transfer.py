@@ -199,6 +199,9 @@ class Transfer:
         rounds: The daemon's rounds, which go before what is served.
         runs: The runs of the daemon, which share what means may be kept.
         is_mute: True of a peer that did not answer, and has never said anything: no download asks it, or waits for it.
+
+    Attributes:
+        on_mean: Called with the result of each search for a missed mean.
     """
 
     def __init__(
@@ -218,6 +221,7 @@ class Transfer:
         self._rounds = rounds
         self._runs = runs
         self._is_mute = is_mute
+        self.on_mean: Callable[[MeanOutcome], None] = lambda found: None
         self._loop = asyncio.get_running_loop()
         self._donor = Server()
         self._asks = Allowance(ASKS_SECONDS, MAX_ASKS, MAX_ASKS_OF_ONE)
@@ -364,7 +368,11 @@ class Transfer:
                 found = msgspec.structs.replace(found, reason=str(error))
                 got = msgspec.structs.replace(got, unheard=len(got.sources))  # They have it still.
         log.info("run %s, after epoch %d: %s", spec.name, after.epoch, found.reason)
-        return MeanOutcome(round=found, sources=got.sources, behind=got.behind, unheard=got.unheard)
+        missed = MeanOutcome(
+            round=found, sources=got.sources, behind=got.behind, unheard=got.unheard, age=got.age
+        )
+        self.on_mean(missed)
+        return missed
 
     def withdraw(self, reason: str) -> None:
         """End the download that is going on, if any."""

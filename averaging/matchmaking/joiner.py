@@ -19,8 +19,8 @@ from equipoise.averaging.timing import (
 )
 
 VAIN = 0.25
-"""Share of its patience after which a patient search that ends without a group counts as vain: the patience covers the
-exchange too, which may be longer than the search."""
+"""Share of its time for a group after which a patient search that ends without one counts as vain: the others may be in
+another round. A search that ends sooner may have been withdrawn for a training."""
 
 ASK_AGAIN_SECONDS = 1.0
 """Time between two looks for a coordinator to ask, while there is no candidate."""
@@ -240,7 +240,7 @@ class Joiner:
         """Ask the coordinator by this peer's view of the run, unless the join was redirected or invited elsewhere."""
         if self._ready is None:
             return
-        self._in_vain = now >= self._since + VAIN * self._ready.patience
+        self._in_vain = now >= self._since + VAIN * (self._ready.patience - self._policy.reserve)
         self._keep_up(self._ready, now)
         if self._ready is None:
             return  # The contribution is late.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Set
 from dataclasses import dataclass
+from statistics import median_low
 
 from equipoise.averaging.state import StateId
 from equipoise.averaging.statesync.messages import Answer, Offer
@@ -55,12 +56,14 @@ class Agreement:
         donors: PeerIDs of the peers that offer it.
         reason: Why it was chosen, in one line.
         voters: For a snapshot: PeerIDs of all peers that had a vote or were late, whether they offer it or not.
+        closed: For a mean: when the group of its round closed, by the median word of its donors.
     """
 
     offer: Offer
     donors: tuple[str, ...]
     reason: str
     voters: tuple[str, ...] = ()
+    closed: float = 0.0
 
 
 class Answers:
@@ -77,12 +80,14 @@ class Answers:
         self.barred: dict[str, str] = {}
         self.wanted: tuple[int, ...] = ()
         self._answers: dict[str, Answer] = {}
+        self._closed: dict[str, float] = {}
         self._silent: set[str] = set()
 
     def see(self, peers: tuple[str, ...], now: float) -> list[str]:
         """Note the peers of the run; return the new peers, which are asked now."""
         self.peers = {peer: self.peers.get(peer, now) for peer in peers if peer not in self.barred}
         self._answers = {peer: answer for peer, answer in self._answers.items() if peer in self.peers}
+        self._closed = {peer: at for peer, at in self._closed.items() if peer in self.peers}
         self._silent &= self.peers.keys()
         return [peer for peer, since in self.peers.items() if since == now]
 
@@ -90,6 +95,7 @@ class Answers:
         """Take note of an answer."""
         if peer in self.peers:
             self._answers[peer] = answer
+            self._closed[peer] = now - answer.age
             self._silent.discard(peer)
 
     def forget(self, peer: str) -> None:
@@ -127,7 +133,8 @@ class Answers:
 
     def _agreed(self, offer: Offer, reason: str, voters: Iterable[str] = ()) -> Agreement:
         donors = tuple(peer for peer in self.peers if self.offers(peer, offer))
-        return Agreement(offer, donors, reason, tuple(voters))
+        closed = median_low(self._closed[peer] for peer in donors)
+        return Agreement(offer, donors, reason, tuple(voters), closed)
 
     @property
     def _nobody(self) -> str:

@@ -243,6 +243,7 @@ class Fetch:
             sources={peer: min(chunks * CHUNK_BYTES, size) for peer, chunks in delivered},
             seconds=now - self._began,
             voters=agreement.voters,
+            age=max(now - agreement.closed, 0.0) if self._missed else 0.0,
         )
         self._end(outcome)
 

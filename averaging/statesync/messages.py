@@ -14,7 +14,7 @@ from typing import Annotated
 import msgspec
 
 from equipoise.averaging.manifest import SpecHash, Ticket
-from equipoise.averaging.matchmaking.messages import Detail, RunName
+from equipoise.averaging.matchmaking.messages import Detail, RunName, Span
 from equipoise.averaging.ports import Buffer, parser
 from equipoise.averaging.state import MAX_EPOCH, StateId
 from equipoise.averaging.statesync.chunks import MAX_CHUNKS, Digest, ImageId
@@ -87,12 +87,14 @@ class Answer(_Message, frozen=True, tag=True):
         noted: The wanted epochs of which the donor will take a snapshot, or is just taking one.
         offers: The snapshots that it holds, of epochs that are of use; or the mean that was asked for.
         left: Whether its trainer has left the run: its epoch stays, and it takes no snapshot.
+        age: Of an offered mean, the seconds since the group of its round closed; 0 without one.
     """
 
     epoch: Epoch | None
     noted: Epochs = ()
     offers: Annotated[tuple[Offer, ...], msgspec.Meta(max_length=MAX_OFFERS)] = ()
     left: bool = False
+    age: Span = 0.0
 
 
 class Refusal(_Message, frozen=True, tag=True):

@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
+from equipoise.averaging.matchmaking.messages import MAX_PATIENCE
 from equipoise.averaging.state import StateId
 from equipoise.averaging.statesync import events, messages
 from equipoise.averaging.statesync.chunks import ImageId
@@ -35,6 +36,7 @@ two newcomers that never finish would keep both places, and no other newcomer wo
 @dataclass
 class _Mean:
     size: int
+    closed: float
     image: ImageId | None = None
     making: bool = False
 
@@ -45,7 +47,9 @@ class Kept:
     def __init__(self) -> None:
         self._means: OrderedDict[StateId, _Mean] = OrderedDict()
 
-    def keep(self, before: StateId, size: int, most: int, read: Collection[bytes]) -> list[StateId]:
+    def keep(
+        self, before: StateId, size: int, most: int, read: Collection[bytes], closed: float = 0.0
+    ) -> list[StateId]:
         """Keep another mean; returns the states before the means that must go.
 
         Args:
@@ -53,10 +57,11 @@ class Kept:
             size: Bytes of the mean.
             most: Most bytes of all kept means together. The last mean is kept whatever its size.
             read: Digests of the images that are being downloaded, which go last.
+            closed: When the group of its round closed.
         """
         gone = []
         self._means.pop(before, None)
-        self._means[before] = _Mean(size)
+        self._means[before] = _Mean(size, closed)
         while len(self._means) > 1 and (len(self._means) > KEPT_MEANS or self._bytes > most):
             *older, _ = self._means
             unread = (one for one in older if not ((offer := self.offer(one)) and offer.image.digest in read))
@@ -87,6 +92,11 @@ class Kept:
         """The mean after the state `before`, if it is kept and has an image."""
         mean = self._means.get(before)
         return None if mean is None or mean.image is None else Offer(before, mean.image)
+
+    def age(self, before: StateId, now: float) -> float:
+        """Seconds since the group closed in whose round the mean after the state `before` was made; 0 if it is gone."""
+        mean = self._means.get(before)
+        return 0.0 if mean is None else min(max(now - mean.closed, 0.0), MAX_PATIENCE)
 
     def find(self, digest: bytes) -> Offer | None:
         """The mean whose image has this digest."""
@@ -125,6 +135,7 @@ class Server:
         self._serving = Serving()
         self._epoch: int | None = None
         self._exchanging: StateId | None = None
+        self._closed = 0.0
         self._taking: int | None = None
         self._fetching = self._left = False
         self._held_until: dict[bytes, float] = {}
@@ -177,13 +188,14 @@ class Server:
             case events.SnapshotReady(state, image):
                 self._on_snapshot(Offer(state, image))
             case events.RoundBegan(before):
-                self._exchanging = before
+                self._exchanging, self._closed = before, now
             case events.RoundOver():
                 over, self._exchanging = self._exchanging, None
                 if self._has_ended(over):
                     self._answer_those(lambda one: one.ask.after == over)
             case events.MeanKept(before, size, most):
-                self._out += map(events.Drop, self._kept.keep(before, size, most, self._reading))
+                closed = self._closed if before == self._exchanging else now
+                self._out += map(events.Drop, self._kept.keep(before, size, most, self._reading, closed))
                 if any(one.ask.after == before for one in self._askers.values()):
                     self._make_image(before)
             case events.MeanReady(before, image):
@@ -303,9 +315,10 @@ class Server:
         ask, epoch = asker.ask, self._epoch
         noted: tuple[int, ...] = ()
         offers: tuple[Offer, ...] = ()
+        age = 0.0
         if ask.after is not None:
             if mean := self._kept.offer(ask.after):
-                offers = (mean,)
+                offers, age = (mean,), self._kept.age(ask.after, self._now)
         else:
             offers = tuple(one for one in self._snapshots if one.state.epoch >= ask.at_least)
             wishes = self._wishes(peer)
@@ -313,7 +326,7 @@ class Server:
             if offers:
                 asker.told = offers[-1].image.digest
             epoch = None if self._fetching else self._epoch
-        answer = Answer(ask.run, ask.ticket, epoch, noted, offers, left=self._left)
+        answer = Answer(ask.run, ask.ticket, epoch, noted, offers, self._left, age)
         self._out.append(events.Send(peer, answer))
 
     def _wishes(self, peer: str) -> list[int]:

@@ -113,14 +113,12 @@ class Result:
         values: That state's parameters minus the trained ones, by name, fp32.
         weight: What `fit` returned.
         metrics: The finite ones of the metrics that `fit` returned.
-        withheld_until: The time until which it waits for the mean of the round for which it came too late.
     """
 
     state: StateId
     values: dict[str, torch.Tensor]
     weight: float
     metrics: dict[str, float]
-    withheld_until: float = 0.0
 
     def weight_at(self, state: StateId) -> float:
         """Its weight in the round after a state: discounted by its age."""
@@ -187,6 +185,7 @@ class Federated:
         self._evaluated: StateId | None = None
         self._trained: StateId | None = None
         self._result: Result | None = None
+        self._withheld: tuple[StateId | None, float] = (None, 0.0)
         self._drawn: tuple[int, tuple[str, ...]] = (0, ())
         self._live, self._begun = 0, False
         self._deserted = ""
@@ -321,7 +320,6 @@ class Federated:
         if (self.member.id, self.member.in_step) != before:
             # A download may have brought a mean or the state while this peer waited for the round.
             self.member.withdraw("this peer has caught up with the group")
-            self.member.has_company()  # Its reason may have changed too.
             self._pause = FIRST_LOOK_SECONDS
             return ""
         if self.member.outcomes != ended:
@@ -344,7 +342,7 @@ class Federated:
         outcome = self.member.last
         assert outcome is not None, "it has just ended"
         if outcome.late and self._result is not None:
-            self._result.withheld_until = self._clock() + WITHHELD_SECONDS
+            self._withheld = self.member.id, self._clock() + WITHHELD_SECONDS
         return "" if outcome.ok or outcome.late else outcome.reason
 
     def _give_up(self) -> str:
@@ -376,7 +374,8 @@ class Federated:
         if not self._begun:
             return  # All begin together. To observe would be to decline.
         state, result = self.member.id, self._result
-        gives = result is not None and self.member.in_step and self._clock() >= result.withheld_until
+        late_for, until = self._withheld
+        gives = result is not None and self.member.in_step and (late_for != state or self._clock() >= until)
         if self.member.pending:
             if self.member.contributes or not gives:
                 return

@@ -349,6 +349,8 @@ class Member:
         else:
             event = events.RoundFailed(outcome.reason, bool(outcome.group), late=outcome.late > 0)
         self._hear(event)
+        if not outcome.ok and self._downloads.recovering:
+            self._await_mean()  # Asked for before the round ended. The next contribution needs it.
         if was_in_step != self.in_step:
             self._move_accumulated()
         if self.in_step:
@@ -649,7 +651,7 @@ class Member:
             log.warning("run %s: no snapshot is offered: %s", self._run.name, error)
 
     def _recover(self, after: StateId) -> None:
-        """Begin to fetch a mean; this peer waits for it and handles it, unless it is astray, ends, or is in a round."""
+        """Begin to fetch a mean, and wait for it."""
         if self._stays_away_until is None:
             self._stays_away_until = self.clock() + STAY_AWAY_SECONDS
         astray, circle = self._replica.phase is machine.Phase.ASTRAY, self._replica.circle
@@ -659,7 +661,12 @@ class Member:
             self._downloads.recover(after, circle, left, proved=astray, patient=patient)
             return
         self._downloads.recover(after, circle, proved=astray)
-        if astray or self._pending is not None:
+        self._await_mean()
+
+    def _await_mean(self) -> None:
+        """Wait for the mean that is being fetched, unless this peer is astray, ends, or is in a round."""
+        astray = self._replica.phase is machine.Phase.ASTRAY
+        if astray or self._ends_at is not None or self._pending is not None:
             return
         self._downloads.wait(LOOK_AHEAD_SECONDS)
         event = self._downloads.ended()

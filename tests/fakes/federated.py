@@ -20,6 +20,7 @@ class FederatedSwarm(FakeSwarm):
 
     Attributes:
         closed: When the round after each state closed.
+        mute: Whether no coordinator says that a contribution is late: a daemon knows it by the mean that it downloads.
         begun: Who began a round with a contribution: time, peer, state, weight.
     """
 
@@ -27,6 +28,7 @@ class FederatedSwarm(FakeSwarm):
         super().__init__(codec)
         self.strategy = strategy
         self.closed: dict[StateId | None, float] = {}
+        self.mute = False
         self.begun: list[tuple[float, str, StateId | None, float]] = []
         self.alarms: list[float] = []
 
@@ -43,12 +45,18 @@ class FederatedSwarm(FakeSwarm):
     def _due(self, actor: Actor) -> float:
         return min([super()._due(actor), *(at for at in self.alarms if at > self.now)])
 
+    def is_late(self, run: FakeRun) -> bool:
+        """Whether the group has closed for which the peer contributes."""
+        return run.weight > ATTENDANCE_LIMIT and run.claim in self.closed
+
     def drawn(self, members: Mapping[str, FakeRun], state: StateId) -> tuple[str, ...]:
         rules = self.rules
         return draw(members, state.lineage, fraction=rules.fraction, minimum=max(rules.minimum, rules.quorum))
 
     def _form(self, members: Mapping[str, FakeRun]) -> None:
-        waiting = {peer: run for peer, run in sorted(members.items()) if run.waiting}
+        waiting = {
+            peer: run for peer, run in sorted(members.items()) if run.waiting and not self.is_late(run)
+        }
         givers = {peer: run for peer, run in waiting.items() if run.weight > ATTENDANCE_LIMIT}
         state = group_state(run.claim for run in waiting.values() if run.claim is not None)
         introduces = (
@@ -83,17 +91,30 @@ class FederatedRun(FakeRun):
 
     def recover(self, after: StateId, *args: Any, **options: Any) -> Any:
         self.swarm.alarms.append(self.swarm.now + self.swarm.recover_seconds)
-        return super().recover(after, *args, **options)
+        download = super().recover(after, *args, **options)
+        found = download.result
+
+        def result() -> Any:
+            got = found()
+            if got.round.ok and self.waiting and self.claim == after and self.swarm.is_late(self):
+                self._end_late()
+            return got
+
+        download.result = result
+        return download
+
+    def _end_late(self) -> None:
+        late = self.swarm.now - self.swarm.closed[self.claim]
+        reason = f"too late by {late:.3g} s: its round is over"
+        self.end(Outcome(ok=False, reason=reason, run=self.name, late=late), None)
 
     def _start(self, purpose: str, weight: float, deadline: float, settle: Any, *stated: Any) -> Any:
         pending = super()._start(purpose, weight, deadline, settle, *stated)
         if weight > ATTENDANCE_LIMIT:
             self.swarm.alarms.append(self.swarm.now + self.swarm.rules.grace)
             self.swarm.begun.append((self.swarm.now, self.peer_name, self.claim, weight))
-            if self.claim in self.swarm.closed:
-                late = self.swarm.now - self.swarm.closed[self.claim]
-                reason = f"too late by {late:.3g} s: its round is over"
-                self.end(Outcome(ok=False, reason=reason, run=self.name, late=late), None)
+            if self.swarm.is_late(self) and not self.swarm.mute:
+                self._end_late()
         return pending
 
 

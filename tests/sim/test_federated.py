@@ -15,6 +15,7 @@ from simulator.federated import FederatedWorld, Times, storm
         60,  # Training takes minutes.
         478,  # A peer has had a later round than the others.
         100,  # The others go ahead of a peer that waits alone.
+        11,  # Late contributions wait for the end of an exchange of a minute, of which their coordinator is no member.
     ],
 )
 def test_no_promise_is_broken_while_peers_train_stop_die_and_come(seed: int) -> None:

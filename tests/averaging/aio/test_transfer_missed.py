@@ -353,6 +353,27 @@ def test_nobody_is_nobody() -> None:
     assert missed.hopeless(0.1) == "none of 1 peer has answered"
 
 
+def test_the_donors_say_when_the_round_closed_and_their_median_counts() -> None:
+    missed = query("abc")
+    missed.see(tuple("abcx"), 10.0)
+    for peer, age, heard in (("a", 3.0, 10.5), ("b", 3.25, 10.75), ("c", 9000.0, 10.75)):
+        missed.hear(peer, Answer(RUN, TICKET, 9, (), (offer_of(7),), age=age), heard)
+    missed.hear("x", Answer(RUN, TICKET, 9, (), (offer_of(7, kind=1),), age=0.0), 10.75)
+    agreement = missed.agreement(11.0)
+    assert agreement is not None
+    assert agreement.closed == 7.5
+
+
+async def test_a_mean_comes_with_the_seconds_since_its_group_closed(cluster: Cluster) -> None:
+    await cluster.add("a", "b", "c", spec=SPEC)
+    await rounds(cluster, "abc", BEFORE, SPEC)
+    (late,) = await cluster.add("d", spec=SPEC)
+    before = asyncio.get_running_loop().time()
+    got = await late.recover(BEFORE, 20.0, room, frozenset("abc"))
+    assert got.round.ok, got.round.reason
+    assert got.age >= asyncio.get_running_loop().time() - before
+
+
 # ---- who is still at it ----
 
 
@@ -365,7 +386,9 @@ def test_a_donor_in_that_very_round_answers_when_it_has_ended() -> None:
     assert donor.handle(MeanKept(before, 100, MOST), 0.3) == [MakeImage(before)]
     assert donor.handle(RoundOver(), 0.4) == []
     offered = donor.handle(MeanReady(before, image), 0.5)
-    assert offered == [Send("new", Answer(RUN, TICKET, 7, (), (Offer(before, image),)))]
+    assert offered == [Send("new", Answer(RUN, TICKET, 7, (), (Offer(before, image),), age=0.5))]
+    (again,) = donor.handle(EpochReached(8), 2.0)
+    assert again == Send("new", Answer(RUN, TICKET, 8, (), (Offer(before, image),), age=2.0))
 
 
 def test_or_that_nothing_came_of_it() -> None:

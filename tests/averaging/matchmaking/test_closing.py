@@ -405,3 +405,18 @@ def test_the_coordinators_draw_counts_and_peers_that_it_thinks_dead_are_asked() 
     assert one.draw(StateId(4, "c" * 64), 2.0).peers != theirs or own.live
     asked = {peer for peer, message in sent(actions, wire.Whereabouts) if message.asks}
     assert asked == {order[0]} - {one._context.peer}
+
+
+@pytest.mark.parametrize(("seconds", "round"), [(5.0, 0), (29.0, 3)])
+def test_a_search_that_ends_in_vain_at_a_short_deadline_leads_to_the_peer_in_a_later_round(
+    seconds: float, round: int
+) -> None:
+    federated = Federated(quorum=2, grace=0.0, deadline=30.0)
+    alice = machine("alice", 6, federated)
+    alice.handle(events.MessageReceived("bob", wire.Whereabouts(RUN, 3)), 0.0)
+    patience = federated.deadline + federated.reserve
+    alice.handle(ready(state=STATE, patience=patience), 0.0)
+    elapse(alice, 0.0, seconds)
+    alice.handle(events.Withdrew(), seconds)
+    alice.handle(ready(state=STATE, patience=patience), seconds)
+    assert alice.round == round

@@ -275,6 +275,40 @@ def test_a_late_contribution_counts_never_or_once_at_its_discount(late: str) -> 
         assert given[1:] == [None, None]
 
 
+@pytest.mark.parametrize("late", ["drop", "next"])
+def test_a_peer_that_downloads_the_mean_before_it_is_told_is_told_as_well(late: str) -> None:
+    swarm = FederatedSwarm(f"federated:grace=2,late={late}")
+    swarm.lingers = swarm.mute = True
+    peers = clients(swarm, 4, rounds=3)
+    slow = peers[3]
+    slow.seconds = 4.5
+    swarm.run()
+    assert_alike(peers)
+    assert slow.records[0].ok
+    assert slow.records[0].late >= 1.5
+    assert slow.records[0].reason.startswith("its contribution came too late by")
+    assert not any(record.late for peer in peers[:3] for record in peer.records)
+
+
+def test_a_late_contribution_is_offered_as_soon_as_its_peer_has_the_missed_mean() -> None:
+    swarm = FederatedSwarm("federated:grace=2,late=next")
+    swarm.recover_seconds = 4.0  # Longer than a late peer waits for it at once.
+    peers = clients(swarm, 4, rounds=3)
+    slow = peers[3]
+    slow.seconds = 4.5
+
+    def fate() -> None:
+        swarm.compute(2.0)
+        for peer in peers[:3]:
+            peer.seconds = 10.0
+
+    swarm.peer("fate", fate)
+    swarm.run()
+    assert_alike(peers)
+    given = [record.contributors.get("peer3") for record in peers[0].history]
+    assert given[:2] == [None, pytest.approx(slow.samples / 2**0.5)]
+
+
 def limit(shares: list[float], pulls: list[float]) -> float:
     """Where clients drift to together: the mean of their minima 0, 1, 2, by share and by their pull in a round."""
     both = [share * pull for share, pull in zip(shares, pulls, strict=True)]
