@@ -29,6 +29,11 @@ DOWNLOAD_GRACE = 10.0
 """Seconds past its timeout in which the daemon must have answered; it may just then be busy with an image."""
 
 
+HUNG_SECONDS = 10.0
+"""Seconds past its timeout in which a daemon must have answered a client that looks now and then, and does not wait: on
+a machine with many daemons for each core an answer may take seconds."""
+
+
 class Pending(ABC, Generic[Ended]):
     """Work of the daemon for this client; collected once, by the first thread that calls `result`."""
 
@@ -46,10 +51,9 @@ class Pending(ABC, Generic[Ended]):
         self._lock = threading.Lock()
         self._ended: Ended | Exception | None = None
 
-    @property
-    def _left(self) -> float:
-        """Seconds until the daemon must have answered."""
-        return max(self._deadline + self.grace - self._link.clock(), 0.0)
+    def _left(self, grace: float) -> float:
+        """Seconds until the daemon must have answered, with some beyond its timeout."""
+        return max(self._deadline + grace - self._link.clock(), 0.0)
 
     def done(self) -> bool:
         """Return whether `result` returns at once."""
@@ -58,9 +62,9 @@ class Pending(ABC, Generic[Ended]):
     def wait(self, timeout: float) -> bool:
         """Wait, collecting nothing, until `done` or for `timeout` seconds; returns whether it is done.
 
-        It is done, too, once the daemon should have answered: then the daemon hangs, and `result` says so.
+        It is done, too, once the daemon must be taken for hung; `result` says so.
         """
-        left = self._left
+        left = self._left(HUNG_SECONDS)
         return self._link.settled(self._reply, min(timeout, left)) or timeout >= left
 
     def result(self, timeout: float | None = None) -> Ended:
@@ -73,7 +77,7 @@ class Pending(ABC, Generic[Ended]):
             TimeoutError: It is still going on; call again later.
             Refused: The daemon did not begin it.
         """
-        limit = self._left
+        limit = self._left(self.grace)
         if timeout is not None and timeout < limit and not self.wait(timeout):
             raise TimeoutError(f"the {self.what} has not ended within {timeout:g} s; call result() again")
         with self._lock:

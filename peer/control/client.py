@@ -112,12 +112,11 @@ class Link(Connection):
         self._home = home
         self._daemon = f"the daemon on {home}" if home else "the daemon"
         self._numbers = itertools.count(1)
-        self._waiting: dict[int, tuple[Request[Any], Future[Any]]] = {}
+        self._waiting: dict[int, tuple[Request[Any], Future[Any], float]] = {}
         self._lock = threading.Lock()
         self._sending = threading.Lock()
         self._watcher: Callable[[EquipoiseError], None] | None = None
         self._process = os.getpid()
-        self._heard_at = time.monotonic()
         # Sends are bounded one by one with SO_SNDTIMEO, since a socket's own timeout would also bound the reader.
         connected.settimeout(None)
         limit = struct.pack("ll", 0, int(SEND_SECONDS * 1e6))
@@ -159,7 +158,7 @@ class Link(Connection):
                 # Each time that an error is raised, its traceback grows by the frames of the caller.
                 reply.set_exception(self.lost.with_traceback(None))
                 return reply
-            self._waiting[number] = request, reply
+            self._waiting[number] = request, reply, time.monotonic()
         try:
             with self._sending:
                 sent = socket.send_fds(self._socket, [frame], fds) if fds else 0
@@ -177,7 +176,10 @@ class Link(Connection):
         try:
             return reply.result(timeout)
         except concurrent.futures.TimeoutError:
-            self._lose(self._silent(round(max(timeout, time.monotonic() - self._heard_at), 1)))
+            with self._lock:
+                asked = [at for _, other, at in self._waiting.values() if other is reply]
+            since = max((time.monotonic() - at for at in asked), default=timeout)
+            self._lose(self._silent(round(since, 1)))
             return reply.result()  # It has one now, or gets one from the reader at this moment.
 
     def settled(self, reply: Future[Any], timeout: float = 0.0) -> bool:
@@ -203,7 +205,6 @@ class Link(Connection):
         try:
             with contextlib.suppress(ConnectionResetError):  # A process was killed with requests unread.
                 while data := self._socket.recv(READ_BYTES):
-                    self._heard_at = time.monotonic()
                     for frame in decoder.feed(data):
                         self._deliver(*messages.decode_reply(frame))
             if self.lost is None:  # Else this process has closed it, or the daemon has said why it does.
@@ -223,7 +224,7 @@ class Link(Connection):
         with self._lock:
             if number not in self._waiting:
                 return
-            request, reply = self._waiting[number]
+            request, reply, _ = self._waiting[number]
             answer = None if failure is not None else messages.decode_answer(request, content)
             del self._waiting[number]
         reply.set_result(answer) if failure is None else reply.set_exception(Refused(failure))
@@ -256,7 +257,7 @@ class Link(Connection):
             lost = self.lost = self.lost or error
             waiting, self._waiting = self._waiting, {}
             watcher = self._watcher
-        for _, reply in waiting.values():
+        for _, reply, _ in waiting.values():
             reply.set_exception(lost)
         if first and watcher is not None:
             watcher(lost)

@@ -9,7 +9,7 @@ from typing import Any
 from equipoise.peer.control import messages
 from equipoise.peer.control.client import Connection
 from equipoise.peer.errors import DaemonLost, EquipoiseError
-from equipoise.peer.futures import GRACE, PendingRound
+from equipoise.peer.futures import HUNG_SECONDS, PendingRound
 
 
 class Hung(Connection):
@@ -47,9 +47,9 @@ def test_a_round_is_done_once_its_daemon_should_have_answered() -> None:
     while not pending.wait(0.25):
         waits += 1
     assert pending.done()
-    assert link.now == 130.0 + GRACE
-    assert waits == (30.0 + GRACE) // 0.25
+    assert link.now == 130.0 + HUNG_SECONDS
+    assert waits == (30.0 + HUNG_SECONDS) // 0.25 - 1
     outcome = pending.result()
     assert not outcome
     assert "has not answered" in outcome.reason
-    assert link.now == 130.0 + GRACE
+    assert link.now == 130.0 + HUNG_SECONDS
