@@ -114,6 +114,13 @@ class AeadStream(PlainStream):
         self._in = memoryview(bytearray(aead.MAX_RECORD_BYTES + HEAD_BYTES))
         self._start = self._end = 0
 
+    def close(self, why: str = "closed by this peer") -> None:
+        """Close the socket, end the waits on it and free both buffers, 2 MB in all; idempotent."""
+        super().close(why)
+        # Reference cycles keep closed streams for a while: a stranger could fill the memory with broken channels.
+        self._in = self._out = memoryview(b"")
+        self._start = self._end = 0
+
     async def wait_readable(self) -> None:
         """Wait, without a bound, until there is something to read; may read ahead."""
         if not self._ahead and self._start == self._end:
@@ -130,18 +137,20 @@ class AeadStream(PlainStream):
 
     async def send(self, head: Buffer, body: Buffer = b"") -> None:
         """Write `head`, which is small, and `body`."""
-        first, rest = _join(head, body)
-        sealed, unyielded = self._sealer.seal_into(aead.HEAD, first, self._out), 0
+        if self._why is not None:
+            raise StreamClosed(self._why)
+        (first, rest), out = _join(head, body), self._out
+        sealed, unyielded = self._sealer.seal_into(aead.HEAD, first, out), 0
         for piece in _pieces(rest):
             # The first piece leaves with the head: a call less for each frame.
-            sealed += self._sealer.seal_into(aead.BODY, piece, self._out[sealed:])
-            await super().send(self._out[:sealed])
+            sealed += self._sealer.seal_into(aead.BODY, piece, out[sealed:])
+            await super().send(out[:sealed])
             sealed, unyielded = 0, unyielded + len(piece)
             if unyielded >= YIELD_BYTES:
                 unyielded = 0
                 await asyncio.sleep(0)
         if sealed:
-            await super().send(self._out[:sealed])
+            await super().send(out[:sealed])
 
     async def _open_next(self, place: memoryview) -> int:
         """Open the next record into `place`, or ahead; return how many bytes `place` has got."""

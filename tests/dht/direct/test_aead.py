@@ -6,6 +6,7 @@ import asyncio
 import os
 import random
 import socket
+import tracemalloc
 from collections import Counter
 
 import pytest
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from equipoise.dht.direct import aead
 from equipoise.dht.direct.aead import BODY, HEAD, Opener, Sealer
 from equipoise.dht.direct.streams import AeadStream
-from equipoise.dht.streams import BytesRefused
+from equipoise.dht.streams import BytesRefused, StreamClosed
 from equipoise.dht.transport import MAX_BODY_BYTES, MAX_HEADER_BYTES, FramedChannel
 from fakes.alterations import ALTERATIONS, insert, replay
 
@@ -182,6 +183,22 @@ async def test_no_altered_stream_yields_a_frame_that_was_not_sent() -> None:
         assert victim.stream.closed
         reasons[why.split(": ", 1)[1].split()[0]] += 1
     assert len(reasons) > 2, "the mutants die of different things"
+
+
+async def test_closed_streams_hold_no_buffers() -> None:
+    tracemalloc.start()
+    try:
+        victims = [Victim() for _ in range(20)]
+        for victim in victims:
+            victim.stream.close("for this test")
+            with pytest.raises(StreamClosed, match="for this test"):
+                await victim.stream.send(b"head", b"body")
+            with pytest.raises(StreamClosed, match="for this test"):
+                await victim.stream.receive_into(memoryview(bytearray(8)))
+            victim.feeder.close()
+        assert tracemalloc.get_traced_memory()[0] < aead.MAX_RECORD_BYTES
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize(
