@@ -216,7 +216,9 @@ class Network(Clock, Generic[N, P]):
 
     def _write(self, sender: N, to: N) -> None:
         """Have a process write what it can, and go on when the link is free again."""
-        link = self.links[sender, to]
+        link = self.links.get((sender, to))
+        if link is None:
+            return  # Another process has taken the place of one of the two since this was planned.
         while frame := link.next_frame():
             bulk = bool(frame[1])
             arrives = link.carry(bulk)

@@ -518,6 +518,9 @@ def storm(world: World, peers: list[str], draw: Random) -> None:
 @example(
     seed=219788389, count=15, group_size=2
 )  # A hello reaches a process that took the place of its addressee.
+@example(
+    seed=269487754, count=6, group_size=8
+)  # A process takes the place of another that was about to write on a new channel.
 @example(seed=0, count=12, group_size=2)  # A coordinator's group is full without its own join.
 def test_no_storm_puts_a_peer_into_two_rounds_and_after_it_all_take_part(
     seed: int, count: int, group_size: int
