@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from equipoise.peer.simulation import partition
-from equipoise.peer.simulation.split import SPLITS
 
 LABELS = np.random.default_rng(1).integers(0, 10, 1797)
 
@@ -20,20 +19,6 @@ every_way = pytest.mark.parametrize(
 
 def dealt_once(parts: list[np.ndarray], samples: int) -> bool:
     return sorted(np.concatenate(parts).tolist()) == list(range(samples))
-
-
-@pytest.mark.parametrize(
-    ("spec", "form"),
-    [
-        ("iid", "iid"),
-        ("dirichlet", "dirichlet:alpha=0.3"),
-        ("dirichlet:alpha=1.0", "dirichlet:alpha=1"),
-        ("classes", "classes:each=2"),
-        ("classes:each=03", "classes:each=3"),
-    ],
-)
-def test_the_canonical_form_spells_out_every_option(spec: str, form: str) -> None:
-    assert SPLITS.parse(spec).spec == form
 
 
 @every_way
