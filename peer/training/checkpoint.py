@@ -288,8 +288,8 @@ class Checkpoints:
                 told = f"checkpoints: expected {name} to be a whole number of at least 1, got {number!r}"
                 raise ValueError(told)
 
-    def open(self, home: str | os.PathLike[str], subject: Subject) -> Recorder:
-        """Take the run's directory.
+    def open(self, home: str | os.PathLike[str], subject: Subject, member: Member) -> Keeper:
+        """Take the run's directory, for the checkpoints of the replica `member`.
 
         Raises:
             CheckpointError: It cannot be made, another process writes there, or the home is temporary.
@@ -300,44 +300,41 @@ class Checkpoints:
         parent = Path(home) / CHECKPOINTS if self.directory is None else Path(self.directory)
         resume = os.environ.get(RESUME_ENV) == "1" if self.resume is None else self.resume
         folder = Folder(parent / folder_name(subject.run), subject, self.keep)
-        return Recorder(folder, self.every, resume, self.best, self.mode)
+        return Keeper(member, folder, self, resume)
 
 
-class Recorder:
-    """Writes the checkpoints of one run; its methods are called between steps, by one thread.
+class Keeper:
+    """Writes the checkpoints of one replica; its methods are called between steps, by one thread.
 
     Attributes:
         path: The run's directory.
         resume: Whether training starts from the newest sound checkpoint.
         recorded: The state that was written last; None before.
-        metric: Name of the metric by which the best checkpoint is kept as well; empty if none is.
         tell: Called with a line about each attempt, from the thread that writes.
     """
 
-    def __init__(
-        self, folder: Folder, every: int, resume: bool, metric: str = "", mode: Mode = "max"
-    ) -> None:
+    def __init__(self, member: Member, folder: Folder, options: Checkpoints, resume: bool) -> None:
         self.path = folder.path
         self.resume = resume
         self.recorded: StateId | None = None
         self.tell: Callable[[str], None] = lambda line: None
+        self._member = member
         self._folder = folder
-        self._every = every
+        self._every, self._metric, self._mode = options.every, options.best, options.mode
         self._last = 0
         self._late = -1
         self._thread: threading.Thread | None = None
-        self.metric = metric
-        self._mode = mode
-        self._best = folder.best(metric) if metric else None
+        self._held: tuple[StateId, torch.Tensor] | None = None
+        self._best = folder.best(self._metric) if self._metric else None
         self._best_thread: threading.Thread | None = None
 
-    def restore(self, limit: int, read: Read) -> None:
+    def restore(self) -> None:
         """Load the newest sound checkpoint, if training is to resume and there is one; see `Folder.load`.
 
         Raises:
             CheckpointError: There are checkpoints, but none can be used.
         """
-        found = self._folder.load(limit, read) if self.resume else None
+        found = self._folder.load(self._member.limit, self._member.read) if self.resume else None
         furthest = self._folder.furthest
         if not self.resume and furthest is not None:
             self._say(
@@ -351,6 +348,37 @@ class Recorder:
             self._say(logging.INFO, f"resumed from {origin}")
         elif self.resume:
             self._say(logging.INFO, f"nothing to resume from in {self.path}: training starts anew")
+
+    def __call__(self, *_: object) -> None:
+        """Write a checkpoint of the replica's state, if one is due; call it after each step, and once before the first.
+
+        Where the best one is kept, the state's image is held until the next call: its score comes later.
+        """
+        member = self._member
+        due = member.whole and self.due(member.id.epoch)
+        image = member.image() if due or (member.whole and self._metric) else None
+        if image is not None and due:
+            self.record(member.id, image)
+        self._held = (member.id, image) if image is not None and self._metric else None
+
+    def score(self, state: StateId, evaluation: Mapping[str, float]) -> None:
+        """Note the group's evaluation of a state, as `Outcome.state` and `Outcome.evaluation` tell it.
+
+        If its value of the metric is better than all values before, a thread writes the state as the best one. Call
+        this before the call between steps that follows: only the state of the last such call is still held here.
+        """
+        value, before = evaluation.get(self._metric), self._best
+        if self._held is None or self._held[0] != state or value is None:
+            return
+        if before is not None and (value <= before if self._mode == "max" else value >= before):
+            return
+        if self._best_thread is not None:
+            self._best_thread.join()
+        self._best = value
+        self._best_thread = threading.Thread(
+            target=self._write_best, args=(*self._held, value), name="best checkpoint"
+        )
+        self._best_thread.start()
 
     def due(self, epoch: int) -> bool:
         """Return whether to record the state of this epoch; False while an earlier state is being written."""
@@ -373,30 +401,18 @@ class Recorder:
         self._thread = threading.Thread(target=self._write, args=(state, lambda: image), name="checkpoint")
         self._thread.start()
 
-    def record_if_best(self, state: StateId, image: torch.Tensor, value: float) -> None:
-        """Write this state's image in a thread, if its value of the metric is better than that of all before."""
-        before = self._best
-        if before is not None and (value <= before if self._mode == "max" else value >= before):
-            return
-        if self._best_thread is not None:
-            self._best_thread.join()
-        self._best = value
-        self._best_thread = threading.Thread(
-            target=self._write_best, args=(state, image, value), name="best checkpoint"
-        )
-        self._best_thread.start()
-
     def settle(self) -> None:
         """Wait until the threads have written their checkpoints."""
         for thread in (self._thread, self._best_thread):
             if thread is not None:
                 thread.join()
 
-    def finish(self, state: StateId, image: Callable[[], torch.Tensor]) -> None:
-        """Write this state too, unless it is on the disk, and wait for it; `image` makes the image."""
-        self.settle()
-        if state != self.recorded:
-            self._write(state, image)
+    def finish(self) -> None:
+        """Write the replica's state too, unless it is on the disk, and close; an interrupted update leaves no state."""
+        with contextlib.closing(self):
+            self.settle()
+            if self._member.whole and self._member.id != self.recorded:
+                self._write(self._member.id, self._member.image)
 
     def close(self) -> None:
         """Let other processes write to the directory; idempotent."""
@@ -414,9 +430,9 @@ class Recorder:
         self._say(logging.INFO, f"epoch {state.epoch} is at {path}")
 
     def _write_best(self, state: StateId, image: torch.Tensor, value: float) -> None:
-        named = f"with the {'highest' if self._mode == 'max' else 'lowest'} {self.metric} so far, {value:g}"
+        named = f"with the {'highest' if self._mode == 'max' else 'lowest'} {self._metric} so far, {value:g}"
         try:
-            path = self._folder.write_best(state, image, self.metric, value)
+            path = self._folder.write_best(state, image, self._metric, value)
         except Exception as error:
             self._say(logging.ERROR, f"epoch {state.epoch}, {named}, could not be written: {error}")
             return
@@ -425,37 +441,6 @@ class Recorder:
     def _say(self, level: int, line: str) -> None:
         log.log(level, "%s", line)
         self.tell(line)
-
-
-class Keeper:
-    """Writes the checkpoints of one replica; its trainer calls it between steps, from one thread."""
-
-    def __init__(self, member: Member, recorder: Recorder) -> None:
-        self._member = member
-        self._recorder = recorder
-        self._held: tuple[StateId, torch.Tensor] | None = None
-
-    def __call__(self, *_: object) -> None:
-        """Write a checkpoint of the replica's state, if one is due; call it after each step, and once before the first.
-
-        Where the best one is kept, the state's image is held until the next call: its score comes later.
-        """
-        member, recorder = self._member, self._recorder
-        due = member.whole and recorder.due(member.id.epoch)
-        image = member.image() if due or (member.whole and recorder.metric) else None
-        if image is not None and due:
-            recorder.record(member.id, image)
-        self._held = (member.id, image) if image is not None and recorder.metric else None
-
-    def score(self, state: StateId, evaluation: Mapping[str, float]) -> None:
-        """Note the group's evaluation of a state, as `Outcome.state` and `Outcome.evaluation` tell it.
-
-        It is kept as the best one if it is that. Call it before the call between steps that follows: only the state of
-        the last call is still held here.
-        """
-        value = evaluation.get(self._recorder.metric)
-        if self._held is not None and self._held[0] == state and value is not None:
-            self._recorder.record_if_best(*self._held, value)
 
 
 def keep_checkpoints(member: Member, run: Run, checkpoints: Checkpoints, scores: bool = False) -> Keeper:
@@ -478,21 +463,15 @@ def keep_checkpoints(member: Member, run: Run, checkpoints: Checkpoints, scores:
         raise ValueError(
             f"checkpoints: best={checkpoints.best!r} needs a trainer that evaluates the model, as Federated does"
         )
-    recorder = checkpoints.open(run.home, subject_of(run))
-    recorder.tell = partial(run.tell, "checkpoints")
+    keeper = checkpoints.open(run.home, subject_of(run), member)
+    keeper.tell = partial(run.tell, "checkpoints")
     try:
-        recorder.restore(member.limit, member.read)
+        keeper.restore()
     except BaseException:
-        recorder.close()
+        keeper.close()
         raise
-
-    def finish() -> None:
-        with contextlib.closing(recorder):
-            if member.whole:  # An interrupted update leaves no whole state.
-                recorder.finish(member.id, member.image)
-
-    run.before_leaving(finish)
-    return Keeper(member, recorder)
+    run.before_leaving(keeper.finish)
+    return keeper
 
 
 def subject_of(run: Run) -> Subject:

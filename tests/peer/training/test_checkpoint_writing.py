@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +21,6 @@ from equipoise.peer.training.checkpoint import (
     Folder,
     Keeper,
     Mode,
-    Recorder,
     Subject,
     keep_checkpoints,
     read_manifest,
@@ -34,69 +32,79 @@ from equipoise.peer.training.safetensors_io import ImageError
 OWN = Subject("digits", {"model": "one"})
 
 
-IMAGE = torch.tensor([1, 2, 3], dtype=torch.uint8)
-
-
 def state(epoch: int) -> StateId:
     return StateId(epoch, f"{epoch:064x}")
 
 
-def opened(home: Path, every: int = 10, resume: bool = False) -> Recorder:
-    return Checkpoints(every=every, resume=resume).open(home, OWN)
+class Trained:
+    """A replica at an epoch, with an image that says which."""
+
+    def __init__(self) -> None:
+        self.id, self.whole, self.images, self.limit = state(0), True, 0, 100
+
+    def image(self) -> torch.Tensor:
+        self.images += 1
+        return torch.tensor(list(str(self.id.epoch).encode()), dtype=torch.uint8)
+
+    def read(self, image: torch.Tensor) -> Image:
+        return Image(state(int(bytes(image.tolist()))), lambda: None)
 
 
-def record(recorder: Recorder, epoch: int) -> None:
-    recorder.record(state(epoch), IMAGE)
-    recorder.settle()
+def opened(home: Path, every: int = 10, resume: bool = False, member: Any = None) -> Keeper:
+    return Checkpoints(every=every, resume=resume).open(home, OWN, member or Trained())
 
 
-def epochs(recorder: Recorder) -> list[int]:
-    return sorted(read_manifest(path).state.epoch for path in recorder.path.glob("epoch-*"))
+def record(keeper: Keeper, epoch: int) -> None:
+    keeper.record(state(epoch), torch.tensor(list(str(epoch).encode()), dtype=torch.uint8))
+    keeper.settle()
+
+
+def epochs(keeper: Keeper) -> list[int]:
+    return sorted(read_manifest(path).state.epoch for path in keeper.path.glob("epoch-*"))
 
 
 def test_one_is_due_every_so_many_epochs_also_where_epochs_were_jumped(tmp_path: Path) -> None:
-    recorder = opened(tmp_path)
+    keeper = opened(tmp_path)
     due = []
     for epoch in (1, 9, 10, 11, 19, 37, 38, 40):
-        if recorder.due(epoch):
+        if keeper.due(epoch):
             due.append(epoch)
-            record(recorder, epoch)
+            record(keeper, epoch)
     assert due == [10, 37, 40]
-    recorder.close()
+    keeper.close()
 
 
 def test_they_live_in_the_home_unless_told_otherwise(tmp_path: Path) -> None:
     inside = opened(tmp_path / "home")
-    elsewhere = Checkpoints(directory=tmp_path / "disk").open(tmp_path / "home", OWN)
+    anything: Any = Trained()
+    elsewhere = Checkpoints(directory=tmp_path / "disk").open(tmp_path / "home", OWN, anything)
     assert inside.path == tmp_path / "home" / "checkpoints" / "digits"
     assert elsewhere.path == tmp_path / "disk" / "digits"
     inside.close()
     elsewhere.close()
 
 
-def read(epoch: int) -> Callable[[torch.Tensor], Image]:
-    return lambda image: Image(state(epoch), lambda: None)
-
-
 def test_the_last_state_is_written_at_the_end_once(tmp_path: Path) -> None:
-    recorder = opened(tmp_path)
-    record(recorder, 10)
-    recorder.finish(state(13), lambda: IMAGE)
-    recorder.close()
-    again = opened(tmp_path, resume=True)
-    again.restore(100, read(13))
+    member = Trained()
+    keeper = opened(tmp_path, member=member)
+    record(keeper, 10)
+    member.id = state(13)
+    keeper.finish()
+    again = opened(tmp_path, resume=True, member=member)
+    again.restore()
     assert again.recorded == state(13)
-    again.finish(state(13), lambda: pytest.fail("it is on the disk already"))
-    again.close()
+    images = member.images
+    again.finish()
+    assert member.images == images  # It is on the disk already.
     assert epochs(again) == [10, 13]
 
 
 def test_what_was_resumed_counts_as_recorded(tmp_path: Path) -> None:
-    recorder = opened(tmp_path)
-    record(recorder, 10)
-    recorder.close()
+    keeper = opened(tmp_path)
+    record(keeper, 10)
+    keeper.close()
     again = opened(tmp_path, resume=True)
-    again.restore(100, read(10))
+    again.restore()
     assert not again.due(10)
     assert not again.due(12)
     assert again.due(20)
@@ -106,59 +114,62 @@ def test_what_was_resumed_counts_as_recorded(tmp_path: Path) -> None:
 def test_a_failure_is_told_and_the_next_is_tried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    recorder = opened(tmp_path)
+    keeper = opened(tmp_path)
 
     def full(*_: object) -> Path:
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:
         patched.setattr(Folder, "write", full)
-        record(recorder, 10)
+        record(keeper, 10)
     assert "the checkpoint of epoch 10 could not be written" in caplog.text
     assert "No space left on device" in caplog.text
-    assert recorder.recorded is None
-    record(recorder, 20)
-    assert recorder.recorded == state(20)
-    recorder.close()
+    assert keeper.recorded is None
+    record(keeper, 20)
+    assert keeper.recorded == state(20)
+    keeper.close()
 
 
 def test_a_last_state_that_cannot_be_copied_is_told_too(tmp_path: Path) -> None:
     told: list[str] = []
-    recorder = opened(tmp_path)
-    recorder.tell = told.append
+    member: Any = Trained()
+    member.id = state(3)
+    keeper = opened(tmp_path, member=member)
+    keeper.tell = told.append
 
     def image() -> torch.Tensor:
         raise ImageError("'extra' is a set")
 
-    recorder.finish(state(3), image)
-    recorder.close()
+    member.image = image
+    keeper.finish()
     assert told == ["the checkpoint of epoch 3 could not be written: 'extra' is a set"]
 
 
 def test_training_does_not_wait_for_a_slow_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    recorder, written, free = opened(tmp_path), Folder.write, threading.Event()
+    member, written, free = Trained(), Folder.write, threading.Event()
+    keeper = opened(tmp_path, member=member)
 
     def slow(folder: Folder, state: StateId, image: torch.Tensor) -> Path:
         assert free.wait(60)
         return written(folder, state, image)
 
     monkeypatch.setattr(Folder, "write", slow)
-    recorder.record(state(10), IMAGE)
-    assert not recorder.due(20)
-    assert not recorder.due(21)
+    keeper.record(state(10), member.image())
+    assert not keeper.due(20)
+    assert not keeper.due(21)
     assert (
         caplog.text.count("the checkpoint of epoch 20 is late: the one of epoch 10 is still being written")
         == 1
     )
     assert "epoch 21" not in caplog.text
     free.set()
-    recorder.settle()
-    assert recorder.due(22)
-    recorder.finish(state(31), lambda: IMAGE)
-    recorder.close()
-    assert epochs(recorder) == [10, 31]
+    keeper.settle()
+    assert keeper.due(22)
+    member.id = state(31)
+    keeper.finish()
+    assert epochs(keeper) == [10, 31]
 
 
 @pytest.mark.parametrize(("said", "resumes"), [(None, False), ("1", True), ("", False)])
@@ -169,7 +180,8 @@ def test_launch_says_whether_to_resume(
         monkeypatch.delenv(RESUME_ENV, raising=False)
     else:
         monkeypatch.setenv(RESUME_ENV, said)
-    with_default = Checkpoints().open(tmp_path, OWN)
+    anything: Any = Trained()
+    with_default = Checkpoints().open(tmp_path, OWN, anything)
     assert with_default.resume == resumes
     with_default.close()
 
@@ -178,18 +190,20 @@ def test_nothing_to_resume_from_is_said_and_is_no_error(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    recorder = opened(tmp_path, resume=True)
-    recorder.restore(100, lambda image: pytest.fail("no checkpoint can be loaded"))
+    keeper = opened(tmp_path, resume=True)
+    keeper.restore()
+    assert keeper.recorded is None
     assert "nothing to resume from" in caplog.text
-    recorder.close()
+    keeper.close()
 
 
 def test_a_start_that_forgot_to_resume_is_warned(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    recorder = opened(tmp_path)
-    record(recorder, 50)
-    recorder.close()
+    keeper = opened(tmp_path)
+    record(keeper, 50)
+    keeper.close()
     again = opened(tmp_path)
-    again.restore(100, lambda image: pytest.fail("nobody asked to resume"))
+    again.restore()
+    assert again.recorded is None  # Nobody asked to resume.
     assert "holds a checkpoint of epoch 50" in caplog.text
     again.close()
 
@@ -201,32 +215,20 @@ def test_numbers_out_of_range_are_mistakes(wrong: dict[str, int]) -> None:
 
 
 def test_two_trainers_do_not_share_a_directory(tmp_path: Path) -> None:
-    recorder = opened(tmp_path)
+    keeper = opened(tmp_path)
     with pytest.raises(CheckpointError, match="another process writes checkpoints"):
         opened(tmp_path)
-    recorder.close()
+    keeper.close()
 
 
 # ---- the best one ----
 
 
-class Trained:
-    """A replica at an epoch, with an image that says which."""
-
-    def __init__(self) -> None:
-        self.id, self.whole, self.images = state(0), True, 0
-
-    def image(self) -> torch.Tensor:
-        self.images += 1
-        return torch.tensor(list(str(self.id.epoch).encode()), dtype=torch.uint8)
-
-
-def keeper_of(path: Path, best: str, every: int = 1000, mode: Mode = "max") -> tuple[Any, Recorder, Keeper]:
+def keeper_of(path: Path, best: str, every: int = 1000, mode: Mode = "max") -> tuple[Any, Keeper]:
     member: Any = Trained()
-    recorder = Checkpoints(every=every, best=best, mode=mode).open(path, OWN)
-    keeper = Keeper(member, recorder)
+    keeper = Checkpoints(every=every, best=best, mode=mode).open(path, OWN, member)
     keeper()
-    return member, recorder, keeper
+    return member, keeper
 
 
 def train(member: Any, keeper: Keeper, *scores: dict[str, float]) -> None:
@@ -237,10 +239,17 @@ def train(member: Any, keeper: Keeper, *scores: dict[str, float]) -> None:
         keeper()
 
 
-def best(recorder: Recorder) -> tuple[int, dict[str, float], bytes]:
-    recorder.settle()
-    manifest = read_manifest(recorder.path / BEST)
-    return manifest.state.epoch, manifest.scores, (recorder.path / BEST / "state.safetensors").read_bytes()
+def score(keeper: Keeper, member: Any, epoch: int, accuracy: float) -> None:
+    """Have the replica hold the state of an epoch, and the group evaluate that."""
+    member.id = state(epoch)
+    keeper()
+    keeper.score(member.id, {"accuracy": accuracy})
+
+
+def best(keeper: Keeper) -> tuple[int, dict[str, float], bytes]:
+    keeper.settle()
+    manifest = read_manifest(keeper.path / BEST)
+    return manifest.state.epoch, manifest.scores, (keeper.path / BEST / "state.safetensors").read_bytes()
 
 
 @pytest.mark.parametrize(
@@ -250,86 +259,87 @@ def best(recorder: Recorder) -> tuple[int, dict[str, float], bytes]:
 def test_the_best_by_a_metric_is_kept_beside_the_others(
     tmp_path: Path, metric: str, mode: Any, epoch: int, value: float
 ) -> None:
-    member, recorder, keeper = keeper_of(tmp_path, metric, every=4, mode=mode)
+    member, keeper = keeper_of(tmp_path, metric, every=4, mode=mode)
     train(member, keeper, *({metric: score, "other": 1.0} for score in (0.3, 0.5, 0.9, 0.9, 0.4)), {})
-    assert best(recorder) == (epoch, {metric: value}, str(epoch).encode())
-    recorder.close()
-    assert epochs(recorder) == [4]
+    assert best(keeper) == (epoch, {metric: value}, str(epoch).encode())
+    keeper.close()
+    assert epochs(keeper) == [4]
 
 
 def test_a_score_of_a_state_that_is_not_held_any_more_keeps_nothing(tmp_path: Path) -> None:
-    member, recorder, keeper = keeper_of(tmp_path, "accuracy")
+    member, keeper = keeper_of(tmp_path, "accuracy")
     member.id = state(1)
     keeper()
     keeper.score(state(0), {"accuracy": 0.9})
-    recorder.close()
-    assert not (recorder.path / BEST).exists()
+    keeper.close()
+    assert not (keeper.path / BEST).exists()
 
 
 def test_an_interrupted_update_is_not_the_best(tmp_path: Path) -> None:
-    member, recorder, keeper = keeper_of(tmp_path, "accuracy")
+    member, keeper = keeper_of(tmp_path, "accuracy")
     member.whole = False
     keeper()
     keeper.score(state(0), {"accuracy": 0.9})
-    recorder.close()
-    assert not (recorder.path / BEST).exists()
+    keeper.close()
+    assert not (keeper.path / BEST).exists()
 
 
 def test_no_image_is_made_for_the_best_where_nobody_asked_for_it(tmp_path: Path) -> None:
-    member, recorder, keeper = keeper_of(tmp_path, "")
+    member, keeper = keeper_of(tmp_path, "")
     train(member, keeper, {"accuracy": 0.9}, {})
-    recorder.close()
+    keeper.close()
     assert member.images == 0
 
 
 def test_a_later_start_knows_the_best_and_does_not_resume_from_it(tmp_path: Path) -> None:
-    member, recorder, keeper = keeper_of(tmp_path, "accuracy", every=3)
+    member, keeper = keeper_of(tmp_path, "accuracy", every=3)
     train(member, keeper, *({"accuracy": score} for score in (0.1, 0.9, 0.2)))
-    recorder.close()
-    again = Checkpoints(resume=True, best="accuracy").open(tmp_path, OWN)
-    again.restore(100, read(3))
+    keeper.close()
+    again = Checkpoints(resume=True, best="accuracy").open(tmp_path, OWN, member)
+    again.restore()
     assert again.recorded == state(3)
-    again.record_if_best(state(4), IMAGE, 0.8)
+    score(again, member, 4, 0.8)
     assert best(again)[0] == 1
-    again.record_if_best(state(5), IMAGE, 0.95)
+    score(again, member, 5, 0.95)
     assert best(again)[0] == 5
     again.close()
 
 
 def test_the_best_of_another_training_or_a_damaged_one_is_replaced(tmp_path: Path) -> None:
+    member: Any = Trained()
     for number, subject in enumerate((OWN, Subject("digits", {"model": "two"}))):
-        recorder = Checkpoints(best="accuracy").open(tmp_path, subject)
-        recorder.record_if_best(state(number), IMAGE, 0.9 - number / 10)
-        assert best(recorder)[0] == number
-        recorder.close()
-    (recorder.path / BEST / "manifest.json").write_text("{")
-    recorder = Checkpoints(best="accuracy").open(tmp_path, OWN)
-    recorder.record_if_best(state(7), IMAGE, 0.1)
-    assert best(recorder)[0] == 7
-    recorder.close()
+        keeper = Checkpoints(best="accuracy").open(tmp_path, subject, member)
+        score(keeper, member, number, 0.9 - number / 10)
+        assert best(keeper)[0] == number
+        keeper.close()
+    (keeper.path / BEST / "manifest.json").write_text("{")
+    keeper = Checkpoints(best="accuracy").open(tmp_path, OWN, member)
+    score(keeper, member, 7, 0.1)
+    assert best(keeper)[0] == 7
+    keeper.close()
 
 
 def test_a_crash_before_the_best_is_in_its_place_loses_neither(tmp_path: Path) -> None:
-    recorder = Checkpoints(best="accuracy").open(tmp_path, OWN)
-    recorder.record_if_best(state(1), IMAGE, 0.5)
-    recorder.close()
-    write_checkpoint(recorder.path / NEW_BEST, OWN, state(2), IMAGE.numpy().data, {"accuracy": 0.6})
-    again = Checkpoints(best="accuracy").open(tmp_path, OWN)
+    member, keeper = keeper_of(tmp_path, "accuracy")
+    score(keeper, member, 1, 0.5)
+    keeper.close()
+    write_checkpoint(keeper.path / NEW_BEST, OWN, state(2), memoryview(b"2"), {"accuracy": 0.6})
+    again = Checkpoints(best="accuracy").open(tmp_path, OWN, member)
     assert best(again)[:2] == (2, {"accuracy": 0.6})
     again.close()
 
 
 def test_a_best_that_cannot_be_written_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
-    recorder = Checkpoints(best="accuracy").open(tmp_path, OWN)
-    recorder.tell = told.append
+    member, keeper = keeper_of(tmp_path, "accuracy")
+    keeper.tell = told.append
 
     def full(*_: object) -> Path:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Folder, "write_best", full)
-    recorder.record_if_best(state(1), IMAGE, 0.5)
-    recorder.close()
+    score(keeper, member, 1, 0.5)
+    keeper.close()
     assert told == [
         "epoch 1, with the highest accuracy so far, 0.5, could not be written: [Errno 28] No space left on device"
     ]
