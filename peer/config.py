@@ -127,11 +127,6 @@ _FLAGS = {"tags": "tag"}
 _CHOICES = {"log_level": LOG_LEVELS, "channel": CHANNELS}
 
 
-def default_home() -> Path:
-    """The home of a daemon if neither a flag nor the environment names one."""
-    return Path(platformdirs.user_data_dir("equipoise", appauthor=False))
-
-
 def find_home(
     flag: str | os.PathLike[str] | None, environ: Mapping[str, str], style: str = "flag --"
 ) -> tuple[Path, str]:
@@ -140,7 +135,7 @@ def find_home(
         return Path(flag).expanduser().absolute(), f"{style}home"
     if environ.get(HOME_ENV):
         return Path(environ[HOME_ENV]).expanduser().absolute(), f"environment {HOME_ENV}"
-    return default_home(), "default"
+    return Path(platformdirs.user_data_dir("equipoise", appauthor=False)), "default"
 
 
 def load(

@@ -122,7 +122,7 @@ class Encoder:
         lane.clear(part.stop, end)
 
     def decode(self, stored: memoryview, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Decode an encoded vector, u8 [`stored_size`], into checked tensors in place: all, or some of them.
+        """Decode an encoded vector, u8 [`stored_size`], into checked tensors in place, all of the schema.
 
         On a GPU this only queues: `stored` must not change before `settle`.
 
@@ -130,13 +130,9 @@ class Encoder:
             CodecError: No encoder writes such a vector; tensors on the host are then undefined.
         """
         given = {name: tensor.detach() for name, tensor in tensors.items()}
-        wanted = {
-            device: [span for span in spans if any(piece.name in given for piece in span.pieces)]
-            for device, spans in self._plan(given).items()
-        }
-        lanes = self._lanes(wanted, given, stored, aside=False)
+        lanes = self._lanes(self._plan(given), given, stored, aside=False)
         if any(isinstance(lane, DeviceLane) for lane, _ in lanes):
-            self._check(stored, given)
+            self._check(stored)
         try:
             for lane, spans in lanes:
                 for span in spans:
@@ -149,7 +145,7 @@ class Encoder:
         while self._unsettled:
             self._unsettled.pop()()
 
-    def _check(self, stored: memoryview, tensors: Mapping[str, torch.Tensor]) -> None:
+    def _check(self, stored: memoryview) -> None:
         """Check on the host what devices will decode.
 
         Raises:
@@ -157,17 +153,15 @@ class Encoder:
         """
         for lane, spans in self._lanes(self._spans, {}, stored, aside=False):
             for span in spans:
-                if any(piece.name in tensors for piece in span.pieces):
-                    lane.check(span.part)
+                lane.check(span.part)
 
     def _decode_span(self, lane: Lane, span: Span, tensors: Mapping[str, torch.Tensor]) -> None:
         part, _, pieces = span
         room = lane.room[: part.size]
         if len(pieces) > 1:
             lane.decode(part, room)
-            wanted = [piece for piece in pieces if piece.name in tensors]
-            targets = [tensors[piece.name] for piece in wanted]
-            places = (_place(piece, part, room) for piece in wanted)
+            targets = [tensors[piece.name] for piece in pieces]
+            places = (_place(piece, part, room) for piece in pieces)
             lane.copy(targets, [one.view(to.shape) for one, to in zip(places, targets, strict=True)])
             return
         name, start, stop, _ = pieces[0]
@@ -184,7 +178,7 @@ class Encoder:
             tensor.copy_(flat.view(tensor.shape))
 
     def _plan(self, tensors: Mapping[str, torch.Tensor]) -> Plan:
-        devices = tuple(linked(tensors.get(place.tensor.name)) for place in self.layout.places)
+        devices = tuple(linked(tensors[place.tensor.name]) for place in self.layout.places)
         if not any(devices):
             return self._spans
         if devices != self._planned[0]:

@@ -199,9 +199,9 @@ class DeviceLane(Lane):
         target.copy_(source, non_blocking=True)
 
 
-def linked(tensor: torch.Tensor | None) -> torch.device | None:
+def linked(tensor: torch.Tensor) -> torch.device | None:
     """The device on which a tensor is encoded; None for the host."""
-    return tensor.device if tensor is not None and tensor.device.type in LINKED else None
+    return tensor.device if tensor.device.type in LINKED else None
 
 
 def prepare(codec: Codec, device: torch.device) -> None:

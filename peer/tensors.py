@@ -33,8 +33,14 @@ class Binding:
     """
 
     def __init__(self, tensors: Tensors, codec: Codec) -> None:
+        """Bind the tensors of a run.
+
+        Raises:
+            SchemaError: There are no tensors, or one cannot be averaged; names it.
+        """
         self.source = tensors
-        self.schema = tensor_schema(tensors)
+        buffers = persistent_buffers(tensors) if isinstance(tensors, torch.nn.Module) else ()
+        self.schema = Schema.of(named_tensors(tensors), buffers)
         self.gradients = fp32_schema(stepped_tensors(tensors))
         self.buffers = Schema(())
         self.averages = Encoder(Layout(self.schema, codec))
@@ -238,16 +244,6 @@ def fp32_schema(tensors: Mapping[str, torch.Tensor], buffers: bool = False) -> S
     return Schema(
         tuple(TensorSpec(name, tuple(one.shape), "float32", buffers) for name, one in tensors.items())
     )
-
-
-def tensor_schema(tensors: Tensors) -> Schema:
-    """The schema of the tensors that `average` exchanges.
-
-    Raises:
-        SchemaError: There are no tensors, or one cannot be averaged; names it.
-    """
-    buffers = persistent_buffers(tensors) if isinstance(tensors, torch.nn.Module) else ()
-    return Schema.of(named_tensors(tensors), buffers)
 
 
 def uninitialised(shape: Sequence[int], device: torch.device | None = None) -> torch.Tensor:

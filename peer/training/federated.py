@@ -43,7 +43,7 @@ from equipoise.peer.tensors import copies_of, persistent_buffers, stepped_tensor
 from equipoise.peer.training import image
 from equipoise.peer.training.checkpoint import Checkpoints, Keeper, keep_checkpoints
 from equipoise.peer.training.history import Ending, History, Record, Until
-from equipoise.peer.training.member import FINISH_SECONDS, Finished, Member, Reports, Subject, wait_for
+from equipoise.peer.training.member import FINISH_SECONDS, Finished, Member, Subject, wait_for
 from equipoise.peer.training.options import (
     CommonOptions,
     FederatedKeywords,
@@ -387,11 +387,11 @@ class Federated:
         seconds = min(left + self._strategy.reserve, MAX_SECONDS)
         evaluation = self.evaluation if self._evaluated == state else None
         if result is None or not gives:
-            self.member.observe(seconds, Reports(evaluation=evaluation))
+            self.member.observe(seconds, evaluation)
             return
         try:
-            reports = Reports(result.metrics, evaluation)
-            self.member.give(result.values, result.weight_at(state), seconds, reports)
+            weight = result.weight_at(state)
+            self.member.give(result.values, weight, seconds, result.metrics, evaluation)
         except SchemaError as error:
             log.warning("run %s: the training has led nowhere, and is given up: %s", self._run.name, error)
             self._result = None

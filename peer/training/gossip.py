@@ -23,7 +23,7 @@ from equipoise.peer.errors import Refused
 from equipoise.peer.futures import PendingRound
 from equipoise.peer.run import Run
 from equipoise.peer.tensors import named_tensors
-from equipoise.peer.training.local import LocalTraining, StepHook
+from equipoise.peer.training.local import LocalTraining
 from equipoise.peer.training.member import LEAST_SECONDS
 from equipoise.peer.training.options import GossipKeywords, GossipOptions, from_keywords
 
@@ -64,7 +64,7 @@ class Gossip(LocalTraining[Outcome]):
             Refused: Another loop trains with the run already, or the run has another strategy.
         """
         self._options = from_keywords(GossipOptions, {"every": every, **options})
-        super().__init__()
+        super().__init__(named_tensors(run.source).values())
         run.refuse_if_trained()
         if not run.strategy.pairs:
             raise Refused(
@@ -79,7 +79,6 @@ class Gossip(LocalTraining[Outcome]):
         # All live peers are drawn, so the group closes at once when they are in, or with two and after the grace.
         all_of_them = {"strategy": f"federated:quorum=2,grace={END_GRACE}", "group_size": MAX_GROUP_SIZE}
         self._end = run.branch(f"{run.name}/end", run.source, **all_of_them)
-        self._hook = StepHook(named_tensors(run.source).values(), self._stepped)
         for one in (run, self._end):
             one.wait_for(self._options.wait_for)
 

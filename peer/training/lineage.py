@@ -99,10 +99,6 @@ class Missed:
         self.links.append(link_of(before, digest))
         return True
 
-    def completes(self, target: StateId) -> bool:
-        """Return whether the means that are here lead to `target`."""
-        return bool(self.links) and leads_to(self.links[-1], target)
-
     def clear(self, given_up: str = "") -> list[Link]:
         """Begin anew, or give up; returns the links that were here."""
         links, self.links, self.asked, self.given_up = list(self.links), deque(), None, given_up

@@ -15,7 +15,7 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from typing import Generic, Self, TypeVar, Unpack
+from typing import Any, Generic, Self, TypeVar, Unpack
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -37,7 +37,7 @@ End = TypeVar("End")
 
 log = logging.getLogger(__name__)
 
-_watching: list[StepHook] = []
+_watching: list[LocalTraining[Any]] = []
 _hook: list[RemovableHandle] = []
 _lock = threading.Lock()
 
@@ -45,77 +45,61 @@ RETRIES = 10
 """Most attempts after a failed round, spread over the steps to the next exchange: the others may be about to come."""
 
 
-def _tell(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    for watching in tuple(_watching):
-        watching.tell(optimizer)
-
-
-class StepHook:
-    """Calls back after each step of the optimizer that holds the given parameters; the first such optimizer counts.
-
-    Args:
-        parameters: Some of them must be the optimizer's.
-        stepped: Called with the optimizer, in the thread that made the step.
-    """
-
-    def __init__(
-        self, parameters: Iterable[torch.Tensor], stepped: Callable[[torch.optim.Optimizer], None]
-    ) -> None:
-        self._parameters = {id(parameter) for parameter in parameters}
-        self._stepped = stepped
-        self._counted: weakref.ref[torch.optim.Optimizer] | None = None
-
-    def start(self) -> None:
-        """Begin. One global hook serves all, because torch may be calling its hooks in another thread."""
-        with _lock:
-            _watching.append(self)
-            if not _hook:
-                _hook.append(register_optimizer_step_post_hook(_tell))
-
-    def stop(self) -> None:
-        """Call back no more."""
-        with _lock:
-            _watching.remove(self)
-            if not _watching:
-                _hook.pop().remove()
-
-    def tell(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note that an optimizer of this process has made a step."""
-        if self._counted is None or self._counted() is None:
-            held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-            if not held & self._parameters:
-                return
-            self._counted = weakref.ref(optimizer)
-        if self._counted() is optimizer:
-            self._stepped(optimizer)
-
-
 class LocalTraining(ABC, Generic[End]):
     """A `with` block that follows the steps of the loop's optimizer. It ends with `finish`, unless an error ends it.
+
+    The loop's optimizer is the first one that makes a step and holds any of the run's parameters.
 
     Attributes:
         steps: Steps of the loop's optimizer.
         finished: Result of `finish`, once it has returned.
     """
 
-    _hook: StepHook
-
-    def __init__(self) -> None:
+    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
+        """`parameters` are the run's."""
         self.steps = 0
         self.finished: End | None = None
+        self._followed = {id(parameter) for parameter in parameters}
+        self._counted: weakref.ref[torch.optim.Optimizer] | None = None
 
     @abstractmethod
     def finish(self) -> End:
         """End together with the others."""
 
+    @abstractmethod
+    def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """Go on after a step of the loop's optimizer, in the thread that made it."""
+
     def __enter__(self) -> Self:
-        self._hook.start()
+        # One global hook serves all, because torch may be calling its hooks in another thread.
+        with _lock:
+            _watching.append(self)
+            if not _hook:
+                _hook.append(register_optimizer_step_post_hook(_tell))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._hook.stop()
+        with _lock:
+            _watching.remove(self)
+            if not _watching:
+                _hook.pop().remove()
         if kind is None and self.finished is None:
             self.finish()
+
+    def _follow(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note that an optimizer of this process has made a step."""
+        if self._counted is None or self._counted() is None:
+            held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+            if not held & self._followed:
+                return
+            self._counted = weakref.ref(optimizer)
+        if self._counted() is optimizer:
+            self._stepped(optimizer)
+
+
+def _tell(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    for watching in tuple(_watching):
+        watching._follow(optimizer)
 
 
 class DiLoCo(LocalTraining[Finished]):
@@ -156,11 +140,10 @@ class DiLoCo(LocalTraining[Finished]):
         """
         self._options = from_keywords(LocalOptions, {"every": every, **options}, ("outer", "checkpoints"))
         outer = parse_outer(outer) if isinstance(outer, str) else outer or Nesterov()
-        super().__init__()
         run.refuse_if_trained()
         run.trained_by = type(self).__name__
         parameters = stepped_tensors(run.source)
-        self._hook = StepHook(parameters.values(), self._stepped)
+        super().__init__(parameters.values())
         parts = [(run, parameters)]
         if self._options.fragments > 1:
             named = enumerate(dealt(parameters, self._options.fragments))

@@ -93,16 +93,6 @@ class Subject(NamedTuple):
     applied: Callable[[StateId, Outcome], None] = lambda before, outcome: None
 
 
-class Reports(NamedTuple):
-    """The numbers that a peer reports with its join; see `Run.step`."""
-
-    metrics: Mapping[str, float] = MappingProxyType({})
-    evaluation: Evaluation | None = None
-
-
-NO_REPORTS = Reports()
-
-
 class Finished(NamedTuple):
     """The end of a training.
 
@@ -300,9 +290,11 @@ class Member:
             left = min(POLL_SECONDS, max(deadline - self.clock(), 0.0))
             if not company or (self._pending is None and self._stays_away):
                 self._downloads.wait(left)
+                self._look_for_download()
             else:
-                self._attend_for(left)
-            self._look_for_download()
+                if self._pending is None:
+                    self._attend()
+                self.wait(left)
             # A round that began long ago may just have ended, and put this peer in step.
             overdue = self.clock() - self._began_at >= OVERDUE_SECONDS and not self.in_step
             if overdue and not isinstance(self._run.state, Exchanging):
@@ -402,34 +394,37 @@ class Member:
     # ---- rounds that last for minutes: none of these calls waits for one ----
 
     def give(
-        self, gradients: Mapping[str, torch.Tensor], weight: float, seconds: float, reports: Reports
+        self,
+        gradients: Mapping[str, torch.Tensor],
+        weight: float,
+        seconds: float,
+        metrics: Mapping[str, float],
+        evaluation: Evaluation | None,
     ) -> None:
-        """Begin a round with this contribution alone; this peer is in step, and no round goes on.
+        """Begin a round with this contribution alone; this peer is in step, and no round goes on. See `Run.step`.
 
         Raises:
             SchemaError: A gradient has a wrong shape, or holds NaN or Inf; no round has begun.
         """
         self._run.take()
         self._run.accumulate(gradients, weight)
-        self._start(seconds, reports)
+        self._start(seconds, metrics, evaluation)
         self._gave = True
 
-    def observe(self, seconds: float, reports: Reports = NO_REPORTS) -> None:
+    def observe(self, seconds: float, evaluation: Evaluation | None) -> None:
         """Begin a round without a contribution, unless one goes on; a peer that knows no group's state attends it."""
         if self._pending is None:
             self._run.take()
             if self._replica.phase is machine.Phase.MEETING:
                 self._run.accumulate(dict.fromkeys(self._subject.tensors), machine.ATTENDANCE)
-            self._start(seconds, reports)
+            self._start(seconds, evaluation=evaluation)
             self._gave = False
 
-    def wait(self, seconds: float) -> bool:
-        """Wait for the open round for a moment, and handle what has come; returns whether the round has ended."""
-        ended = self._pending is not None and self._pending.wait(seconds)
-        if ended:
+    def wait(self, seconds: float) -> None:
+        """Wait for the open round for a moment, and handle the ends of the round and of a download."""
+        if self._pending is not None and self._pending.wait(seconds):
             self.collect()
         self._look_for_download()
-        return ended
 
     def withdraw(self, why: str) -> None:
         """End the search for a group, or collect the round that has begun."""
@@ -506,13 +501,6 @@ class Member:
         until = None if self._target is None else self._stays_away_until
         return self._downloads.recovering and until is not None and self.clock() < until
 
-    def _attend_for(self, seconds: float) -> None:
-        if self._pending is None:
-            self._attend()
-        assert self._pending is not None, "just started"
-        if self._pending.wait(seconds):
-            self.collect()
-
     def _attend(self) -> None:
         """Take part in a round without a contribution, to learn the group's state, or its mean."""
         self._run.take()
@@ -527,7 +515,12 @@ class Member:
         self._start(ATTEND_SECONDS)
         self._gave = False
 
-    def _start(self, seconds: float, reports: Reports = NO_REPORTS) -> None:
+    def _start(
+        self,
+        seconds: float,
+        metrics: Mapping[str, float] = MappingProxyType({}),
+        evaluation: Evaluation | None = None,
+    ) -> None:
         if not all(bool(torch.isfinite(buffer).all()) for buffer in self._subject.buffers.values()):
             log.warning(
                 "run %s: its averaged buffers hold NaN or Inf: it takes the group's, and adds nothing",
@@ -535,7 +528,9 @@ class Member:
             )
             self._run.take()
         self._claimed = self._replica.claim
-        self._pending = self._run.step(seconds, wait=False, state=self._claimed, **reports._asdict())
+        self._pending = self._run.step(
+            seconds, wait=False, state=self._claimed, metrics=metrics, evaluation=evaluation
+        )
         self._began_at = self.clock()
 
     def _move_accumulated(self) -> None:

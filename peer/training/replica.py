@@ -407,7 +407,7 @@ class Replica:
             return actions if self._replaying else [*actions, *self._look_ahead(self._looks_ahead - 1)]
         target = self._target
         assert target is not None, "astray of it"
-        if self._missed.completes(target):
+        if lineage.leads_to(self._missed.links[-1], target):
             self._links.extendleft(reversed(self._missed.clear()))
             return [*actions, *self._replay(now)]
         if self._missed.links[-1].after.epoch >= target.epoch:

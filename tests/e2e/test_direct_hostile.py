@@ -34,6 +34,7 @@ from equipoise.averaging.manifest import Join, Manifest
 from equipoise.averaging.matchmaking import messages as matchmaking
 from equipoise.averaging.options import RunOptions
 from equipoise.averaging.outcome import Idle
+from equipoise.averaging.schema import Schema
 from equipoise.averaging.session.messages import ENVELOPE_BYTES, FAREWELL
 from equipoise.averaging.spec import RunSpec
 from equipoise.averaging.statesync import messages as transfers
@@ -44,7 +45,6 @@ from equipoise.dht.swarm import Swarm as Membership
 from equipoise.dht.swarm import SwarmOptions
 from equipoise.dht.transport import FramedChannel
 from equipoise.peer import Run, connect
-from equipoise.peer.tensors import tensor_schema
 from equipoise.peer.wiring import Signer
 from fakes.alterations import ALTERATIONS
 from fakes.speaker import Speaker
@@ -107,7 +107,7 @@ async def _attack(victim: DaemonProcess, run: Run, tensor: torch.Tensor, layer: 
     await member.start()
     try:
         router = Router(member.transport, member.directory, Signer(member.identity), direct=member.direct)
-        spec = RunSpec.create("digits", tensor_schema([tensor]), RunOptions(**OPTIONS))
+        spec = RunSpec.create("digits", Schema.of({"0": tensor}), RunOptions(**OPTIONS))
         run_driver = await router.join(spec)
         pending = run.average(timeout=60, wait=False)
         outcome = await averaged(run_driver, torch.zeros(VALUES), torch.zeros(VALUES), 1.0, 60.0)

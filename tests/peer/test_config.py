@@ -10,7 +10,7 @@ from equipoise.averaging import manifest
 from equipoise.compression.grammar import MAX_WORD_CHARS, MAX_WORDS
 from equipoise.dht.address import EXAMPLE, LISTEN_EXAMPLE
 from equipoise.dht.state import MAX_TAG_CHARACTERS, MAX_TAGS
-from equipoise.peer.config import MAX_BANDWIDTH, MAX_FILE_BYTES, Loaded, default_home, load
+from equipoise.peer.config import MAX_BANDWIDTH, MAX_FILE_BYTES, Loaded, find_home, load
 from equipoise.peer.errors import ConfigError
 
 
@@ -66,7 +66,7 @@ def test_flags_win_over_environment_wins_over_file(tmp_path: Path) -> None:
 
 def test_home_from_the_environment_or_the_platform(tmp_path: Path) -> None:
     assert load({}, {"EQUIPOISE_HOME": str(tmp_path)}).config.home == str(tmp_path)
-    assert load({"home": None}, {"EQUIPOISE_HOME": ""}).config.home == str(default_home())
+    assert load({"home": None}, {"EQUIPOISE_HOME": ""}).config.home == str(find_home(None, {})[0])
 
 
 def test_a_relay_must_be_one_that_others_can_dial(tmp_path: Path) -> None:

@@ -91,16 +91,6 @@ def test_tensors_of_every_kind_are_read_and_written_in_place(codec, kind: str) -
     assert torch.equal(back["one"].detach(), expected)
 
 
-def test_some_tensors_are_decoded_and_the_others_stay() -> None:
-    named = {"a": values_of(300), "b": values_of(100_000), "c": values_of(400)}
-    layout = Layout(Schema.of(named), parse_codec("fp32"))
-    flat = encoded(layout, flat_of(layout, named))
-    for name in named:
-        back = {name: torch.zeros_like(named[name])}
-        Encoder(layout).decode(flat, back)
-        assert torch.equal(back[name], named[name])
-
-
 @codecs
 def test_sums_are_divided_on_the_way(codec) -> None:
     named = {"sum": values_of(100_000), "small": values_of(300), "buffer": values_of(300)}
