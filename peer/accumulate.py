@@ -31,11 +31,12 @@ class Accumulator:
 
     Attributes:
         weight: Sum of the weights.
+        sums: The sums, fp32, by name; undefined while `weight` is 0.
     """
 
     def __init__(self, like: Mapping[str, torch.Tensor]) -> None:
         """Start at zero, with fp32 tensors of the shapes and devices of `like`."""
-        self._sums = _empty(like)
+        self.sums = _empty(like)
         self.weight = 0.0
         self._bound = 0.0  # No value of the sums is larger than that.
         # Nothing was added, whatever is in their memory: to zero it would be one more pass.
@@ -65,7 +66,7 @@ class Accumulator:
             )
         if weight > 0:
             with torch.no_grad():
-                for name, total in self._sums.items():
+                for name, total in self.sums.items():
                     _put(total, present.get(name), weight, self._bare)
             self._bare = False
         self._bound += weight * largest
@@ -75,8 +76,8 @@ class Accumulator:
         """Add what another accumulator of the same shapes holds."""
         if not other._bare:
             with torch.no_grad():
-                for name, total in other._sums.items():
-                    self._sums[name].copy_(total) if self._bare else self._sums[name].add_(total)
+                for name, total in other.sums.items():
+                    self.sums[name].copy_(total) if self._bare else self.sums[name].add_(total)
             self._bare = False
         self.weight += other.weight
         self._bound += other._bound
@@ -84,23 +85,18 @@ class Accumulator:
     def mean(self) -> dict[str, torch.Tensor]:
         """The sum / weight, fp32, by name; zeros where nothing has been accumulated."""
         if self._bare:
-            return {name: torch.zeros_like(total) for name, total in self._sums.items()}
+            return {name: torch.zeros_like(total) for name, total in self.sums.items()}
         # By a Python number CUDA would not divide, but multiply by its reciprocal.
-        return {name: total / total.new_full((), self.weight) for name, total in self._sums.items()}
+        return {name: total / total.new_full((), self.weight) for name, total in self.sums.items()}
 
     def clear(self) -> None:
         """Back to zero."""
         self.weight = self._bound = 0.0
         self._bare = True
 
-    @property
-    def sums(self) -> Mapping[str, torch.Tensor]:
-        """The sums, fp32, by name; undefined while `weight` is 0."""
-        return self._sums
-
     def _checked(self, gradients: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
-        present, count = {}, len(self._sums)
-        for name, total in self._sums.items():
+        present, count = {}, len(self.sums)
+        for name, total in self.sums.items():
             if name not in gradients:
                 raise SchemaError(f"gradient {name!r} is missing: expected {count}, got {len(gradients)}")
             gradient = gradients[name]
@@ -109,7 +105,7 @@ class Accumulator:
                 # Of a sparse gradient the rows that were touched, each once, summed in fp32.
                 own = gradient.detach()
                 present[name] = own.float().coalesce() if own.is_sparse else own
-        for name in gradients.keys() - self._sums.keys():
+        for name in gradients.keys() - self.sums.keys():
             raise SchemaError(f"gradient {name!r} is not part of the run, which has {count} of them")
         return present
 

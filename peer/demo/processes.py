@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -31,16 +31,20 @@ class Child(subprocess.Popen[bytes]):
         self.name = name
         self.said = errors
         self._unfinished = b""
+        # A user's own configuration is not part of the demo, and with a process per core more threads only wait.
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("EQUIPOISE_")}
+        prctl = ctypes.CDLL(None).prctl  # Looked up before the fork: after it only system calls are safe.
         with errors.open("wb") as log:
             super().__init__(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=log,
-                env=_environment(),
+                env={**kept, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
                 # The terminal's Ctrl-C is for this process, which ends the children in order.
                 start_new_session=True,
-                preexec_fn=_die_with_parent(),
+                # The kernel ends a child when this process is killed and cannot end it itself.
+                preexec_fn=lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGTERM),
             )
 
     @property
@@ -76,9 +80,6 @@ class Family(AbstractContextManager["Family"]):
         self._children: list[Child] = []
         self._selector = selectors.DefaultSelector()
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def start(self, name: str, command: Sequence[str]) -> Child:
         """Start `command` as a child."""
         child = Child(name, command, self._folder / f"{name}.log")
@@ -96,7 +97,7 @@ class Family(AbstractContextManager["Family"]):
                 self._selector.unregister(key.fd)
             yield from ((child, line) for line in ([None] if lines is None else lines))
 
-    def close(self) -> None:
+    def __exit__(self, *_: object) -> None:
         """End all children, the last started first: trainers before the daemons that they use."""
         for child in reversed(self._children):
             child.terminate()
@@ -111,15 +112,3 @@ def daemon_command(home: Path, join: Sequence[str]) -> list[str]:
     joins = [word for address in join for word in ("--join", address)]
     equipoise = [sys.executable, "-c", "from equipoise.peer.cli import main; main()"]
     return [*equipoise, "daemon", "--home", str(home), "--listen", "/ip4/127.0.0.1/tcp/0", *joins]
-
-
-def _environment() -> dict[str, str]:
-    # A user's own configuration is not part of the demo, and with a process per core more threads only wait.
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("EQUIPOISE_")}
-    return {**kept, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-
-
-def _die_with_parent() -> Callable[[], None]:
-    """A function that has the kernel end a child when this process is killed and cannot end it itself."""
-    prctl = ctypes.CDLL(None).prctl  # Looked up before the fork: after it only system calls are safe.
-    return lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -14,9 +14,8 @@ from types import FrameType
 import msgspec
 from rich.console import Console
 
-from equipoise.peer.demo.display import LiveTable, PlainLines, render_summary
+from equipoise.peer.demo.display import LiveTable, PlainLines, render_summary, write_plot
 from equipoise.peer.demo.options import DemoError, DemoOptions
-from equipoise.peer.demo.plot import write_plot
 from equipoise.peer.demo.processes import STOP_SECONDS, Child, Family, daemon_command
 from equipoise.peer.demo.summary import Failed, Ledger, Report, Stepped, Summary
 

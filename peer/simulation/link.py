@@ -29,6 +29,9 @@ class Part:
     """A peer's part in one run as its script calls it: a member of a run of the swarm for each purpose.
 
     Like a real daemon, it takes part among those that average until the script steps.
+
+    Attributes:
+        runs: The runs of the swarm that this peer has joined, and its part in each, by purpose.
     """
 
     def __init__(
@@ -44,7 +47,7 @@ class Part:
         self._tags = tags
         self._region = region
         self._specs = run_specs(request)
-        self._runs: dict[str, tuple[SimulatedRun, Member]] = {}
+        self.runs: dict[str, tuple[SimulatedRun, Member]] = {}
         self._purpose = AVERAGE
         self._observes = False
         self._enter(AVERAGE)
@@ -73,10 +76,10 @@ class Part:
             raise Refused(
                 f"there is nothing to {purpose}", "join the run with parameters that need gradients"
             )
-        if purpose not in self._runs:
+        if purpose not in self.runs:
             self._enter(purpose)
         self._purpose = purpose
-        return self._runs[purpose]
+        return self.runs[purpose]
 
     def state(self) -> RunState:
         """See `Run.state`."""
@@ -96,26 +99,15 @@ class Part:
 
     def leave(self, reason: str, dead: bool = False) -> None:
         """Leave the run."""
-        for run, member in self._runs.values():
+        for run, member in self.runs.values():
             run.leave(member, reason, dead)
-
-    def stop_round(self, why: str) -> None:
-        """End an open search."""
-        for run, member in self._runs.values():
-            run.stop(member, why or "stopped")
-
-    def stop_fetch(self) -> None:
-        """End the open download."""
-        for run, member in self._runs.values():
-            for download in [one for one in run.downloads if one.member is member]:
-                download.stop("cancelled")
 
     def _enter(self, purpose: str) -> None:
         run = self._swarm.run(self._specs[purpose])
         size = run.spec.layout.stored_size
         vectors = self._region.contribution[:size], self._region.mean[:size]
         member = Member(self._peer, *vectors, self._tags, self._observes)
-        self._runs[purpose] = run, member
+        self.runs[purpose] = run, member
         run.join(member)
 
 
@@ -189,31 +181,28 @@ class SimulatedLink(Connection):
         return next((f"a round: {reason}" for reason in rounds if reason), "a round or a download")
 
     def _take(self, request: Request[Any], fds: Sequence[int], reply: Future[Any]) -> None:
-        """Perform a request; rounds and downloads answer `reply` later."""
+        """Perform a request, and answer `reply`; rounds and downloads answer it later."""
+        answer: object = None
         match request:
             case messages.StartRound(purpose=purpose):
                 run, member = self._part(request).use(purpose)
                 run.start(member, request, reply)
+                return
             case messages.FetchState() | messages.FetchMean():
                 self._download(request, fds[0], reply)
-            case _:
-                reply.set_result(self._answer(request, fds))
-
-    def _answer(self, request: Request[Any], fds: Sequence[int]) -> object:
-        """Do what is asked; returns the answer, of the type that the request names."""
-        match request:
+                return
             case messages.JoinRun(name, size=size):
                 if name in self._parts:
                     raise Refused(f"this peer takes part in run {name!r} already")
                 region = Region.attach(os.dup(fds[0]), size)
                 self._parts[name] = Part(self._swarm, self.welcome.peer_id, self.tags, request, region)
             case messages.AskState():
-                return self._part(request).state()
+                answer = self._part(request).state()
             case messages.AskDraw(state=state):
                 run, _ = self._part(request).use(STEP)
-                return run.draw(state)
+                answer = run.draw(state)
             case messages.AskProgress():
-                return self._part(request).progress()
+                answer = self._part(request).progress()
             case messages.ReportAccumulated(weight=weight):
                 if request.run in self._parts:  # A script that leaves reports last of all.
                     _, member = self._part(request).use(STEP)
@@ -227,9 +216,12 @@ class SimulatedLink(Connection):
                 member.epoch = state.epoch
                 run.serve()
             case messages.StopRound(why=why):
-                self._part(request).stop_round(why)
+                for run, member in self._part(request).runs.values():
+                    run.stop(member, why or "stopped")
             case messages.StopFetch():
-                self._part(request).stop_fetch()
+                for run, member in self._part(request).runs.values():
+                    for download in [one for one in run.downloads if one.member is member]:
+                        download.stop("cancelled")
             case messages.LeaveRun(run=name):
                 self._part(request).leave("the run was left")
                 del self._parts[name]
@@ -237,7 +229,7 @@ class SimulatedLink(Connection):
                 pass
             case _:
                 raise Refused(f"a simulated daemon does not answer {type(request).__name__}")
-        return None
+        reply.set_result(answer)
 
     def _download(
         self, request: messages.FetchState | messages.FetchMean, fd: int, reply: Future[Any]

@@ -54,14 +54,12 @@ class Search:
     """A peer's search for a group.
 
     Attributes:
-        member: PeerID.
-        request: Its script's request.
+        request: The request of the peer's script.
         began: When it began.
         reply: Gets the outcome.
         builder: The gathering in which its join is parked.
     """
 
-    member: str
     request: StartRound
     began: float
     reply: Future[Outcome]
@@ -240,7 +238,7 @@ class SimulatedRun:
         if request.state is not None:
             member.epoch = request.state.epoch
         join = self._join(member, request)
-        search = member.search = Search(member.peer, request, self._time.now, reply, self._builder(member))
+        search = member.search = Search(request, self._time.now, reply, self._builder(member))
         member.misses = 0
         self._time.at(self._time.now + request.timeout, lambda: self._expire(member, search))
         self._park(member, search, join)
@@ -420,25 +418,25 @@ class SimulatedRun:
                 continue
             if outcome.ok:
                 member.result[:] = mean
-            search.reply.set_result(self._measured(outcome, going, search))
+            search.reply.set_result(self._measured(outcome, going, peer, search.began))
         self.serve()
 
-    def _measured(self, outcome: Outcome, going: Exchange, search: Search) -> Outcome:
+    def _measured(self, outcome: Outcome, going: Exchange, peer: str, began: float) -> Outcome:
         """Add the times of one member, and the bytes of a butterfly in which all members own equal shares."""
         members = len(outcome.group)
         share = self.spec.layout.encoded_size * (members - 1) // members
-        gives = search.member in outcome.contributors
+        gives = peer in outcome.contributors
         scattered = self.spec.layout.encoded_size * (len(outcome.contributors) - gives) // members
         return structs.replace(
             outcome,
             bytes_sent=share * (1 + gives),
             bytes_received=share + scattered,
             seconds={
-                "matchmaking": going.closed - search.began,
+                "matchmaking": going.closed - began,
                 "exchange": self._time.now - going.closed,
-                "total": self._time.now - search.began,
+                "total": self._time.now - began,
             },
-            started=search.began,
+            started=began,
         )
 
 

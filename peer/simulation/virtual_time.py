@@ -84,7 +84,7 @@ class Worker:
         questions: Number of questions to its daemon since the last.
     """
 
-    def __init__(self, index: int, work: Callable[[], Any], seed: int) -> None:
+    def __init__(self, index: int, work: Callable[[], Any], seed: int, ended: Callable[[], None]) -> None:
         self.index = index
         self.result: Any = None
         self.error: BaseException | None = None
@@ -95,8 +95,8 @@ class Worker:
         self.turn.acquire()
         self.chance = Chance(seed)
         self._work = work
+        self._ended = ended
         self.thread = threading.Thread(target=self._run, name=f"simulated peer {index}", daemon=True)
-        self.ended: Callable[[], None] = lambda: None
 
     def _run(self) -> None:
         self.turn.acquire()
@@ -108,7 +108,7 @@ class Worker:
         except BaseException as error:
             self.error = None if self.killed else error
         self.over = True
-        self.ended()
+        self._ended()
 
 
 class VirtualTime:
@@ -135,8 +135,7 @@ class VirtualTime:
 
     def spawn(self, index: int, work: Callable[[], Any], seed: int) -> Worker:
         """Have a peer begin its work at once; `seed` is that of its random generators."""
-        worker = Worker(index, work, seed)
-        worker.ended = self._back.release
+        worker = Worker(index, work, seed, self._back.release)
         self._workers.append(worker)
         self._living += 1
         self._wake(worker)
@@ -160,7 +159,10 @@ class VirtualTime:
                     raise self._stuck()
                 self.now, _, act = heapq.heappop(self._due)
                 act()
-                self._raise()
+                worker = self._running
+                if worker is not None and worker.error is not None:
+                    worker.error.add_note(f"raised by the work of simulated peer {worker.index}")
+                    raise worker.error
         finally:
             self._end()
 
@@ -244,12 +246,6 @@ class VirtualTime:
         waits = "; ".join(f"peer {worker.index} waits for {worker.waits()}" for worker in left[:MAX_NAMED])
         more = f"; {len(left) - MAX_NAMED} others wait too" if len(left) > MAX_NAMED else ""
         return SimulationError(f"no simulated peer gets on any more: {waits}{more}")
-
-    def _raise(self) -> None:
-        worker = self._running
-        if worker is not None and worker.error is not None:
-            worker.error.add_note(f"raised by the work of simulated peer {worker.index}")
-            raise worker.error
 
     def _end(self) -> None:
         """End the threads that are left, one after another."""

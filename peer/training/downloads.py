@@ -60,9 +60,9 @@ class Downloads:
         self,
         after: StateId,
         circle: tuple[str, ...],
-        timeout: float = RECOVER_SECONDS,
-        proved: bool = False,
-        patient: bool = False,
+        timeout: float,
+        proved: bool,
+        patient: bool,
     ) -> None:
         """Begin to fetch the mean that the group applied to the state `after`; see `Run.recover`."""
         self._begin(

@@ -11,7 +11,7 @@ import math
 import operator
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple, overload
 
@@ -133,9 +133,6 @@ class History(Sequence[Record]):
     def __getitem__(self, at: slice) -> list[Record]: ...
     def __getitem__(self, at: int | slice) -> Record | list[Record]:
         return self._records[at]
-
-    def __iter__(self) -> Iterator[Record]:
-        return iter(self._records)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, History) and self._agreed() == other._agreed()
@@ -261,11 +258,6 @@ class Until(NamedTuple):
         """Whether a value fulfils it."""
         return _COMPARISONS[self.operator](value, self.bound)
 
-    def best(self, found: Sequence[tuple[int, float]]) -> tuple[int, float]:
-        """The first of the best of some (round, value): the highest if the condition asks for more, else the lowest."""
-        better = max if self.mode == "max" else min
-        return better(found, key=lambda one: one[1])
-
 
 class Ending(NamedTuple):
     """The rules by which a training ends.
@@ -300,7 +292,8 @@ class Ending(NamedTuple):
         if held is not None:
             return f"{self.until} in round {held[0]}: {held[1]:.6g}"
         if self.patience and found:
-            number, value = self.until.best(found)
+            better = max if self.until.mode == "max" else min
+            number, value = better(found, key=operator.itemgetter(1))  # The first of equal ones.
             if last - number >= self.patience:
                 return f"{name} has not improved for {last - number} rounds: {value:.6g} in round {number}"
         return ""

@@ -21,7 +21,7 @@ from equipoise.peer.run import Run
 from equipoise.peer.tensors import Gradients, named_gradients
 from equipoise.peer.training import events
 from equipoise.peer.training import replica as machine
-from equipoise.peer.training.downloads import Downloads
+from equipoise.peer.training.downloads import RECOVER_SECONDS, Downloads
 from equipoise.peer.training.image import Image, ModelPart, TrainingState, digest
 from equipoise.peer.training.lineage import beginning
 from equipoise.peer.training.options import CommonOptions
@@ -646,16 +646,14 @@ class Member:
             log.warning("run %s: no snapshot is offered: %s", self._run.name, error)
 
     def _recover(self, after: StateId) -> None:
-        """Begin to fetch a mean, and wait for it."""
+        """Begin to fetch a mean, and wait for it if the next contribution needs it."""
         if self._stays_away_until is None:
             self._stays_away_until = self.clock() + STAY_AWAY_SECONDS
-        astray, circle = self._replica.phase is machine.Phase.ASTRAY, self._replica.circle
+        astray, left, patient = self._replica.phase is machine.Phase.ASTRAY, RECOVER_SECONDS, False
         if self._ends_at is not None:
             left = max(self._ends_at - self.clock(), LEAST_SECONDS)
             patient = not astray and self.has_company()
-            self._downloads.recover(after, circle, left, proved=astray, patient=patient)
-            return
-        self._downloads.recover(after, circle, proved=astray)
+        self._downloads.recover(after, self._replica.circle, left, proved=astray, patient=patient)
         self._await_mean()
 
     def _await_mean(self) -> None:

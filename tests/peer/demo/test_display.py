@@ -12,8 +12,7 @@ import pytest
 from rich.console import Console
 
 from equipoise.peer.demo import DemoOptions, Summary
-from equipoise.peer.demo.display import LiveTable, PlainLines, render_summary
-from equipoise.peer.demo.plot import write_plot
+from equipoise.peer.demo.display import LiveTable, PlainLines, render_summary, write_plot
 from equipoise.peer.demo.summary import Finished, Ledger, Stepped
 
 OPTIONS = DemoOptions(peers=4, rounds=2, strategy="federated:fraction=0.5", outer="fedyogi").check()

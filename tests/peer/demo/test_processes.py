@@ -67,7 +67,7 @@ def test_leaving_ends_a_child_that_ignores_termination(
     monkeypatch.setattr("equipoise.peer.demo.processes.STOP_SECONDS", 0.1)
     child = python(family, STUBBORN)
     hear(family)
-    family.close()
+    family.__exit__()
     assert child.poll() is not None
 
 
