@@ -147,7 +147,7 @@ class Daemon:
             swarm=swarm,
             runs=tuple(session.status() for session in self.service.sessions),
             kernels=self.service.kernels,
-            versions={name: _version(name) for name in PACKAGES},
+            versions={name: metadata.version(name) for name in PACKAGES},
             settings=self._loaded.settings,
             log=str(self._home.path / LOG_FILE),
             warnings=self._loaded.warnings + swarm.warnings,
@@ -225,10 +225,3 @@ async def _bounded(stop: Callable[[], Awaitable[None]], what: str) -> None:
         log.error("%s took longer than %g s and was abandoned", what, STOP_SECONDS)
     except Exception:
         log.exception("%s failed", what)
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "not installed"

@@ -51,11 +51,13 @@ class Download(ABC):
     def look(self) -> None:
         """Begin the download if a donor has its content, or give up if no peer will have it."""
         if self._found is None and not self._reply.done():
-            self._found = self._find()
-            if self._found is not None:
-                self._time.at(self._time.now + self._seconds, self._finish)
-            elif hopeless := self._hopeless():
-                self.stop(hopeless)
+            found = self._find()
+            if isinstance(found, str):
+                if found:
+                    self.stop(found)
+                return
+            self._found = found
+            self._time.at(self._time.now + self._seconds, self._finish)
 
     def stop(self, reason: str) -> None:
         """End it without a result, if it goes on."""
@@ -77,10 +79,8 @@ class Download(ABC):
         return [one for one in self._run.members.values() if one is not self.member and not one.dead]
 
     @abstractmethod
-    def _find(self) -> Callable[[], Any] | None: ...
-
-    @abstractmethod
-    def _hopeless(self) -> str: ...
+    def _find(self) -> Callable[[], Any] | str:
+        """Return a function that takes the content from its donors; or why no peer will have it, empty if one may."""
 
     @abstractmethod
     def _failed(self, reason: str) -> Any: ...
@@ -96,13 +96,13 @@ class SnapshotDownload(Download):
         self._among = frozenset(request.among)
         super().__init__(*rest)
 
-    def _find(self) -> Callable[[], FetchOutcome] | None:
+    def _find(self) -> Callable[[], FetchOutcome] | str:
         trusted = [one for one in self._others if one.peer in self._among]
         voters = trusted or self._others
         offers = [one.offered for one in voters if one.offered is not None]
         fitting = Counter(offer for offer in offers if offer[0].epoch >= self.at_least)
         if not fitting:
-            return None
+            return "" if self._others else "no other peer of this run is known"
         chosen = max(fitting, key=lambda offer: (fitting[offer], offer[0].epoch))
         donors = [one.peer for one in voters if one.offered == chosen]
         return lambda: self._taken(*chosen, donors, tuple(one.peer for one in voters))
@@ -124,9 +124,6 @@ class SnapshotDownload(Download):
             voters=voters,
         )
 
-    def _hopeless(self) -> str:
-        return "" if self._others else "no other peer of this run is known"
-
     def _failed(self, reason: str) -> FetchOutcome:
         return FetchOutcome(ok=False, reason=reason)
 
@@ -141,11 +138,13 @@ class MeanDownload(Download):
         self._patient = request.patient
         super().__init__(*rest)
 
-    def _find(self) -> Callable[[], MeanOutcome] | None:
+    def _find(self) -> Callable[[], MeanOutcome] | str:
         kept = self._run.kept.get(self._after)
-        if kept is None or all(one.dead or one is self.member for one in kept.holders):
-            return None
-        return lambda: self._taken(kept)
+        if kept is not None and not all(one.dead or one is self.member for one in kept.holders):
+            return lambda: self._taken(kept)
+        if self._in_round or (self._patient and self._behind):
+            return ""
+        return f"none of {len(self._others)} peers keeps the mean after epoch {self._after.epoch}"
 
     def _taken(self, kept: Kept) -> MeanOutcome:
         size = len(kept.mean)
@@ -166,12 +165,6 @@ class MeanDownload(Download):
         """The number of peers in a round that may end in this mean."""
         rounds = (one.exchange for one in self._others if one.exchange is not None)
         return sum(one.manifest.before == self._after for one in rounds)
-
-    def _hopeless(self) -> str:
-        if self._in_round or (self._patient and self._behind):
-            return ""
-        asked = len(self._others)
-        return f"none of {asked} peers keeps the mean after epoch {self._after.epoch}"
 
     def _failed(self, reason: str) -> MeanOutcome:
         failed = Outcome(ok=False, reason=reason, run=self._run.spec.name)

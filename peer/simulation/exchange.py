@@ -72,10 +72,9 @@ def exchange(
         compression_ratio=spec.layout.compression_ratio,
         events=tuple(notes),
     )
-    if len(payloads) < group.quorum:
-        reason = f"expected at least {group.quorum} contributions, got {len(payloads)}"
-        return Exchanged(structs.replace(outcome, reason=reason), mean)
     try:
+        if len(payloads) < group.quorum:
+            raise RuleError(f"expected at least {group.quorum} contributions, got {len(payloads)}")
         means = _reduced(group, stores, payloads)
     except (CodecError, RuleError) as error:
         return Exchanged(structs.replace(outcome, reason=str(error)), mean)

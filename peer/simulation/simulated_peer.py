@@ -100,22 +100,6 @@ def simulate(
     for index, at in (kill or {}).items():
         if index not in range(peers) or not 0 <= at < math.inf:
             raise ValueError(f"expected kill as {{index below {peers}: seconds}}, got {index!r}: {at!r}")
-    before, threads = Chance(), torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        return _simulate(work, peers, codec, seed, kill or {})
-    finally:
-        before.restore()
-        torch.set_num_threads(threads)
-
-
-def _simulate(
-    work: Callable[[SimulatedPeer, int], Result],
-    peers: int,
-    codec: str,
-    seed: int,
-    kill: Mapping[int, float],
-) -> list[Result | None]:
     time = VirtualTime()
     swarm = SimulatedSwarm(time, seed)
     links: dict[int, SimulatedLink] = {}
@@ -132,10 +116,16 @@ def _simulate(
             links[index].kill()
         time.kill(workers[index])
 
-    for index, at in kill.items():
-        time.at(at, partial(end, index))
-        time.progressed(at)
-    chances = (Random(f"{seed} {index}").getrandbits(32) for index in range(peers))
-    workers = [time.spawn(index, partial(live, index), chance) for index, chance in enumerate(chances)]
-    time.run()
+    before, threads = Chance(), torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for index, at in (kill or {}).items():
+            time.at(at, partial(end, index))
+            time.progressed(at)
+        chances = (Random(f"{seed} {index}").getrandbits(32) for index in range(peers))
+        workers = [time.spawn(index, partial(live, index), chance) for index, chance in enumerate(chances)]
+        time.run()
+    finally:
+        before.restore()
+        torch.set_num_threads(threads)
     return [worker.result for worker in workers]

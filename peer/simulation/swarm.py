@@ -180,7 +180,7 @@ class SimulatedRun:
             peer=COORDINATOR,
             needs=spec.needs._replace(group_size=self.group_size),
             sign=_sign,
-            verify=_verify,
+            verify=lambda peer, content, signature: True,
         )
         self._needs = context.needs
         self._company = context.membership = Company(self)
@@ -442,10 +442,6 @@ class SimulatedRun:
 
 def _sign(content: bytes) -> bytes:
     return b"simulated"
-
-
-def _verify(peer: str, content: bytes, signature: bytes) -> bool:
-    return True
 
 
 class SimulatedSwarm:

@@ -377,7 +377,7 @@ class Federated:
         late_for, until = self._withheld
         gives = result is not None and self.member.in_step and (late_for != state or self._clock() >= until)
         if self.member.pending:
-            if self.member.contributes or not gives:
+            if self.member.gave or not gives:
                 return
             self.member.withdraw("this peer offers its contribution again")
             if self.member.id != state or not self.member.in_step:
@@ -409,9 +409,8 @@ class Federated:
         if self._fit is None or self.member.id != state or not self.member.in_step:
             return
         ends = time.strftime("%H:%M:%S", time.localtime(time.time() + self._deadline - self._clock()))
-        self._tell(
-            f"round {state.epoch + 1}: it trains; the round fails at {ends}, unless its quorum is there"
-        )
+        told = f"it trains; the round fails at {ends}, unless its quorum is there"
+        self._run.tell("training", f"round {state.epoch + 1}: {told}")
         self._return_to_agreed()
         weight, metrics = _returned("fit", self._fit(self._task(state.epoch + 1)))
         self._trained = state
@@ -421,12 +420,12 @@ class Federated:
         self._result = Result(state, values, weight, dict(metrics))
         # The answer to its join tells first whether it is late; to ask all peers at once delays a round that forms.
         self._look_at, self._pause = self._clock(), LOOK_SECONDS
-        self._tell(f"round {state.epoch + 1}: it has trained")
+        self._run.tell("training", f"round {state.epoch + 1}: it has trained")
 
     def _look_at_model(self) -> None:
         """Evaluate the agreed model and checkpoint it, each once."""
-        state = self.member.id
-        if not self.member.in_step or self._evaluated == state or self._result_of(state):
+        state, result = self.member.id, self._result
+        if not self.member.in_step or self._evaluated == state or (result and result.state == state):
             return
         self._evaluated, self.evaluation = state, None
         if self._keeper is not None:
@@ -441,9 +440,6 @@ class Federated:
     def _proximal(self) -> torch.Tensor:
         terms = [(own.float() - self._agreed[name]).square().sum() for name, own in self._local.items()]
         return torch.stack(terms).sum() * (self._options.proximal / 2)
-
-    def _tell(self, line: str) -> None:
-        self._run.tell("training", line)
 
     # ---- the replicated state ----
 
@@ -480,9 +476,6 @@ class Federated:
     def _return_to_agreed(self) -> None:
         for name, agreed in self._agreed.items():
             self._local[name].copy_(agreed)
-
-    def _result_of(self, state: StateId) -> bool:
-        return self._result is not None and self._result.state == state
 
     def _forget_the_old(self) -> None:
         """Drop a contribution that counts no more: it has counted, weighs too little, or is late and is not to count.

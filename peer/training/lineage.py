@@ -84,13 +84,6 @@ class Missed:
         self.asked = end
         return end
 
-    def ask(self, state: StateId) -> bool:
-        """Return whether to ask for the mean after `state`, without a target; if so, mark it as being fetched."""
-        if self.asked is not None:
-            return False
-        self.asked = state
-        return True
-
     def take(self, before: StateId, digest: str) -> bool:
         """Take a mean that has come; returns whether it was asked for."""
         if before != self.asked:

@@ -125,6 +125,7 @@ class Member:
     Attributes:
         last: The last outcome; after an update made alone, an outcome that is not ok and says so.
         outcomes: Number of rounds that have ended.
+        gave: Whether the last round has a contribution of this peer, which observes the others.
         limit: Most bytes that an image of the state takes.
         clock: Seconds on a steady clock.
     """
@@ -156,7 +157,7 @@ class Member:
         self._whole: StateId | None = start
         self._own: Accumulator | None = None
         self._pending: PendingRound | None = None
-        self._gave = self._stopped = False
+        self.gave = self._stopped = False
         self._claimed: StateId | None = None
         self._downloads = Downloads(run, subject.state)
         self._stays_away_until: float | None = None
@@ -187,11 +188,6 @@ class Member:
     def pending(self) -> bool:
         """Whether a round goes on."""
         return self._pending is not None
-
-    @property
-    def contributes(self) -> bool:
-        """Whether the open round has a contribution of this peer; it observes the others."""
-        return self._gave
 
     @property
     def round_done(self) -> bool:
@@ -242,7 +238,7 @@ class Member:
     def ends(self, deadline: float) -> bool:
         """Do one step of `finish`, which must end at `deadline`; return whether it has ended."""
         now = self.clock()
-        if self._pending is not None and self._gave and self._claimed == self.id:
+        if self._pending is not None and self.gave and self._claimed == self.id:
             if not self.has_company():
                 self._stop_search()
             if not self._pending.wait(max(min(POLL_SECONDS, deadline - now), 0.0)):
@@ -302,7 +298,7 @@ class Member:
             if self.clock() >= deadline or (self._replica.gives_up and not self.pending):
                 break
         made_good = self.in_step and self._target is not None
-        if self._pending is not None and not self._gave and (made_good or not self.has_company()):
+        if self._pending is not None and not self.gave and (made_good or not self.has_company()):
             self._stop_search()
 
     def look_back(self) -> None:
@@ -376,7 +372,7 @@ class Member:
                 continue
             if isinstance(state, NoPeers):
                 self._stop_search()
-            elif self._gave and self._ends_at is None and now - since >= LOOK_AHEAD_SECONDS:
+            elif self.gave and self._ends_at is None and now - since >= LOOK_AHEAD_SECONDS:
                 self._hear(events.Overdue())
                 since = self.clock()
             if self.id != before:
@@ -409,7 +405,7 @@ class Member:
         self._run.take()
         self._run.accumulate(gradients, weight)
         self._start(seconds, metrics, evaluation)
-        self._gave = True
+        self.gave = True
 
     def observe(self, seconds: float, evaluation: Evaluation | None) -> None:
         """Begin a round without a contribution, unless one goes on; a peer that knows no group's state attends it."""
@@ -418,7 +414,7 @@ class Member:
             if self._replica.phase is machine.Phase.MEETING:
                 self._run.accumulate(dict.fromkeys(self._subject.tensors), machine.ATTENDANCE)
             self._start(seconds, evaluation=evaluation)
-            self._gave = False
+            self.gave = False
 
     def wait(self, seconds: float) -> None:
         """Wait for the open round for a moment, and handle the ends of the round and of a download."""
@@ -444,18 +440,9 @@ class Member:
         if self.in_step:
             self._offer(self.id.epoch)
 
-    def load(self, image: torch.Tensor) -> StateId:
-        """Take on the state of an image, as from a checkpoint; the next round tells whether it is the group's.
-
-        Raises:
-            ImageError: The image is damaged or does not fit; nothing has changed.
-        """
-        read = self.read(image)
-        read.load()
-        return read.id
-
     def read(self, image: torch.Tensor) -> Image:
-        """Check all of an image; its `load` makes this peer take on the state.
+        """Check all of an image. Its `load` makes this peer take on the state; the next round tells whether it is the
+        group's.
 
         Raises:
             ImageError: The image is damaged or does not fit.
@@ -513,7 +500,7 @@ class Member:
         if weight:
             self._run.accumulate(dict.fromkeys(self._subject.tensors), weight)
         self._start(ATTEND_SECONDS)
-        self._gave = False
+        self.gave = False
 
     def _start(
         self,
@@ -593,7 +580,7 @@ class Member:
                 # This peer has just come into step. Beside a single contributor it needs a weight above 0.
                 self._run.accumulate(dict.fromkeys(self._subject.tensors), machine.ATTENDANCE)
             self._start(self._options.timeout)
-            self._gave = True
+            self.gave = True
 
     def _mean(self) -> Mean:
         assert self.last is not None, "it has brought the mean"

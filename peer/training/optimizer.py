@@ -77,8 +77,9 @@ class SwarmOptimizer(torch.optim.Optimizer):
         self._sparse = frozenset(parameters) if all_sparse else sparse_gradients(module)
         buffers = persistent_buffers(module) if options.buffers else {}
         model = image.ModelPart(parameters, buffers)
-        extra = {image.EXTRA + name: image.UserPart(what) for name, what in options.extra.items()}
-        parts: dict[str, image.Part] = {**extra}
+        parts: dict[str, image.Part] = {
+            image.EXTRA + name: image.UserPart(what) for name, what in options.extra.items()
+        }
         if self.scheduler is not None:
             parts["scheduler"] = image.SchedulerPart(self.scheduler)
         parts["optimizer"] = image.OptimizerPart(inner, parameters, self.scheduler is not None)
@@ -161,7 +162,9 @@ class SwarmOptimizer(torch.optim.Optimizer):
 
     def load(self, image: torch.Tensor) -> StateId:
         """Take on the state of an image: all of it or, with an ImageError, nothing."""
-        return self.member.load(image)
+        read = self.member.read(image)
+        read.load()
+        return read.id
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Add this micro-batch's gradients; if the swarm then has its target batch, make the step.

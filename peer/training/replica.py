@@ -223,10 +223,8 @@ class Replica:
         match event:
             case events.RoundSucceeded():
                 return self._round_succeeded(event, now)
-            case events.RoundFailed(reason, late=True):
-                return self._round_missed(reason, now)
-            case events.RoundFailed(reason, formed):
-                return self._round_failed(reason, formed, now)
+            case events.RoundFailed():
+                return self._round_failed(event, now)
             case events.ImageFetched():
                 return self._image_fetched(event, now)
             case events.FetchFailed(reason):
@@ -256,22 +254,18 @@ class Replica:
                 self._become(self.state.epoch, f"parameters {digest}")
                 return self._replay(now) if self._replaying else []
 
-    def _round_failed(self, reason: str, formed: bool, now: float) -> list[Action]:
-        self._failures += 1
-        self._stands_in = True  # The round may have lacked its second contributor.
+    def _round_failed(self, event: events.RoundFailed, now: float) -> list[Action]:
+        if event.late:  # The others have not failed: the group went on without this peer.
+            self._late_rounds += 1
+        else:
+            self._failures += 1
+            self._stands_in = True  # The round may have lacked its second contributor.
         if self.phase is Phase.ASTRAY:
             return self._return(now)
-        self.reason = f"the last round failed: {reason}"
-        # It may have succeeded for others. Then this peer's contribution counts, and must not be given again.
-        return self._look_ahead() if formed and self.phase is Phase.IN_STEP else []
-
-    def _round_missed(self, reason: str, now: float) -> list[Action]:
-        """The group went on without this peer, so its next contribution needs the mean; no failure of the others."""
-        self._late_rounds += 1
-        if self.phase is Phase.ASTRAY:
-            return self._return(now)
-        self.reason = reason
-        return self._look_ahead() if self.phase is Phase.IN_STEP else []
+        self.reason = event.reason if event.late else f"the last round failed: {event.reason}"
+        # The others may have a mean. If this peer's contribution counts in it, this peer must not give that again; if
+        # it came too late, the next contribution needs the mean.
+        return self._look_ahead() if (event.formed or event.late) and self.phase is Phase.IN_STEP else []
 
     def _fetch_failed(self, reason: str, now: float) -> list[Action]:
         self._fetching = False
@@ -390,7 +384,10 @@ class Replica:
     def _look_ahead(self, most: int = 1) -> list[Action]:
         """Ask for the mean that the group may have applied to this state, and then for the next, up to `most`."""
         self._looks_ahead = most
-        return [events.Recover(self.state)] if most and self._missed.ask(self.state) else []
+        if not most or self._missed.asked is not None:
+            return []
+        self._missed.asked = self.state
+        return [events.Recover(self.state)]
 
     def _mean_fetched(self, before: StateId, digest: str, counted: bool, now: float) -> list[Action]:
         if not self._missed.take(before, digest):
