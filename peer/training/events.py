@@ -2,42 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
 import msgspec
 
+from equipoise.averaging.outcome import Outcome
 from equipoise.averaging.state import StateId
 
 
-class RoundSucceeded(msgspec.Struct, frozen=True):
-    """A round ended in a mean.
+class RoundEnded(msgspec.Struct, frozen=True):
+    """A round of this peer ended. If it failed here after a group had formed, the others may hold a mean that it lacks.
 
     Attributes:
-        group: The group's state before the round; None if no member claims one.
-        states: The state that each member claims to hold, by name.
-        digest: The outcome's digest.
-        weights: The contributors' weights, by name.
-        members: Names of all members, in an order that is the same at all of them.
-        missing: Number of known peers that did not take part.
+        outcome: The round's outcome.
+        missing: If it is ok: number of known peers that did not take part.
     """
 
-    group: StateId | None
-    states: Mapping[str, StateId]
-    digest: str
-    weights: Mapping[str, float]
-    members: Sequence[str]
+    outcome: Outcome
     missing: int = 0
-
-
-class RoundFailed(msgspec.Struct, frozen=True):
-    """A round failed here; if a group had `formed`, the others may hold a mean that this peer lacks.
-
-    `late` says that the group had formed without this peer's contribution, which came too late and counts nowhere.
-    """
-
-    reason: str
-    formed: bool = False
-    late: bool = False
 
 
 class ImageFetched(msgspec.Struct, frozen=True):
@@ -119,8 +99,7 @@ class Interrupted(msgspec.Struct, frozen=True):
 
 
 Event = (
-    RoundSucceeded
-    | RoundFailed
+    RoundEnded
     | ImageFetched
     | FetchFailed
     | MeanFetched

@@ -326,17 +326,13 @@ class Member:
         was_in_step = self.in_step
         if self._is_past(outcome):
             return
+        missing = 0
         if outcome.ok:
             state = self._run.state
             # The number of known peers that were not in the group.
             missing = max(state.peers + 1 - len(outcome.group), 0) if isinstance(state, Idle) else 0
             self._look_at_crowd(len(outcome.group), missing)
-            event: events.Event = events.RoundSucceeded(
-                outcome.state, outcome.states, outcome.digest, outcome.contributors, outcome.group, missing
-            )
-        else:
-            event = events.RoundFailed(outcome.reason, bool(outcome.group), late=outcome.late > 0)
-        self._hear(event)
+        self._hear(events.RoundEnded(outcome, missing))
         if not outcome.ok and self._downloads.recovering:
             self._await_mean()  # Asked for before the round ended. The next contribution needs it.
         if was_in_step != self.in_step:

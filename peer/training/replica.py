@@ -32,6 +32,7 @@ from collections.abc import Iterable, Sequence
 from enum import Enum
 from typing import Literal
 
+from equipoise.averaging.outcome import Outcome
 from equipoise.averaging.state import StateId, group_state
 from equipoise.averaging.weights import ATTENDANCE_LIMIT, LEAST_CONTRIBUTION
 from equipoise.dht.limits import LruDict, backoff
@@ -127,19 +128,20 @@ class Known:
         """PeerIDs of the only peers to take snapshots from, while one of them is there; empty for all peers."""
         return () if self._trust == "heads" else tuple(self._names)
 
-    def group(self, round: events.RoundSucceeded, now: float) -> StateId | None:
+    def group(self, round: events.RoundEnded, now: float) -> StateId | None:
         """The group's state after a round, by the peers that this peer believes; None if none of them claims one."""
+        outcome = round.outcome
         if self._trust == "heads" or not self._names:
-            return round.group
+            return outcome.state
         believed = {self._name, *self._names}
-        claims = {name: state for name, state in round.states.items() if name in believed}
-        if any(name in self._names for name in round.members):
+        claims = {name: state for name, state in outcome.states.items() if name in believed}
+        if any(name in self._names for name in outcome.group):
             self._met_at, self._apart = now, 0
         elif not round.missing:
             self._apart += 1
             if self._apart >= ROUNDS_APART and now - self._met_at >= self._patience:
                 self._names.clear()
-                return round.group
+                return outcome.state
         return group_state(claims.values())
 
 
@@ -221,10 +223,8 @@ class Replica:
     def handle(self, event: Event, now: float) -> list[Action]:
         """Take an event, at `now` seconds of any steady clock; return the actions, in order."""
         match event:
-            case events.RoundSucceeded():
-                return self._round_succeeded(event, now)
-            case events.RoundFailed():
-                return self._round_failed(event, now)
+            case events.RoundEnded(outcome):
+                return self._round_succeeded(event, now) if outcome.ok else self._round_failed(outcome, now)
             case events.ImageFetched():
                 return self._image_fetched(event, now)
             case events.FetchFailed(reason):
@@ -254,18 +254,18 @@ class Replica:
                 self._become(self.state.epoch, f"parameters {digest}")
                 return self._replay(now) if self._replaying else []
 
-    def _round_failed(self, event: events.RoundFailed, now: float) -> list[Action]:
-        if event.late:  # The others have not failed: the group went on without this peer.
+    def _round_failed(self, outcome: Outcome, now: float) -> list[Action]:
+        if outcome.late:  # The others have not failed: the group went on without this peer.
             self._late_rounds += 1
         else:
             self._failures += 1
             self._stands_in = True  # The round may have lacked its second contributor.
         if self.phase is Phase.ASTRAY:
             return self._return(now)
-        self.reason = event.reason if event.late else f"the last round failed: {event.reason}"
+        self.reason = outcome.reason if outcome.late else f"the last round failed: {outcome.reason}"
         # The others may have a mean. If this peer's contribution counts in it, this peer must not give that again; if
         # it came too late, the next contribution needs the mean.
-        return self._look_ahead() if (event.formed or event.late) and self.phase is Phase.IN_STEP else []
+        return self._look_ahead() if (outcome.group or outcome.late) and self.phase is Phase.IN_STEP else []
 
     def _fetch_failed(self, reason: str, now: float) -> list[Action]:
         self._fetching = False
@@ -284,46 +284,49 @@ class Replica:
         self._replaying = False
         return self._give_up_astray("an update was interrupted: what it holds is nobody else's")
 
-    def _round_succeeded(self, event: events.RoundSucceeded, now: float) -> list[Action]:
+    def _round_succeeded(self, event: events.RoundEnded, now: float) -> list[Action]:
+        outcome, missing = event.outcome, event.missing
         self._failures, self._late_rounds, self._company_at, self._unsure = 0, 0, now, False
-        group, most = self.known.group(event, now), event.group
+        group, most = self.known.group(event, now), outcome.state
         if group is None:
             return self._nobody_knows(now)
         self._group = group
-        holders = tuple(name for name, state in event.states.items() if state == group and name != self._name)
+        holders = tuple(
+            name for name, state in outcome.states.items() if state == group and name != self._name
+        )
         self.circle = holders or self.circle
-        givers = {name for name, weight in event.weights.items() if weight >= MEETING_WEIGHT}
+        givers = {name for name, weight in outcome.contributors.items() if weight >= MEETING_WEIGHT}
         # Peers without a contribution count too: they will contribute next time, and then need a second contributor.
-        lasting = {name for name in event.members if event.states.get(name) == group}
-        idle = [name for name in event.members if name not in lasting]
+        lasting = {name for name in outcome.group if outcome.states.get(name) == group}
+        idle = [name for name in outcome.group if name not in lasting]
         self._stands_in = len(lasting) < 2 and idle[:1] == [self._name]
         self._group_at = now
         introduced = not givers
         beginning = introduced and group == self.state and self.state.epoch == 0
         # Newcomers have met only each other, though an older group may exist.
-        if beginning and event.missing > 0 and self._introductions < MAX_INTRODUCTIONS:
+        if beginning and missing > 0 and self._introductions < MAX_INTRODUCTIONS:
             self._introductions += 1
-            self.reason = f"it has met some that begin as it does; {event.missing} others may know more"
+            self.reason = f"it has met some that begin as it does; {missing} others may know more"
             return []
         if group == self.state:
             actions = self._forget_all()
             self.phase, self.reason, self._fetching = Phase.IN_STEP, "its state is the group's", False
             if most is not None and most != group:
-                others = f"{sum(state == most for state in event.states.values())} others hold {lineage.told(most)}"
+                others = f"{sum(state == most for state in outcome.states.values())} others hold {lineage.told(most)}"
                 self.reason = (
                     f"it keeps the state of those it has trained with: {others}, "
                     'and it has trained with none of them; trust="heads" would follow most'
                 )
             self._fetch_pause, self._fetch_after = 0.0, now
             if not introduced:
-                self.known.add(name for name in givers if event.states.get(name) == group)
-                self._links.append(lineage.link_of(group, event.digest))
+                self.known.add(name for name in givers if outcome.states.get(name) == group)
+                self._links.append(lineage.link_of(group, outcome.digest))
                 actions += self._replay(now)
         else:
             if self.phase is not Phase.ASTRAY:
                 self.phase = Phase.ASTRAY
                 self.reason = f"astray: it holds {lineage.told(self.state)}, the group {lineage.told(group)}"
-            actions = [] if introduced else self._hold(lineage.link_of(group, event.digest))
+            actions = [] if introduced else self._hold(lineage.link_of(group, outcome.digest))
             self._wanted = self._wanted if self._fetching else self._ahead(group, now)
             actions += self._return(now)
         self._last_round = now

@@ -30,8 +30,7 @@ from equipoise.peer.training.events import (
     Overdue,
     Recover,
     RecoveryFailed,
-    RoundFailed,
-    RoundSucceeded,
+    RoundEnded,
     StepAlone,
     SteppedAlone,
     Stopped,
@@ -49,6 +48,7 @@ from equipoise.peer.training.replica import (
     Phase,
     Replica,
 )
+from fakes import rounds
 
 START = beginning("start")
 OTHER = beginning("other")
@@ -66,13 +66,11 @@ def state_at(epoch: int, since: StateId = START) -> StateId:
 
 def succeeded(
     group: StateId | None, digest: str = "", weights: Mapping[str, float] | None = None, **more: int
-) -> RoundSucceeded:
+) -> RoundEnded:
     weights = {"b": 8.0, "c": 8.0} if weights is None else weights
     states = {} if group is None else dict.fromkeys(weights, group)
     members = sorted({*weights, "a"})
-    return RoundSucceeded(
-        group, states, digest or f"m{group.epoch if group else 0}", weights, members, **more
-    )
+    return rounds.succeeded(states, digest or f"m{group.epoch if group else 0}", weights, members, **more)
 
 
 INTRODUCED = dict.fromkeys("abc", ATTENDANCE)
@@ -113,7 +111,7 @@ def test_it_begins_by_meeting_with_nothing_to_give() -> None:
 def test_to_a_group_that_has_begun_it_comes_without_weight_unless_that_fails() -> None:
     machine = Replica("a", START, 0.0)
     assert machine.attendance(others_give=True) == 0.0
-    machine.handle(RoundFailed("too few"), 60.0)
+    machine.handle(rounds.failed("too few"), 60.0)
     assert machine.attendance(others_give=True) == ATTENDANCE
 
 
@@ -135,7 +133,7 @@ def test_other_means_lead_to_another_lineage() -> None:
 
 def test_a_failed_round_changes_nothing() -> None:
     machine = in_step()
-    assert machine.handle(RoundFailed("lost b"), 1.0) == []
+    assert machine.handle(rounds.failed("lost b"), 1.0) == []
     assert machine.state == START
     assert machine.reason == "the last round failed: lost b"
 
@@ -182,9 +180,9 @@ def test_its_circle_are_the_others_that_held_the_group_s_state_in_the_last_round
     machine.handle(succeeded(state_at(4), weights=dict.fromkeys("abcd", 8.0)), 1.0)
     assert machine.circle == ("b", "c", "d")
     held = {"a": state_at(5), "b": state_at(5), "c": OTHER, "n": START}
-    machine.handle(RoundSucceeded(state_at(5), held, "m5", {"a": 8.0, "b": 8.0}, tuple("abcn")), 2.0)
+    machine.handle(rounds.succeeded(held, "m5", {"a": 8.0, "b": 8.0}, tuple("abcn")), 2.0)
     assert machine.circle == ("b",)
-    machine.handle(RoundFailed("lost b", formed=True), 3.0)
+    machine.handle(rounds.failed("lost b", formed=True), 3.0)
     assert machine.circle == ("b",), "a round that failed takes nobody away"
 
 
@@ -192,9 +190,7 @@ def test_strangers_do_not_become_the_circle_of_one_that_keeps_its_state() -> Non
     machine = in_step(state_at(4))
     machine.handle(succeeded(state_at(4)), 1.0)
     strange = {"a": state_at(5), **dict.fromkeys("xyz", state_at(9, OTHER))}
-    machine.handle(
-        RoundSucceeded(state_at(9, OTHER), strange, "m9", {"x": 8.0, "y": 8.0}, tuple("axyz")), 2.0
-    )
+    machine.handle(rounds.succeeded(strange, "m9", {"x": 8.0, "y": 8.0}, tuple("axyz")), 2.0)
     assert machine.circle == ("b", "c")
 
 
@@ -278,7 +274,7 @@ def test_where_memory_is_short_it_asks_for_fewer_means() -> None:
 
 def test_as_long_as_others_may_still_be_at_it_nothing_is_given_again() -> None:
     machine = in_step()
-    machine.handle(RoundFailed("cut off", formed=True), 1.0)
+    machine.handle(rounds.failed("cut off", formed=True), 1.0)
     machine.handle(RecoveryFailed("not within 3 s", decided=False), 4.0)
     assert machine.handle(Due(company=True), 4.0) == [Recover(START)]
     assert machine.handle(RecoveryFailed("not within 3 s", decided=False), 7.0) == [Meet()]
@@ -297,13 +293,13 @@ def test_what_is_stopped_can_be_asked_for_again() -> None:
 
 def test_one_whose_round_failed_asks_at_once_whether_it_did_for_all() -> None:
     machine = in_step()
-    assert machine.handle(RoundFailed("lost b", formed=True), 1.0) == [Recover(START)]
+    assert machine.handle(rounds.failed("lost b", formed=True), 1.0) == [Recover(START)]
     assert machine.handle(RecoveryFailed("nobody keeps it"), 1.1) == []
     assert machine.phase is Phase.IN_STEP
     assert machine.reason == "the last round failed: lost b"
 
 
-LATE = RoundFailed("too late by 1.3 s: the group of round 7 has closed", late=True)
+LATE = rounds.failed("too late by 1.3 s: the group of round 7 has closed", late=1.3)
 
 
 def test_one_that_was_too_late_catches_up_with_the_mean_that_it_missed() -> None:
@@ -342,7 +338,7 @@ def test_late_again_without_a_mean_it_meets_the_group_anew() -> None:
 @pytest.mark.parametrize("counted", [False, True])
 def test_what_it_had_given_is_dropped_if_it_is_in_the_mean(counted: bool) -> None:
     machine = in_step()
-    machine.handle(RoundFailed("lost b", formed=True), 1.0)
+    machine.handle(rounds.failed("lost b", formed=True), 1.0)
     dropped = [DropGiven()] if counted else []
     fetched = machine.handle(MeanFetched(START, "m0", counted), 1.1)
     assert fetched == [Keep(START), *dropped, Apply(START)]
@@ -438,7 +434,7 @@ def test_it_fetches_again_after_the_next_round() -> None:
     machine = astray(state_at(5))
     assert machine.handle(FetchFailed("no donor"), 11.0) == []
     assert "no snapshot yet: no donor" in machine.reason
-    assert machine.handle(RoundFailed("nobody came"), 12.0) == [Fetch(6)]
+    assert machine.handle(rounds.failed("nobody came"), 12.0) == [Fetch(6)]
     machine.handle(FetchFailed("no donor"), 13.0)
     assert machine.handle(succeeded(state_at(6)), 23.0) == [Hold(state_at(6)), Fetch(7)]
 
@@ -448,7 +444,7 @@ def test_downloads_that_fail_are_tried_ever_less_often() -> None:
     machine.handle(FetchFailed("it does not fit"), 10.0)
     began = []
     for second in range(11, 4000):
-        if Fetch(6) in machine.handle(RoundFailed("nobody came"), float(second)):
+        if Fetch(6) in machine.handle(rounds.failed("nobody came"), float(second)):
             began.append(second)
             machine.handle(FetchFailed("it does not fit"), float(second))
     pauses = [after - before for before, after in pairwise(began)]
@@ -466,13 +462,11 @@ def test_without_a_fetch_it_is_back_where_the_group_takes_on_its_state() -> None
 def test_one_of_those_with_nothing_stands_in_beside_a_single_giver() -> None:
     first, second = Replica("a", OTHER, 0.0), Replica("b", OTHER, 0.0)
     group = state_at(5)
-    event = RoundSucceeded(
-        group, {"c": group}, "m", {"c": 8.0, "a": ATTENDANCE, "b": ATTENDANCE}, ("a", "b", "c")
-    )
+    event = rounds.succeeded({"c": group}, "m", {"c": 8.0, "a": ATTENDANCE, "b": ATTENDANCE}, ("a", "b", "c"))
     for machine in (first, second):
         machine.handle(event, 1.0)
     assert (first.attendance(), second.attendance()) == (ATTENDANCE, 0.0)
-    second.handle(RoundFailed("a has gone"), 2.0)
+    second.handle(rounds.failed("a has gone"), 2.0)
     assert second.attendance() == ATTENDANCE
 
 
@@ -541,7 +535,7 @@ def test_with_company_whose_rounds_fail_it_trains_alone_after_some() -> None:
     machine = in_step()
     for _ in range(FAILED_ROUNDS):
         assert machine.handle(Due(company=True), 1.0) == [Meet()]
-        machine.handle(RoundFailed("b was lost"), 1.0)
+        machine.handle(rounds.failed("b was lost"), 1.0)
     assert machine.handle(Due(company=True), 1.0) == [StepAlone()]
     assert machine.reason == f"it trains alone: {FAILED_ROUNDS} rounds in a row failed"
 

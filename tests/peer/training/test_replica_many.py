@@ -25,13 +25,12 @@ from equipoise.peer.training.events import (
     Meet,
     Recover,
     RecoveryFailed,
-    RoundFailed,
-    RoundSucceeded,
     StepAlone,
     SteppedAlone,
 )
 from equipoise.peer.training.lineage import MAX_MISSED, beginning
 from equipoise.peer.training.replica import ATTENDANCE, HELD_MEANS, Phase, Replica
+from fakes import rounds
 
 
 def mixed(*parts: object) -> int:
@@ -117,7 +116,7 @@ def _round(group: list[Peer], now: int, chance: random.Random, calm: bool, kept:
     contributors = {name: weight for name, weight in weights.items() if weight > 0}
     if len(contributors) < 2:
         for peer in group:
-            peer.act(peer.machine.handle(RoundFailed("too few"), now), now)
+            peer.act(peer.machine.handle(rounds.failed("too few"), now), now)
             peer.act(peer.machine.handle(Due(company=chance.random() < 0.5 or calm), now), now)
         return
     states = {peer.name: peer.machine.claim for peer in group if peer.machine.claim is not None}
@@ -127,9 +126,9 @@ def _round(group: list[Peer], now: int, chance: random.Random, calm: bool, kept:
     if before is not None and any(weight > ATTENDANCE for weight in weights.values()):
         kept[before] = mean
     for peer in group:
-        event: events.Event = RoundSucceeded(before, states, str(mean), contributors, members, 0)
+        event: events.Event = rounds.succeeded(states, str(mean), contributors, members)
         if not calm and chance.random() < 0.1:
-            event = RoundFailed("it was cut off", formed=chance.random() < 0.8)
+            event = rounds.failed("it was cut off", formed=chance.random() < 0.8)
         peer.act(peer.machine.handle(event, now), now, mean)
 
 

@@ -6,11 +6,12 @@ from collections.abc import Mapping
 
 import pytest
 
-from equipoise.averaging.state import StateId, group_state
+from equipoise.averaging.state import StateId
 from equipoise.averaging.statesync.snapshot_quorum import SnapshotQuorum
-from equipoise.peer.training.events import RoundSucceeded
+from equipoise.peer.training.events import RoundEnded
 from equipoise.peer.training.lineage import beginning
 from equipoise.peer.training.replica import ATTENDANCE, MAX_KNOWN, Known, Phase, Replica
+from fakes import rounds
 from fakes.trainers import SAMPLES, Trainer, assert_alike
 from fakes.training import FakeSwarm
 from oracles.training import network
@@ -27,10 +28,10 @@ class Stranger(Trainer):
         self.opt.load(self.opt.member._subject.state.image(THEIRS))
 
 
-def of(claims: Mapping[str, StateId | None], missing: int = 0) -> RoundSucceeded:
+def of(claims: Mapping[str, StateId | None], missing: int = 0) -> RoundEnded:
     states = {name: state for name, state in claims.items() if state is not None}
     weights = dict.fromkeys(claims, 8.0)
-    return RoundSucceeded(group_state(states.values()), states, "m", weights, sorted(claims), missing)
+    return rounds.succeeded(states, "m", weights, sorted(claims), missing)
 
 
 def known(*names: str) -> Known:
@@ -119,7 +120,7 @@ def test_a_peer_that_claims_the_groups_state_and_gives_nothing_is_not_one_of_the
     mine = Replica("a", OURS, 0.0)
     states = dict.fromkeys("abm", OURS)
     weights = {"a": 8.0, "b": 8.0, "m": ATTENDANCE}
-    mine.handle(RoundSucceeded(OURS, states, "m", weights, ["a", "b", "m"], 0), 0.0)
+    mine.handle(rounds.succeeded(states, "m", weights, ["a", "b", "m"]), 0.0)
     assert mine.known.names == ("b",)
 
 

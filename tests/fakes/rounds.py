@@ -1,0 +1,31 @@
+"""The ends of rounds, as a replica hears of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from equipoise.averaging.outcome import Outcome
+from equipoise.averaging.state import StateId
+from equipoise.peer.training.events import RoundEnded
+
+
+def succeeded(
+    states: Mapping[str, StateId],
+    digest: str,
+    weights: Mapping[str, float],
+    members: Iterable[str],
+    missing: int = 0,
+) -> RoundEnded:
+    outcome = Outcome(
+        ok=True,
+        reason="",
+        states=dict(states),
+        digest=digest,
+        contributors=dict(weights),
+        group=tuple(members),
+    )
+    return RoundEnded(outcome, missing)
+
+
+def failed(reason: str, formed: bool = False, late: float = 0.0) -> RoundEnded:
+    return RoundEnded(Outcome(ok=False, reason=reason, group=("a", "b") if formed else (), late=late))
