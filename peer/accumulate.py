@@ -39,8 +39,6 @@ class Accumulator:
         self.sums = _empty(like)
         self.weight = 0.0
         self._bound = 0.0  # No value of the sums is larger than that.
-        # Nothing was added, whatever is in their memory: to zero it would be one more pass.
-        self._bare = True
 
     def add(self, gradients: Mapping[str, torch.Tensor | None], weight: float) -> None:
         """Add `weight` * gradient; a gradient that is None counts as zeros. On an error nothing is added.
@@ -67,24 +65,22 @@ class Accumulator:
         if weight > 0:
             with torch.no_grad():
                 for name, total in self.sums.items():
-                    _put(total, present.get(name), weight, self._bare)
-            self._bare = False
+                    _put(total, present.get(name), weight, first=not self.weight)
         self._bound += weight * largest
         self.weight += weight
 
     def merge(self, other: Accumulator) -> None:
         """Add what another accumulator of the same shapes holds."""
-        if not other._bare:
+        if other.weight:
             with torch.no_grad():
                 for name, total in other.sums.items():
-                    self.sums[name].copy_(total) if self._bare else self.sums[name].add_(total)
-            self._bare = False
+                    self.sums[name].add_(total) if self.weight else self.sums[name].copy_(total)
         self.weight += other.weight
         self._bound += other._bound
 
     def mean(self) -> dict[str, torch.Tensor]:
         """The sum / weight, fp32, by name; zeros where nothing has been accumulated."""
-        if self._bare:
+        if not self.weight:
             return {name: torch.zeros_like(total) for name, total in self.sums.items()}
         # By a Python number CUDA would not divide, but multiply by its reciprocal.
         return {name: total / total.new_full((), self.weight) for name, total in self.sums.items()}
@@ -92,7 +88,6 @@ class Accumulator:
     def clear(self) -> None:
         """Back to zero."""
         self.weight = self._bound = 0.0
-        self._bare = True
 
     def _checked(self, gradients: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
         present, count = {}, len(self.sums)
@@ -111,7 +106,7 @@ class Accumulator:
 
 
 def _put(total: torch.Tensor, gradient: torch.Tensor | None, weight: float, first: bool) -> None:
-    """Add weight * gradient to `total`; the `first` to zeros, whatever `total` holds."""
+    """Add weight * gradient to `total`, or to zeros if it is the `first`: to zero `total` before is one more pass."""
     if first and gradient is not None and gradient.dtype == total.dtype and not gradient.is_sparse:
         torch.mul(gradient.to(total.device), weight, out=total)
         return
