@@ -24,8 +24,14 @@ SNAPSHOT_SECONDS, MEAN_SECONDS = 0.5, 0.1
 
 
 class Download(ABC):
-    """A download that goes on, of one member of a run."""
+    """A download that goes on, of one member of a run.
 
+    Attributes:
+        member: The member.
+        request: Its script's request.
+    """
+
+    request: FetchState | FetchMean
     _seconds: float
 
     def __init__(
@@ -33,11 +39,12 @@ class Download(ABC):
         run: SimulatedRun,
         member: Member,
         time: VirtualTime,
-        timeout: float,
+        request: FetchState | FetchMean,
         reply: Future[Any],
         memory: SharedMemory,
     ) -> None:
         self.member = member
+        self.request = request
         self._run = run
         self._time = time
         self._reply = reply
@@ -45,7 +52,7 @@ class Download(ABC):
         self._began = time.now
         self._found: Callable[[], Any] | None = None
         run.downloads.append(self)
-        time.at(time.now + timeout, lambda: self.stop(f"not within {timeout:g} s"))
+        time.at(time.now + request.timeout, lambda: self.stop(f"not within {request.timeout:g} s"))
         self.look()
 
     def look(self) -> None:
@@ -89,18 +96,14 @@ class Download(ABC):
 class SnapshotDownload(Download):
     """The download of a snapshot: of those that are offered, the one that most peers offer, then the latest."""
 
+    request: FetchState
     _seconds = SNAPSHOT_SECONDS
 
-    def __init__(self, request: FetchState, *rest: Any) -> None:
-        self.at_least = request.at_least
-        self._among = frozenset(request.among)
-        super().__init__(*rest)
-
     def _find(self) -> Callable[[], FetchOutcome] | str:
-        trusted = [one for one in self._others if one.peer in self._among]
+        trusted = [one for one in self._others if one.peer in self.request.among]
         voters = trusted or self._others
         offers = [one.offered for one in voters if one.offered is not None]
-        fitting = Counter(offer for offer in offers if offer[0].epoch >= self.at_least)
+        fitting = Counter(offer for offer in offers if offer[0].epoch >= self.request.at_least)
         if not fitting:
             return "" if self._others else "no other peer of this run is known"
         chosen = max(fitting, key=lambda offer: (fitting[offer], offer[0].epoch))
@@ -131,20 +134,16 @@ class SnapshotDownload(Download):
 class MeanDownload(Download):
     """The download of a mean that this peer missed."""
 
+    request: FetchMean
     _seconds = MEAN_SECONDS
 
-    def __init__(self, request: FetchMean, *rest: Any) -> None:
-        self._after = request.after
-        self._patient = request.patient
-        super().__init__(*rest)
-
     def _find(self) -> Callable[[], MeanOutcome] | str:
-        kept = self._run.kept.get(self._after)
+        kept = self._run.kept.get(self.request.after)
         if kept is not None and not all(one.dead or one is self.member for one in kept.holders):
             return lambda: self._taken(kept)
-        if self._in_round or (self._patient and self._behind):
+        if self._in_round or (self.request.patient and self._behind):
             return ""
-        return f"none of {len(self._others)} peers keeps the mean after epoch {self._after.epoch}"
+        return f"none of {len(self._others)} peers keeps the mean after epoch {self.request.after.epoch}"
 
     def _taken(self, kept: Kept) -> MeanOutcome:
         size = len(kept.mean)
@@ -158,13 +157,13 @@ class MeanDownload(Download):
     @property
     def _behind(self) -> int:
         here = [one for one in self._others if not one.left]
-        return sum(one.epoch is None or one.epoch < self._after.epoch for one in here)
+        return sum(one.epoch is None or one.epoch < self.request.after.epoch for one in here)
 
     @property
     def _in_round(self) -> int:
         """The number of peers in a round that may end in this mean."""
         rounds = (one.exchange for one in self._others if one.exchange is not None)
-        return sum(one.manifest.before == self._after for one in rounds)
+        return sum(one.manifest.before == self.request.after for one in rounds)
 
     def _failed(self, reason: str) -> MeanOutcome:
         failed = Outcome(ok=False, reason=reason, run=self._run.spec.name)

@@ -95,7 +95,9 @@ class Part:
         others = (
             one for one in run.downloads if isinstance(one, SnapshotDownload) and one.member is not member
         )
-        return Progress(member.accumulated, swarm, min((one.at_least for one in others), default=None))
+        return Progress(
+            member.accumulated, swarm, min((one.request.at_least for one in others), default=None)
+        )
 
     def leave(self, reason: str, dead: bool = False) -> None:
         """Leave the run."""
@@ -238,13 +240,13 @@ class SimulatedLink(Connection):
         if any(download.member is member for download in run.downloads):
             raise Refused(f"a state of run {run.spec.name!r} is being fetched already: wait for it")
         size = request.limit if isinstance(request, messages.FetchState) else request.size
-        given = run, member, self._time, request.timeout, reply, SharedMemory.attach(os.dup(fd), size)
+        given = run, member, self._time, request, reply, SharedMemory.attach(os.dup(fd), size)
         if isinstance(request, messages.FetchState):
-            SnapshotDownload(request, *given)
+            SnapshotDownload(*given)
             return
         if not request.proved:
             member.epoch = request.after.epoch
-        MeanDownload(request, *given)
+        MeanDownload(*given)
         run.serve()
 
     def _part(self, request: Request[Any]) -> Part:
