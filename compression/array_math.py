@@ -6,7 +6,6 @@ operation is one of IEEE-754 single precision; numpy fuses none.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -32,35 +31,7 @@ CHUNK_VALUES = 32 * 1024
 _MAGNITUDE = np.int32(0x7FFF_FFFF)
 
 
-class ArrayMath(ABC):
-    """What one codec does with arrays."""
-
-    @abstractmethod
-    def encode(self, values: Values, payload: Bytes) -> int:
-        """Fill `payload`; return how many values were clamped.
-
-        Raises:
-            NonFiniteError: A value is NaN or infinite.
-        """
-
-    @abstractmethod
-    def decode(self, payload: Bytes, out: Values) -> None:
-        """Fill `out` from a payload that an encoder wrote."""
-
-    @abstractmethod
-    def check(self, payload: Bytes, count: int) -> None:
-        """Verify that an encoder could have written `payload`.
-
-        Raises:
-            CodecError: It could not.
-        """
-
-    @abstractmethod
-    def accumulate(self, payload: Bytes, weight: float, into: Values) -> None:
-        """Add f32(f32(weight) * decoded) to `into`."""
-
-
-class BlockMath(ArrayMath):
+class BlockMath:
     """int8, as `blockwise` defines it."""
 
     def __init__(self, spec: str, block: int) -> None:
@@ -68,7 +39,11 @@ class BlockMath(ArrayMath):
         self._block = block
 
     def encode(self, values: Values, payload: Bytes) -> int:
-        """See `ArrayMath.encode`."""
+        """Fill `payload`; return how many values were clamped.
+
+        Raises:
+            NonFiniteError: A value is NaN or infinite.
+        """
         _require_finite(values)
         levels = np.float32(LEVELS)
         for rows, codes, scales in self._pieces(values, payload):
@@ -81,18 +56,22 @@ class BlockMath(ArrayMath):
         return 0
 
     def decode(self, payload: Bytes, out: Values) -> None:
-        """See `ArrayMath.decode`."""
+        """Fill `out` from a payload that an encoder wrote."""
         for rows, codes, scales in self._pieces(out, payload):
             np.multiply(codes, scales, out=rows)
 
     def accumulate(self, payload: Bytes, weight: float, into: Values) -> None:
-        """See `ArrayMath.accumulate`."""
+        """Add f32(f32(weight) * decoded) to `into`."""
         for rows, codes, scales in self._pieces(into, payload):
             decoded = codes * scales
             _add_weighted(decoded, weight, rows)
 
     def check(self, payload: Bytes, count: int) -> None:
-        """See `ArrayMath.check`."""
+        """Verify that an encoder could have written `payload`.
+
+        Raises:
+            CodecError: It could not.
+        """
         scales, codes = self._planes(payload, count)
         # NaN compares false, and so counts as faulty. -0.0 decodes to the same as 0.0.
         faulty = ~((scales == 0) | ((scales >= np.float32(MIN_SCALE)) & (scales <= np.float32(MAX_SCALE))))
@@ -148,7 +127,7 @@ FORMATS = {
 }
 
 
-class FloatMath(ArrayMath):
+class FloatMath:
     """fp32, fp16 or bf16.
 
     Args:
@@ -165,7 +144,7 @@ class FloatMath(ArrayMath):
         self._compiled = compiled
 
     def encode(self, values: Values, payload: Bytes) -> int:
-        """See `ArrayMath.encode`."""
+        """See `BlockMath.encode`."""
         if kernels := self._kernels(payload):
             words, limit = payload.view(np.uint16), self._limit.view(np.uint32)
             if (found := kernels.narrow[self._spec](values.view(np.uint32), words, limit)) >= 0:
@@ -182,7 +161,7 @@ class FloatMath(ArrayMath):
         return clamped
 
     def decode(self, payload: Bytes, out: Values) -> None:
-        """See `ArrayMath.decode`."""
+        """See `BlockMath.decode`."""
         if kernels := self._kernels(payload):
             kernels.widen[self._spec](payload.view(np.uint16), out.view(np.uint32))
         elif self._spec == "bf16":
@@ -193,7 +172,7 @@ class FloatMath(ArrayMath):
             out[...] = payload.view(self._name)
 
     def accumulate(self, payload: Bytes, weight: float, into: Values) -> None:
-        """See `ArrayMath.accumulate`."""
+        """See `BlockMath.accumulate`."""
         size, shared = self._itemsize, np.empty(min(into.size, CHUNK_VALUES), np.float32)
         for start in range(0, into.size, CHUNK_VALUES):
             values = into[start : start + CHUNK_VALUES]
@@ -202,7 +181,7 @@ class FloatMath(ArrayMath):
             _add_weighted(decoded, weight, values)
 
     def check(self, payload: Bytes, count: int) -> None:
-        """See `ArrayMath.check`."""
+        """See `BlockMath.check`."""
         words, exponent = payload.view(f"u{self._itemsize}"), self._exponent
         for start in range(0, count, CHUNK_VALUES):
             found = words[start : start + CHUNK_VALUES] & exponent
@@ -224,6 +203,10 @@ class FloatMath(ArrayMath):
             payload.view(np.uint16)[...] = (bits + (np.uint32(0x7FFF) + ((bits >> 16) & 1))) >> 16
         else:
             payload.view(self._name)[...] = values
+
+
+ArrayMath = BlockMath | FloatMath
+"""What one codec does with arrays."""
 
 
 def _require_finite(values: Values) -> None:

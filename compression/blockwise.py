@@ -1,4 +1,4 @@
-"""The arithmetic of the int8 codec: its definition for all kernels, and torch operations that do it on every device.
+"""The arithmetic of the int8 codec, as all kernels must do it, and the interfaces of compiled kernels.
 
 A block of values x with a = max |x| is stored as a scale and one code per value:
 
@@ -18,13 +18,13 @@ The error of a value is at most half a step, a / 254, and a few units in the las
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from equipoise.compression.chunks import CHUNK_VALUES, F32_MAX, scratch
 from equipoise.compression.late_torch import torch
 
 Values = NDArray[np.float32]
@@ -73,7 +73,6 @@ class ArrayKernels:
         reduce: `(addresses, weights, payload, scratch, block)`: add up payloads in turn, each times its weight in f32,
             and encode the sum into `payload`. addresses, int64 [m >= 1]: where the payloads begin, each as large as
             `payload`, kept alive by the caller.
-        address: `(payload)`: where it begins.
         widen: By format, fp16 and bf16, `(words, bits)`: decode words, u16 [n], to the bits of f32 values, u32 [n].
         narrow: By format, `(bits, words, limit)`: encode, and return the number of values that were clamped to the
             limit, bits of an f32; -1 if one is not finite.
@@ -83,64 +82,36 @@ class ArrayKernels:
     decode: Callable[[Bytes, Values, int], bool]
     sound: Callable[[Bytes, int, int], bool]
     reduce: Callable[[NDArray[np.int64], NDArray[np.float64], Bytes, Values, int], bool]
-    address: Callable[[Bytes], int]
     widen: Mapping[str, Callable[[NDArray[np.uint16], NDArray[np.uint32]], None]]
     narrow: Mapping[str, Callable[[NDArray[np.uint32], NDArray[np.uint16], np.uint32], int]]
 
 
-def quantise(values: torch.Tensor, payload: torch.Tensor, block: int) -> bool:
-    """Encode `values` into `payload`; return False, with its content undefined, if a value is not finite.
+Kind: TypeAlias = "int | torch.dtype"
+"""The format of a payload: the block of int8, or the dtype of plain floating-point values."""
 
-    Tensors here are contiguous and on one device. values, out, into: f32 [n]; block: a power of two; payload: uint8
-    [`payload_size(n, block)`], aligned to `SCALE_BYTES`, planar: f32 scales of the b = ceil(n / block) blocks, of which
-    the last may be short, then int8 codes [n].
+
+@dataclass(frozen=True, slots=True)
+class TensorKernels:
+    """Kernels that are launched on the current stream of the device of their tensors, and return before they end.
+
+    All tensors are contiguous and on one device, and no payload overlaps `mean`. values, out: f32 [n >= 1];
+    payload, mean: uint8, as large as n values of the kind. Notes are int32, one for each piece of the vector: how many
+    values the encoding clamped, or -1 where a value, or a sum, is not finite; then the content of the rest is
+    undefined. `clamped` waits for them.
+
+    Attributes:
+        encode: `(values, payload, kind)`: fill `payload`, return notes.
+        decode: `(payload, out, kind)`: fill `out`.
+        reduce: `(payloads, weights, mean, n, kind)`: add up payloads in turn, each times its weight in f32, and encode
+            the sum into `mean`, in one pass; return notes.
     """
-    scales, codes = planes(payload, values.numel(), block)
-    absmax = torch.empty_like(scales)
-    # Divided by and into tensors of the device: CUDA turns division by a scalar into multiplication by its
-    # reciprocal, and so does torch everywhere with scalar / tensor.
-    levels = torch.full((), LEVELS, device=values.device)
-    for rows, row_codes, row_absmax in _pieces(values, codes, absmax, block):
-        torch.amax(rows, 1, keepdim=True, out=row_absmax)
-        torch.maximum(row_absmax, torch.amin(rows, 1, keepdim=True).neg_(), out=row_absmax)
-        inverse = torch.div(levels, row_absmax).masked_fill_(row_absmax < MIN_ABSMAX, 0.0)
-        work = scratch(rows.numel(), rows.device).view(rows.shape)
-        row_codes.copy_(torch.mul(rows, inverse, out=work).round_())
-    torch.div(absmax, levels, out=scales).clamp_(max=MAX_SCALE).masked_fill_(absmax < MIN_ABSMAX, 0.0)
-    # amax and amin carry NaN along, and NaN compares false.
-    return bool((absmax <= F32_MAX).all())
+
+    encode: Callable[[torch.Tensor, torch.Tensor, Kind], torch.Tensor]
+    decode: Callable[[torch.Tensor, torch.Tensor, Kind], None]
+    reduce: Callable[[Sequence[torch.Tensor], Sequence[float], torch.Tensor, int, Kind], torch.Tensor]
 
 
-def dequantise(payload: torch.Tensor, out: torch.Tensor, block: int) -> None:
-    """Decode `payload` into `out`."""
-    scales, codes = planes(payload, out.numel(), block)
-    for rows, row_codes, row_scales in _pieces(out, codes, scales, block):
-        rows.copy_(row_codes).mul_(row_scales)
-
-
-def accumulate(payload: torch.Tensor, weight: float, into: torch.Tensor, block: int) -> None:
-    """Add f32(f32(weight) * decoded) to `into`."""
-    scales, codes = planes(payload, into.numel(), block)
-    for rows, row_codes, row_scales in _pieces(into, codes, scales, block):
-        decoded = scratch(rows.numel(), rows.device).view(rows.shape)
-        # add_(..., alpha=weight) would fuse the multiplication on CPUs that can.
-        rows.add_(decoded.copy_(row_codes).mul_(row_scales).mul_(weight))
-
-
-def _pieces(
-    values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, block: int
-) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Yield views (values [r, block], codes [r, block], scales [r, 1]); last, by itself, a short block."""
-    blocks = values.numel() // block
-    whole = blocks * block
-    if blocks:
-        # Splitting makes all the views in one call each; slices in the loop would cost a fifth of the time.
-        step = CHUNK_VALUES // block if values.device.type == "cpu" else blocks
-        yield from zip(
-            torch.split(values[:whole].view(blocks, block), step),
-            torch.split(codes[:whole].view(blocks, block), step),
-            torch.split(scales[:blocks].view(blocks, 1), step),
-            strict=True,
-        )
-    if whole < values.numel():
-        yield values[whole:].view(1, -1), codes[whole:].view(1, -1), scales[blocks:].view(1, 1)
+def clamped(notes: torch.Tensor) -> int | None:
+    """Wait for a kernel's notes; return how many values it clamped, or None where one is not finite."""
+    seen = notes.cpu()
+    return None if int(seen.amin()) < 0 else int(seen.sum())

@@ -1,16 +1,30 @@
-"""The choice of the kernels with which this process computes, and its reason."""
+"""The choice of the kernels with which this process computes, and its reason.
+
+Kernels are chosen only if they write numpy's bytes on this machine: a fused operation, another order or way to round
+changes some of them.
+"""
 
 from __future__ import annotations
 
 import functools
 import os
 from dataclasses import dataclass
+from importlib import import_module
 
-from equipoise.compression.blockwise import ArrayKernels
-from equipoise.compression.device_kernels import TensorKernels
+import numpy as np
+from numpy.typing import NDArray
+
+from equipoise.compression.array_math import FORMATS, ArrayMath, BlockMath, FloatMath
+from equipoise.compression.blockwise import (
+    LEVELS,
+    ArrayKernels,
+    Kind,
+    TensorKernels,
+    clamped,
+    payload_size,
+)
 from equipoise.compression.errors import CodecError
 from equipoise.compression.late_torch import torch
-from equipoise.compression.probe import arrays_agree, tensors_agree
 
 ENVIRONMENT = "EQUIPOISE_KERNELS"
 """Name of the variable that decides if it is set to one of NAMES."""
@@ -23,6 +37,12 @@ them takes 0.7 s of a processor and 130 MB, which is much for 32 daemons of one 
 
 INTERPRETER = "TRITON_INTERPRET"
 """Name of Triton's own variable: with "1" its kernels run on CPU tensors, for tests."""
+
+_COUNT = 64 * 128 + 4
+"""Values of a row; payloads of so many lie one behind the other, each aligned."""
+
+_BLOCKS = (32, 128)
+_WEIGHTS = (0.3, 1 / 3, 0.2, 0.7, 0.1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +89,11 @@ def kernels(device: str = "cpu") -> Choice:
         return Choice("torch", None, f"{wanted or 'triton'} does not run there")
     origin = f"{ENVIRONMENT}={name}" if wanted == name else f"{name} is installed"
     try:
+        found = import_module(f"equipoise.compression.{name}_kernels").KERNELS
         if name == "triton":
-            tensors = _triton()
-            agreed, choice = tensors_agree(tensors, torch.device(device)), Choice(name, None, origin, tensors)
+            agreed, choice = _tensors_agree(found, torch.device(device)), Choice(name, None, origin, found)
         else:
-            arrays = _numba()
-            agreed, choice = arrays_agree(arrays), Choice(name, arrays, origin)
+            agreed, choice = _arrays_agree(found), Choice(name, found, origin)
     except ModuleNotFoundError as error:
         return Choice("torch", None, f"{error.name} is not installed; {hint}")
     # A compiler, its libraries and its cache may raise anything. Other kernels then compute, and the reason is shown.
@@ -105,13 +124,72 @@ def kernels_for(device: torch.device) -> str:
     return f"{where}: {choice.reason}" if choice.name == "torch" else where
 
 
-def _triton() -> TensorKernels:
-    from equipoise.compression.triton_kernels import KERNELS
+def _arrays_agree(kernels: ArrayKernels) -> bool:
+    """Compare the bytes of kernels for arrays with numpy's."""
+    blocks = all(
+        _by_arrays(kernels, block) == _expected(BlockMath("int8", block), payload_size(_COUNT, block))
+        for block in _BLOCKS
+    )
+    return blocks and all(
+        _expected(FloatMath(spec, lambda count: kernels), 2 * _COUNT)
+        == _expected(FloatMath(spec), 2 * _COUNT)
+        for spec in kernels.narrow
+    )
 
-    return KERNELS
+
+def _tensors_agree(kernels: TensorKernels, device: torch.device) -> bool:
+    """Compare the bytes of kernels for tensors on a device with numpy's."""
+    kinds: list[tuple[Kind, ArrayMath, int]] = [
+        (block, BlockMath("int8", block), payload_size(_COUNT, block)) for block in _BLOCKS
+    ]
+    kinds += [(getattr(torch, one.name), FloatMath(spec), _COUNT * one.size) for spec, one in FORMATS.items()]
+    return all(
+        _by_tensors(kernels, kind, size, device) == _expected(math, size) for kind, math, size in kinds
+    )
 
 
-def _numba() -> ArrayKernels:
-    from equipoise.compression.numba_kernels import KERNELS
+def _rows() -> NDArray[np.float32]:
+    """Values of many magnitudes; of one, so that all count in a sum; half-way between two of bf16, or two codes."""
+    even = np.linspace(-1.9, 1.7, _COUNT, dtype=np.float32)
+    exponents = np.minimum(np.arange(_COUNT) // max(_BLOCKS) * 4 - 140, 127).astype(np.float32)
+    halves = np.arange(0x3F80, 0x3F80 + _COUNT, dtype=np.int32) * 0x1_0000 + 0x8000
+    codes = np.arange(_COUNT, dtype=np.float32) % 32 - np.float32(15.5)
+    codes[:: min(_BLOCKS)] = LEVELS
+    return np.stack([even * np.exp2(exponents), even, -np.roll(even, 3), halves.view(np.float32), codes])
 
-    return KERNELS
+
+def _expected(math: ArrayMath, size: int) -> bytes:
+    """What the rows are encoded to, their weighted sum, and what the rows are decoded to."""
+    rows, total = _rows(), np.zeros(_COUNT, np.float32)
+    *payloads, mean = encoded = np.zeros((len(rows) + 1, size), np.uint8)
+    decoded = np.empty_like(rows)
+    for row, payload, out, weight in zip(rows, payloads, decoded, _WEIGHTS, strict=True):
+        math.encode(row, payload)
+        math.decode(payload, out)
+        math.accumulate(payload, weight, total)
+    math.encode(total, mean)
+    return encoded.tobytes() + decoded.tobytes()
+
+
+def _by_arrays(kernels: ArrayKernels, block: int) -> bytes:
+    rows = _rows()
+    *payloads, mean = encoded = np.zeros((len(rows) + 1, payload_size(_COUNT, block)), np.uint8)
+    decoded = np.zeros_like(rows)
+    for row, payload, out in zip(rows, payloads, decoded, strict=True):
+        kernels.encode(row, payload, block)
+        kernels.decode(payload, out, block)
+    addresses = np.array([payload.ctypes.data for payload in payloads], np.int64)
+    kernels.reduce(addresses, np.array(_WEIGHTS), mean, np.empty(_COUNT, np.float32), block)
+    return encoded.tobytes() + decoded.tobytes()
+
+
+def _by_tensors(kernels: TensorKernels, kind: Kind, size: int, device: torch.device) -> bytes:
+    rows = torch.from_numpy(_rows()).to(device)
+    *payloads, mean = encoded = torch.zeros(len(rows) + 1, size, dtype=torch.uint8, device=device)
+    decoded = torch.zeros_like(rows)
+    notes = [kernels.encode(row, payload, kind) for row, payload in zip(rows, payloads, strict=True)]
+    for payload, out in zip(payloads, decoded, strict=True):
+        kernels.decode(payload, out, kind)
+    notes.append(kernels.reduce(payloads, _WEIGHTS, mean, _COUNT, kind))
+    finite = None not in map(clamped, notes)
+    return encoded.cpu().numpy().tobytes() + decoded.cpu().numpy().tobytes() if finite else b""

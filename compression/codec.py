@@ -21,10 +21,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from equipoise.compression.array_math import ArrayMath
+from equipoise.compression.blockwise import Kind, TensorKernels, clamped
 from equipoise.compression.buffers import Buffer, Values, contiguous, plain, shared
 from equipoise.compression.choice import INTERPRETER, kernels
 from equipoise.compression.chunks import F32_MAX
-from equipoise.compression.device_kernels import Kind, TensorKernels, clamped
 from equipoise.compression.errors import CodecError, NonFiniteError
 from equipoise.compression.late_torch import is_tensor, torch
 

@@ -35,8 +35,8 @@ _SIGN, _LOW_HALF = np.uint32(0x8000), np.uint32(0x7FFF)
 _REBIAS, _INFINITE_HALF = np.uint32(112 << 23), np.uint32(0x7C00)
 _SMALLEST_HALF, _HALF_STEP, _ONE_HALF = np.uint32(0x3880_0000), np.float32(2.0**-24), np.float32(0.5)
 
-_F32, _I32, _I8, _U8 = numba.float32[::1], numba.int32[::1], numba.int8[::1], numba.uint8[::1]
-_I64, _F64, _U16, _U32 = numba.int64[::1], numba.float64[::1], numba.uint16[::1], numba.uint32[::1]
+_F32, _F64, _I64 = numba.float32[::1], numba.float64[::1], numba.int64[::1]
+_U8, _U16, _U32 = numba.uint8[::1], numba.uint16[::1], numba.uint32[::1]
 _compiled = {"nogil": True, "cache": True, "error_model": "numpy"}
 
 
@@ -72,11 +72,6 @@ def _bits(base, start, count):  # type: ignore[no-untyped-def]
 @numba.njit(**_compiled)
 def _codes(base, start, count):  # type: ignore[no-untyped-def]
     return numba.carray(_code_pointer(base + start), (count,))
-
-
-@numba.njit(numba.int64(_U8), **_compiled)
-def _address(payload):  # type: ignore[no-untyped-def]
-    return payload.ctypes.data
 
 
 @numba.njit(**_compiled)
@@ -263,7 +258,6 @@ KERNELS = ArrayKernels(
     decode=_decode,
     sound=_sound,
     reduce=_reduce,
-    address=_address,
     widen={"fp16": _widen_fp16, "bf16": _widen_bf16},
     narrow={
         "fp16": lambda bits, words, limit: _narrow(bits, words, limit, True),

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 
 from equipoise.compression import blockwise
-from equipoise.compression.device_kernels import Kind, TensorKernels
+from equipoise.compression.blockwise import Kind, TensorKernels
 
 OPTIONS = {"enable_fp_fusion": False, "num_warps": 4}
 """Options of every launch."""

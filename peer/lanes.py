@@ -20,7 +20,7 @@ from equipoise.averaging.encoded_vector import EncodedVector
 from equipoise.averaging.layout import Layout
 from equipoise.averaging.partition import Part
 from equipoise.compression import Codec, EncodeReport, kernels_for
-from equipoise.compression.device_kernels import clamped
+from equipoise.compression.blockwise import clamped
 from equipoise.peer.shared_memory import Region
 
 LINKED = ("cuda",)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,6 @@ import pytest
 import torch
 
 from equipoise.compression import CodecError, kernels, parse_codec
-from equipoise.compression.blockwise import ArrayKernels
 from equipoise.compression.choice import WORTH_VALUES, compiled
 
 MODULE = "equipoise.compression.numba_kernels"
@@ -70,10 +70,11 @@ def test_torch_where_numba_is_missing(wanted: str, monkeypatch: pytest.MonkeyPat
 
 
 def test_torch_where_numba_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail() -> ArrayKernels:
-        raise RuntimeError("no locator available\nfor the cache")
+    class Failing(ModuleType):
+        def __getattr__(self, name: str) -> Any:
+            raise RuntimeError("no locator available\nfor the cache")
 
-    monkeypatch.setattr("equipoise.compression.choice._numba", fail)
+    monkeypatch.setitem(sys.modules, MODULE, Failing(MODULE))
     assert (kernels().name, kernels().reason) == ("torch", "numba failed: no locator available")
 
 
@@ -92,7 +93,7 @@ def test_torch_where_bytes_differ(monkeypatch: pytest.MonkeyPatch) -> None:
             total[:] = total.astype(np.float64) + float(np.float32(weight)) * decoded.astype(np.float64)
         return KERNELS.encode(total, payload, block)
 
-    monkeypatch.setattr("equipoise.compression.choice._numba", lambda: replace(KERNELS, reduce=fused))
+    monkeypatch.setattr(f"{MODULE}.KERNELS", replace(KERNELS, reduce=fused))
     assert (kernels().name, kernels().reason) == (
         "torch",
         "numba's bytes differ from torch's on this machine",
@@ -106,7 +107,7 @@ def test_torch_where_contributions_are_added_in_another_order(monkeypatch: pytes
     def reduce(addresses: np.ndarray, weights: np.ndarray, *rest: Any) -> bool:
         return KERNELS.reduce(addresses[::-1].copy(), weights[::-1].copy(), *rest)
 
-    monkeypatch.setattr("equipoise.compression.choice._numba", lambda: replace(KERNELS, reduce=reduce))
+    monkeypatch.setattr(f"{MODULE}.KERNELS", replace(KERNELS, reduce=reduce))
     assert kernels().name == "torch"
 
 
