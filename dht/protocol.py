@@ -357,8 +357,8 @@ class RecordProtocol:
     def keep(self, own: Kept) -> None:
         """Put a record of this peer itself into the record store, unless a later one of the same identity is there."""
         with _refusing(own):
-            if (entry := self.record_store.accept(own, time.monotonic(), self.clock.now())) is not None:
-                self._tell(own, entry)
+            record, _ = self.record_store.examine(own, self.clock.now())
+            self._tell(own, self.record_store.enter(own, record, time.monotonic()))
 
     async def take(self, records: Iterable[Kept], sender: str) -> int:
         """Put the valid ones of a sender's records into the record store; return their number.

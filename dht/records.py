@@ -236,20 +236,12 @@ class RecordStore:
         self._keys: dict[bytes, set[tuple[str, str]]] = {}
         self._bytes = 0
 
-    def accept(self, found: Kept, now: float, swarm_time: float) -> Entry | None:
-        """Take a record; return its entry if it is news, None if it is known already.
-
-        `now` is this machine's monotonic clock, `swarm_time` the swarm's, in seconds since 1970. Raises Forged if the
-        author has not signed it, Malformed if it is another peer's, replayed, void, or one too many of its author.
-        """
-        if self.knows(found, now):
-            return None
-        record, envelope = self.examine(found, swarm_time)
-        check(record, envelope)
-        return self.enter(found, record, now)
-
     def examine(self, found: Kept, swarm_time: float) -> tuple[Readiness, Envelope]:
-        """Decode a record for `check`, after all that is cheaper; raises Malformed as `accept` does."""
+        """Decode a record, and check everything that is cheaper than its signature, which `check` verifies.
+
+        `swarm_time` is the swarm's time, in seconds since 1970. Raises Malformed if the record is another peer's,
+        replayed or void.
+        """
         if not 0 < found.remaining <= TTL_SECONDS:
             raise Malformed(f"expected 0 to {TTL_SECONDS:.0f} s left to live, got {found.remaining}")
         record, envelope = unseal(found.data)
@@ -261,9 +253,31 @@ class RecordStore:
         return record, envelope
 
     def enter(self, found: Kept, record: Readiness, now: float) -> Entry:
-        """Keep a verified record; raises Malformed if a later one has come meanwhile, or for one run too many."""
+        """Keep a record whose author is certain, at `now` on this machine's monotonic clock; return its entry.
+
+        Raises Malformed if a later record of the author has come meanwhile, or it has records in too many runs.
+        """
         self._check_sequence(record)
-        return self._enter(record, found, now)
+        name = (record.peer, record.run)
+        known = self._entries.get(name)
+        if known is None:
+            self._make_room(record.peer, now)
+        entry = Entry(
+            data=found.data,
+            sequence=record.sequence,
+            offline=record.state == "offline",
+            arrived=now,
+            expires=now + found.remaining,
+            newcomer=known is None or known.expires <= now or known.offline,
+        )
+        self._bytes += _size(entry) - (_size(known) if known is not None else 0)
+        self._entries[name] = entry
+        self._entries.move_to_end(name)
+        self._runs.setdefault(record.peer, set()).add(record.run)
+        self._keys.setdefault(key_of(record.run, shard_of(record.peer)), set()).add(name)
+        while self._bytes > MAX_BYTES:
+            self._remove(next(iter(self._entries)))
+        return entry
 
     def _check_sequence(self, record: Readiness) -> None:
         known = self._entries.get((record.peer, record.run))
@@ -315,28 +329,6 @@ class RecordStore:
                 self._entries[found.subkey, run] = replace(entry, expires=expires)
                 return True
         return False
-
-    def _enter(self, record: Readiness, found: Kept, now: float) -> Entry:
-        name = (record.peer, record.run)
-        known = self._entries.get(name)
-        if known is None:
-            self._make_room(record.peer, now)
-        entry = Entry(
-            data=found.data,
-            sequence=record.sequence,
-            offline=record.state == "offline",
-            arrived=now,
-            expires=now + found.remaining,
-            newcomer=known is None or known.expires <= now or known.offline,
-        )
-        self._bytes += _size(entry) - (_size(known) if known is not None else 0)
-        self._entries[name] = entry
-        self._entries.move_to_end(name)
-        self._runs.setdefault(record.peer, set()).add(record.run)
-        self._keys.setdefault(key_of(record.run, shard_of(record.peer)), set()).add(name)
-        while self._bytes > MAX_BYTES:
-            self._remove(next(iter(self._entries)))
-        return entry
 
     def _make_room(self, peer: str, now: float) -> None:
         if len(runs := self._runs.get(peer, set())) < MAX_RUNS_PER_PEER:

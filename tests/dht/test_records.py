@@ -24,6 +24,7 @@ from equipoise.dht.records import (
     MAX_WHY_CHARACTERS,
     REMEMBER_SECONDS,
     TTL_SECONDS,
+    Entry,
     Kept,
     Readiness,
     RecordStore,
@@ -68,6 +69,15 @@ def forged(identity: Identity, payload: bytes, run: str = "digits") -> bytes:
     name = run.encode()
     signature = identity.sign("readiness", len(name).to_bytes(2, "big") + name + payload)
     return msgspec.msgpack.encode({"payload": payload, "signature": signature})
+
+
+def accept(record_store: RecordStore, found: Kept, now: float, swarm_time: float) -> Entry | None:
+    """Take a record as the protocol does; None if it is known already."""
+    if record_store.knows(found, now):
+        return None
+    one, envelope = record_store.examine(found, swarm_time)
+    check(one, envelope)
+    return record_store.enter(found, one, now)
 
 
 def states(record_store: RecordStore, now: float = NOW) -> dict[str, tuple[int, str]]:
@@ -244,9 +254,9 @@ def test_what_is_cut_off_or_goes_on_is_malformed(identity: Identity) -> None:
 
 def test_ledger_keeps_the_newest(identity: Identity, stranger: Identity) -> None:
     record_store = RecordStore()
-    assert record_store.accept(kept(identity, sequence=5), NOW, SWARM_TIME)
-    assert record_store.accept(kept(stranger, sequence=1), NOW, SWARM_TIME)
-    assert record_store.accept(kept(identity, sequence=6, state="joined"), NOW, SWARM_TIME)
+    assert accept(record_store, kept(identity, sequence=5), NOW, SWARM_TIME)
+    assert accept(record_store, kept(stranger, sequence=1), NOW, SWARM_TIME)
+    assert accept(record_store, kept(identity, sequence=6, state="joined"), NOW, SWARM_TIME)
     assert states(record_store) == {identity.peer: (6, "joined"), stranger.peer: (1, "ready")}
     assert [entry.record.peer for entry in record_store.current("digits", NOW)] == sorted(
         states(record_store)
@@ -256,31 +266,31 @@ def test_ledger_keeps_the_newest(identity: Identity, stranger: Identity) -> None
 def test_replays_and_equivocation_are_refused(identity: Identity) -> None:
     record_store = RecordStore()
     old, new = kept(identity, sequence=1), kept(identity, sequence=2)
-    record_store.accept(old, NOW, SWARM_TIME)
-    record_store.accept(new, NOW, SWARM_TIME)
-    assert record_store.accept(new, NOW, SWARM_TIME) is None
+    accept(record_store, old, NOW, SWARM_TIME)
+    accept(record_store, new, NOW, SWARM_TIME)
+    assert accept(record_store, new, NOW, SWARM_TIME) is None
     for replayed in (old, kept(identity, sequence=2, round=7)):
         with pytest.raises(Malformed, match="is not after"):
-            record_store.accept(replayed, NOW, SWARM_TIME)
+            accept(record_store, replayed, NOW, SWARM_TIME)
     assert states(record_store) == {identity.peer: (2, "ready")}
 
 
 def test_life_counts_from_the_first_arrival(identity: Identity) -> None:
     record_store = RecordStore()
     one = kept(identity)
-    record_store.accept(one, NOW, SWARM_TIME)
-    record_store.accept(one, NOW + TTL_SECONDS - 1, SWARM_TIME)
+    accept(record_store, one, NOW, SWARM_TIME)
+    accept(record_store, one, NOW + TTL_SECONDS - 1, SWARM_TIME)
     assert states(record_store, NOW + TTL_SECONDS - 0.1)
     assert not states(record_store, NOW + TTL_SECONDS + 0.1)
-    record_store.accept(one, NOW + TTL_SECONDS + 1, SWARM_TIME)
+    accept(record_store, one, NOW + TTL_SECONDS + 1, SWARM_TIME)
     assert not states(record_store, NOW + TTL_SECONDS + 1)
 
 
 def test_what_is_left_travels_and_cannot_be_understated_for_good(identity: Identity) -> None:
     record_store = RecordStore()
-    record_store.accept(kept(identity, remaining=2.0), NOW, SWARM_TIME)
+    accept(record_store, kept(identity, remaining=2.0), NOW, SWARM_TIME)
     assert not states(record_store, NOW + 3)
-    record_store.accept(kept(identity, remaining=TTL_SECONDS), NOW, SWARM_TIME)
+    accept(record_store, kept(identity, remaining=TTL_SECONDS), NOW, SWARM_TIME)
     assert states(record_store, NOW + TTL_SECONDS - 1)
     assert not states(record_store, NOW + TTL_SECONDS + 1)
 
@@ -288,41 +298,44 @@ def test_what_is_left_travels_and_cannot_be_understated_for_good(identity: Ident
 @pytest.mark.parametrize("remaining", [0.0, -1.0, TTL_SECONDS + 1, math.nan, math.inf])
 def test_absurd_lives_are_refused(identity: Identity, remaining: float) -> None:
     with pytest.raises(Malformed, match="left to live"):
-        RecordStore().accept(kept(identity, remaining=remaining), NOW, SWARM_TIME)
+        accept(RecordStore(), kept(identity, remaining=remaining), NOW, SWARM_TIME)
 
 
 def test_a_foreign_subkey_is_refused(identity: Identity, stranger: Identity) -> None:
     good = kept(identity)
     with pytest.raises(Malformed, match="subkey"):
-        RecordStore().accept(Kept(stranger.peer, good.data, 15.0), NOW, SWARM_TIME)
+        accept(RecordStore(), Kept(stranger.peer, good.data, 15.0), NOW, SWARM_TIME)
 
 
 def test_clocks_a_day_off_take_part_and_old_replays_do_not(identity: Identity) -> None:
-    assert RecordStore().accept(kept(identity), NOW, SWARM_TIME - 2 * 86_400)
-    assert RecordStore().accept(kept(identity), NOW, SWARM_TIME + 2 * 86_400)
+    assert accept(RecordStore(), kept(identity), NOW, SWARM_TIME - 2 * 86_400)
+    assert accept(RecordStore(), kept(identity), NOW, SWARM_TIME + 2 * 86_400)
     with pytest.raises(Malformed, match="swarm's clock"):
-        RecordStore().accept(kept(identity), NOW, SWARM_TIME + CLOCK_TOLERANCE_SECONDS + 1)
+        accept(RecordStore(), kept(identity), NOW, SWARM_TIME + CLOCK_TOLERANCE_SECONDS + 1)
 
 
 def test_nothing_can_be_revived_by_forgetting(identity: Identity) -> None:
     record_store = RecordStore()
-    record_store.accept(kept(identity, sequence=1), NOW, SWARM_TIME)
-    record_store.accept(kept(identity, sequence=2), NOW, SWARM_TIME)
+    accept(record_store, kept(identity, sequence=1), NOW, SWARM_TIME)
+    accept(record_store, kept(identity, sequence=2), NOW, SWARM_TIME)
     record_store.forget(NOW + REMEMBER_SECONDS - 1)
     assert len(record_store._entries) == 1
     record_store.forget(NOW + REMEMBER_SECONDS + 1)
     assert len(record_store._entries) == 0
     with pytest.raises(Malformed, match="swarm's clock"):
-        record_store.accept(
-            kept(identity, sequence=1), NOW + REMEMBER_SECONDS + 1, SWARM_TIME + REMEMBER_SECONDS + 1
+        accept(
+            record_store,
+            kept(identity, sequence=1),
+            NOW + REMEMBER_SECONDS + 1,
+            SWARM_TIME + REMEMBER_SECONDS + 1,
         )
 
 
 def test_the_departed_are_gone_at_once_but_their_farewell_is_passed_on(identity: Identity) -> None:
     record_store = RecordStore()
-    record_store.accept(kept(identity, sequence=1), NOW, SWARM_TIME)
+    accept(record_store, kept(identity, sequence=1), NOW, SWARM_TIME)
     farewell = kept(identity, sequence=2, state="offline")
-    record_store.accept(farewell, NOW, SWARM_TIME)
+    accept(record_store, farewell, NOW, SWARM_TIME)
     assert not states(record_store)
     assert [one.data for one in record_store.under(key_of("digits", shard_of(identity.peer)), NOW)] == [
         farewell.data
@@ -332,19 +345,19 @@ def test_the_departed_are_gone_at_once_but_their_farewell_is_passed_on(identity:
 def test_runs_per_author_are_bounded(identity: Identity) -> None:
     record_store = RecordStore()
     for number in range(MAX_RUNS_PER_PEER):
-        record_store.accept(kept(identity, run=f"run {number}"), NOW, SWARM_TIME)
+        accept(record_store, kept(identity, run=f"run {number}"), NOW, SWARM_TIME)
     with pytest.raises(Malformed, match="maximum"):
-        record_store.accept(kept(identity, run="one more"), NOW, SWARM_TIME)
-    record_store.accept(kept(identity, run="run 0", sequence=2), NOW, SWARM_TIME)
+        accept(record_store, kept(identity, run="one more"), NOW, SWARM_TIME)
+    accept(record_store, kept(identity, run="run 0", sequence=2), NOW, SWARM_TIME)
 
 
 def test_a_run_that_was_left_makes_room_for_another(identity: Identity) -> None:
     record_store = RecordStore()
     for number in range(MAX_RUNS_PER_PEER):
-        record_store.accept(kept(identity, run=f"run {number}"), NOW, SWARM_TIME)
-    record_store.accept(kept(identity, run="run 7", sequence=2, state="offline"), NOW, SWARM_TIME)
-    assert record_store.accept(kept(identity, run="one more"), NOW, SWARM_TIME)
-    assert record_store.accept(kept(identity, run="and another"), NOW + TTL_SECONDS + 1, SWARM_TIME)
+        accept(record_store, kept(identity, run=f"run {number}"), NOW, SWARM_TIME)
+    accept(record_store, kept(identity, run="run 7", sequence=2, state="offline"), NOW, SWARM_TIME)
+    assert accept(record_store, kept(identity, run="one more"), NOW, SWARM_TIME)
+    assert accept(record_store, kept(identity, run="and another"), NOW + TTL_SECONDS + 1, SWARM_TIME)
     assert len(record_store._entries) == MAX_RUNS_PER_PEER
 
 
@@ -373,7 +386,7 @@ def test_the_memory_of_records_is_bounded(
             peer = peer_of(number.to_bytes(32, "big"))
             run = f"run {number}, " + "x" * 100
             sent = msgspec.msgpack.encode(kept(author, peer=peer, run=run, **contents))
-            record_store.accept(msgspec.msgpack.decode(sent, type=Kept), NOW, SWARM_TIME)
+            accept(record_store, msgspec.msgpack.decode(sent, type=Kept), NOW, SWARM_TIME)
         taken = tracemalloc.get_traced_memory()[0] - before
     finally:
         tracemalloc.stop()
@@ -383,12 +396,12 @@ def test_the_memory_of_records_is_bounded(
 def test_records_of_a_peer_that_is_gone_are_void_until_it_says_more(identity: Identity) -> None:
     record_store = RecordStore()
     first = kept(identity)
-    record_store.accept(first, NOW, SWARM_TIME)
+    accept(record_store, first, NOW, SWARM_TIME)
     record_store.bury(identity.peer, NOW + 1)
     assert not states(record_store, NOW + 1)
-    assert record_store.accept(first, NOW + 2, SWARM_TIME) is None, "others still pass it on"
+    assert accept(record_store, first, NOW + 2, SWARM_TIME) is None, "others still pass it on"
     assert not states(record_store, NOW + 2)
-    again = record_store.accept(kept(identity, sequence=2), NOW + 3, SWARM_TIME)
+    again = accept(record_store, kept(identity, sequence=2), NOW + 3, SWARM_TIME)
     assert again is not None
     assert again.newcomer
     assert states(record_store, NOW + 3)
@@ -396,7 +409,7 @@ def test_records_of_a_peer_that_is_gone_are_void_until_it_says_more(identity: Id
 
 def test_one_that_has_left_and_still_serves_is_found_and_says_so(identity: Identity) -> None:
     record_store = RecordStore()
-    record_store.accept(kept(identity, state="left"), NOW, SWARM_TIME)
+    accept(record_store, kept(identity, state="left"), NOW, SWARM_TIME)
     (entry,) = record_store.current("digits", NOW)
     assert entry.record.left
     assert not entry.record.ready
