@@ -131,9 +131,9 @@ class Dialer:
                 raise Unreached("failed", refusal.reason)
             await self._tries_ended.wait()
         else:
-            return await self._connect(address)  # No host is dialled, not even the relay's.
+            return await self.connect(address, None)  # No host is dialled, not even the relay's.
         try:
-            await self._connect(await self._resolved(address), GREETING)
+            await self.connect(await self._resolved(address), GREETING)
         except Unreached as error:
             failure = str(error)
             if address.relayed:
@@ -160,13 +160,12 @@ class Dialer:
                 return replace(address, text=f"/ip{version}/{host}/{rest}", host=host)
         raise Unreached("failed", f"host name {address.host} stands for addresses of another private network")
 
-    async def connect(self, address: Address) -> None:
-        """Connect to the peer at `address`, which a person has given; raises Unreached if it is not there."""
-        if address.peer == self._own:
-            raise Unreached("wrong peer", "that is this peer itself")
-        await self._connect(address, b"")
+    async def connect(self, address: Address, greeting: bytes | None = b"") -> None:
+        """Connect to the peer at `address`; raises Unreached if it is not there.
 
-    async def _connect(self, address: Address, greeting: bytes | None = None) -> None:
+        First a plain connection is tried, on which the listener must say `greeting`; with None it is left out. The
+        default, no greeting, is for addresses that a person has given.
+        """
         if greeting is not None:
             await probe(address.host, address.port, greeting)
         try:
