@@ -17,13 +17,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from OpenSSL import SSL
-
 from equipoise.dht.direct import aead
+from equipoise.dht.direct.credential import OwnCertificate
 from equipoise.dht.direct.errors import Refused
 from equipoise.dht.direct.sockets import said
 from equipoise.dht.direct.streams import AeadStream, PlainStream, TlsStream
-from equipoise.dht.direct.tls import GREETING_RECORD_BYTES, TlsSession
+from equipoise.dht.direct.tls import GREETING_RECORD_BYTES, TlsSession, make_context
 from equipoise.dht.identity import peer_of, public_key_of
 
 Layer = Literal["tls", "aead", "plain"]
@@ -81,18 +80,21 @@ async def receive_opening(connection: socket.socket) -> bytes:
 
 
 async def secure(
-    connection: socket.socket, context: SSL.Context, expected: bytes, preface: Preface, *, dialler: bool
+    connection: socket.socket, own: OwnCertificate, expected: bytes, preface: Preface, *, dialler: bool
 ) -> PlainStream:
     """Prove both PeerIDs to the two sides, and return the stream of the layer in the preface.
 
-    Takes over the connection, which is non-blocking and past the preface, and closes it on failure. `context` trusts
-    the other side's certificate only, whose DER is `expected`. Raises Refused if the other side is not the expected
-    peer, refuses this side, or ends the connection.
+    Takes over the connection, which is non-blocking and past the preface, and closes it on failure. The other side must
+    hold the certificate whose DER is `expected`. The layer `plain` proves nothing: the caller has checked that the
+    connection stays on this machine. Raises Refused if the other side is not the expected peer, refuses this side, or
+    ends the connection.
     """
     connection = socket.socket(fileno=connection.detach())
+    if preface.layer == "plain":
+        return await _accepted(PlainStream(connection), dialler)
     loop = asyncio.get_running_loop()
     with _closed_if_refused(connection):
-        tls = TlsSession(context, server=not dialler)
+        tls = TlsSession(make_context(own, expected, server=not dialler), server=not dialler)
         while not tls.shake_hands():
             await loop.sock_sendall(connection, tls.seal())
             await _read(connection, tls, HANDSHAKE_BYTES)
@@ -112,8 +114,8 @@ async def secure(
         if preface.layer == "tls":
             return TlsStream(connection, tls)
         of_dialler, of_acceptor = (tls.export_key(side, aead.KEY_BYTES) for side in (b"dialler", b"acceptor"))
-        own, theirs = (of_dialler, of_acceptor) if dialler else (of_acceptor, of_dialler)
-        return AeadStream(connection, aead.Sealer(own), aead.Opener(theirs))
+        sends, receives = (of_dialler, of_acceptor) if dialler else (of_acceptor, of_dialler)
+        return AeadStream(connection, aead.Sealer(sends), aead.Opener(receives))
 
 
 @contextlib.contextmanager
@@ -139,14 +141,9 @@ async def _read(connection: socket.socket, tls: TlsSession, most: int) -> None:
         tls.end()
 
 
-async def forgo(connection: socket.socket, *, dialler: bool) -> PlainStream:
-    """Return a stream without proofs and encryption; the caller has checked that it stays on this machine.
-
-    Takes over the connection as `secure` does. Raises Refused if the other side has ended it.
-    """
-    stream = PlainStream(socket.socket(fileno=connection.detach()))
+async def _accepted(stream: PlainStream, dialler: bool) -> PlainStream:
+    """Have the accepting side of a plain stream accept it, by one byte."""
     with _closed_if_refused(stream):
-        # The accepting side sends one byte to accept.
         if dialler:
             await stream.receive_into(memoryview(bytearray(1)))
         else:

@@ -33,9 +33,9 @@ _NAME_BYTES = 16
 """TCP_CA_NAME_MAX."""
 _INFO_BYTES = 128
 _INT = struct.Struct("=i")
-_ROUND_TRIP = struct.Struct("=68xI")
-"""tcp_info.tcpi_rtt, in microseconds."""
-_ACKNOWLEDGED = struct.Struct("=120xQ")
+ROUND_TRIP_US = struct.Struct("=68xI")
+"""tcp_info.tcpi_rtt: the smoothed round-trip time in microseconds."""
+ACKNOWLEDGED_BYTES = struct.Struct("=120xQ")
 """tcp_info.tcpi_bytes_acked (RFC 4898, tcpEStatsAppHCThruOctetsAcked), in Linux since 4.1."""
 DIAL_SECONDS = 1.5
 """Longest dial of one address, so that three are tried: packets to another network vanish without an answer."""
@@ -77,18 +77,8 @@ def _usual_congestion_control(family: int) -> bytes:
     return b""
 
 
-def acknowledged(connection: socket.socket) -> int | None:
-    """Return how many bytes the other end's kernel has acknowledged; None where that cannot be told."""
-    return _info(connection, _ACKNOWLEDGED)
-
-
-def round_trip(connection: socket.socket) -> float:
-    """Return the smoothed round-trip time in seconds; 0 where that cannot be told."""
-    return (_info(connection, _ROUND_TRIP) or 0) / 1e6
-
-
-def _info(connection: socket.socket, field: struct.Struct) -> int | None:
-    """Return a field of what the kernel tells of a TCP connection; None where that cannot be told."""
+def tcp_info(connection: socket.socket, field: struct.Struct) -> int | None:
+    """Return a field of the kernel's `tcp_info` of a TCP connection; None where the kernel does not tell."""
     try:
         info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
     except OSError:  # Not TCP.

@@ -13,7 +13,7 @@ import socket
 from equipoise.dht import streams
 from equipoise.dht.direct import aead
 from equipoise.dht.direct.errors import Refused
-from equipoise.dht.direct.sockets import acknowledged, round_trip, waiting, wake_at
+from equipoise.dht.direct.sockets import ACKNOWLEDGED_BYTES, ROUND_TRIP_US, tcp_info, waiting, wake_at
 from equipoise.dht.direct.tls import RECORD_BYTES, TlsSession
 from equipoise.dht.streams import HEAD_BYTES, YIELD_BYTES, Buffer, BytesRefused, Stream, StreamClosed, wake
 
@@ -48,14 +48,14 @@ class PlainStream(Stream):
     def delivered(self) -> int:
         """Bytes that the other end's kernel has acknowledged, encryption and handshake included; else `sent`."""
         if not self.closed:
-            count = acknowledged(self._socket)
+            count = tcp_info(self._socket, ACKNOWLEDGED_BYTES)
             self._acknowledged = self.sent if count is None else count
         return self._acknowledged
 
     @property
     def rtt(self) -> float:
         """Smoothed round-trip time, in seconds; 0 where that cannot be told."""
-        return 0.0 if self.closed else round_trip(self._socket)
+        return 0.0 if self.closed else (tcp_info(self._socket, ROUND_TRIP_US) or 0) / 1e6
 
     def _watch(self) -> None:
         if self._reading is not None and self._wakes_at > 1 and waiting(self._socket):

@@ -18,7 +18,6 @@ from equipoise.dht.direct.handshake import Layer, Preface, parse_preface
 from equipoise.dht.direct.listener import ORIGIN_QUESTION, Gate, Listener, endpoints, origin_answer
 from equipoise.dht.direct.sockets import connect, keep_alive, said, shown, tune
 from equipoise.dht.direct.streams import PlainStream
-from equipoise.dht.direct.tls import make_context
 from equipoise.dht.identity import Identity
 from equipoise.dht.limits import LruDict
 from equipoise.dht.state import DirectStatus
@@ -265,28 +264,20 @@ class DirectTransport:
 
     async def _claim(self, connection: socket.socket, admitted: Credential, address: Place) -> PlainStream:
         """Send the preface on a connection that this peer has opened, and prove its PeerID."""
-        own = fingerprint_of(self._presence.certificate.der)
-        preface = Preface(self._layer, self.peer, admitted.peer, own)
+        own = self._presence.certificate
+        preface = Preface(self._layer, self.peer, admitted.peer, fingerprint_of(own.der))
         try:
             if self._layer == "plain" and not is_loopback(address[0]):
                 raise Refused("plain", "channels without encryption are for loopback addresses only")
             tune(connection)
             await asyncio.get_running_loop().sock_sendall(connection, preface.encode())
-            return await self._secure(connection, admitted, preface, dialler=True)
+            return await handshake.secure(connection, own, admitted.certificate, preface, dialler=True)
         except Refused as error:
             if error.why in ("impostor", "expired", "replayed certificate"):
                 self._refuse(error.why, f"{admitted.peer} at {shown(address)}: {error}")
             raise
         finally:
             connection.close()
-
-    async def _secure(
-        self, connection: socket.socket, admitted: Credential, preface: Preface, *, dialler: bool
-    ) -> PlainStream:
-        if preface.layer == "plain":
-            return await handshake.forgo(connection, dialler=dialler)
-        context = make_context(self._presence.certificate, admitted.certificate, server=not dialler)
-        return await handshake.secure(connection, context, admitted.certificate, preface, dialler=dialler)
 
     def _accept(self, connection: socket.socket, address: Place) -> None:
         task = self._tasks.spawn(self._welcome(connection, address))
@@ -326,7 +317,8 @@ class DirectTransport:
         if (preface.layer == "plain") != plain or (plain and not is_loopback(host)):
             raise Refused("plain", f"{preface.dialler} wants channels as {preface.layer}, not {self._layer}")
         admitted = await self._allowlist.expect(preface.dialler, preface.fingerprint, ADMIT_SECONDS)
-        stream = await self._secure(connection, admitted, preface, dialler=False)
+        own, theirs = self._presence.certificate, admitted.certificate
+        stream = await handshake.secure(connection, own, theirs, preface, dialler=False)
         try:
             self.channels.check_room(preface.dialler)
         except ConnectionError as error:

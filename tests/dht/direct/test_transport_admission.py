@@ -28,7 +28,6 @@ from equipoise.dht.direct.credential import (
 from equipoise.dht.direct.errors import Refused
 from equipoise.dht.direct.handshake import Preface, parse_preface
 from equipoise.dht.direct.streams import PlainStream
-from equipoise.dht.direct.tls import make_context
 from fakes.direct import port_of, refused
 
 FRAME = (b"header", bytes(range(256)) * 80)
@@ -248,7 +247,9 @@ async def test_who_forgoes_encryption_leaves_no_socket_behind(monkeypatch, diall
             with contextlib.suppress(BlockingIOError):
                 while True:
                     own.send(bytes(65536))  # Until its own byte has to wait.
-        forgoing = asyncio.ensure_future(handshake.forgo(own, dialler=dialler))
+        certificate = make_certificate("peer", time.time())
+        plain = Preface("plain", "", "", b"")
+        forgoing = asyncio.ensure_future(handshake.secure(own, certificate, b"", plain, dialler=dialler))
         await asyncio.sleep(0)
         if cancelled:
             forgoing.cancel()
@@ -275,10 +276,9 @@ async def knock(dial, claimed: str, target, own: OwnCertificate, layer):
     preface = Preface(layer, claimed, target.peer, fingerprint_of(target._allowlist[claimed].certificate))
     await asyncio.get_running_loop().sock_sendall(connection, preface.encode())
     trusted = certificate_of(target)
-    context = make_context(own, trusted, server=False)
     raw = socket.socket(fileno=connection.detach())
     raw.setblocking(False)
-    return await handshake.secure(raw, context, trusted, preface, dialler=True)
+    return await handshake.secure(raw, own, trusted, preface, dialler=True)
 
 
 async def turned_away(dial, claimed: str, target, own: OwnCertificate, layer) -> None:
@@ -335,9 +335,8 @@ async def terminating(victim, own: OwnCertificate):
     async def serve(connection: socket.socket) -> None:
         preface = parse_preface(await handshake.receive_opening(connection))
         trusted = certificate_of(victim)
-        context = make_context(own, trusted, server=True)
         with contextlib.suppress(Refused):
-            stream = await handshake.secure(connection, context, trusted, preface, dialler=False)
+            stream = await handshake.secure(connection, own, trusted, preface, dialler=False)
             arrived.append(stream)
 
     async with serving(serve) as address:
