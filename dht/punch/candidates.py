@@ -13,6 +13,7 @@ from typing import Annotated
 import msgspec
 
 from equipoise.dht import sanitize
+from equipoise.dht.dialpolicy import Place
 from equipoise.dht.sanitize import printable
 from equipoise.dht.state import PROTOCOL_VERSION
 
@@ -22,8 +23,6 @@ MIN_PORT = 1024
 MAX_INSIDE = 2
 """Most places inside. A member that lies can have one more first packet than this sent to this peer's neighbours."""
 
-Place = tuple[str, int]
-"""IP address and TCP port."""
 _Told = tuple[Annotated[str, msgspec.Meta(max_length=45)], Annotated[int, msgspec.Meta(ge=1, le=65535)]]
 PUNCH_PROTOCOL = f"/equipoise/{PROTOCOL_VERSION}/punch"
 MAX_MESSAGE_BYTES = 1024

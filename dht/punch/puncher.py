@@ -19,27 +19,14 @@ from typing import TypeVar
 from equipoise.dht import streams
 from equipoise.dht.autonat import Reach
 from equipoise.dht.dialer import Dialer
+from equipoise.dht.dialpolicy import Place
 from equipoise.dht.direct.listener import ask_origin
 from equipoise.dht.direct.sockets import said, shown
 from equipoise.dht.direct.transport import DirectTransport
 from equipoise.dht.limits import LruDict, RateLimit, backoff
 from equipoise.dht.p2pd_client import P2pdClient, StreamListener
-from equipoise.dht.punch.candidates import (
-    MAX_MESSAGE_BYTES,
-    MAX_REASON_CHARACTERS,
-    PUNCH_PROTOCOL,
-    Candidates,
-    End,
-    Go,
-    Message,
-    Place,
-    Probe,
-    decode,
-    encode,
-    judge,
-    obstacle,
-    targets,
-)
+from equipoise.dht.punch import candidates
+from equipoise.dht.punch.candidates import Candidates, End, Go, Message, Probe
 from equipoise.dht.sanitize import Malformed, printable
 from equipoise.dht.streams import Acceptor, Stream, StreamClosed
 from equipoise.dht.transport import FramedChannel
@@ -196,7 +183,7 @@ class SharedPort:
         alike = [place for place in mirrors if (":" in place[0]) == (":" in mirrors[0][0])]
         answers = await asyncio.gather(*(self._ask(place) for place in alike[:MIRRORS]))
         told = [answer for answer in answers if answer is not None]
-        return judge([seen for seen, _ in told], [inside for _, inside in told])
+        return candidates.judge([seen for seen, _ in told], [inside for _, inside in told])
 
     async def connect(self, place: Place) -> socket.socket:
         """Open a connection from both ends at once: the peer at `place` connects to this port too. Until cancelled.
@@ -314,7 +301,7 @@ class Attempt:
         except (OSError, Malformed) as error:
             reason = said(error)
             with contextlib.suppress(StreamClosed):
-                await self._say(End(reason[:MAX_REASON_CHARACTERS]))
+                await self._say(End(reason[: candidates.MAX_REASON_CHARACTERS]))
             # The other side does not learn what is found here: it may have named places in order to explore them.
             reason = "; ".join((reason, *self._failures.values()))
         finally:
@@ -332,7 +319,7 @@ class Attempt:
         else:
             theirs = await self._hear(Candidates)
             own = await self._port.measure(self._mirrors)
-        self._targets, self._obstacle = targets(own, theirs), obstacle(own, theirs)
+        self._targets, self._obstacle = candidates.targets(own, theirs), candidates.obstacle(own, theirs)
         if not self._targets:
             raise ConnectionError(self._obstacle or "the two have no kind of address in common")
         if not self._begins:
@@ -381,13 +368,15 @@ class Attempt:
             channel.close()
 
     async def _say(self, message: Message) -> None:
-        await streams.send_message(self._stream, encode(message))
+        await streams.send_message(self._stream, candidates.encode(message))
 
     async def _hear(self, kind: type[_Message]) -> _Message:
         """Return the other side's next message; raises ConnectionError if it is of another kind, or does not come."""
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
-                message = decode(await streams.receive_message(self._stream, MAX_MESSAGE_BYTES))
+                message = candidates.decode(
+                    await streams.receive_message(self._stream, candidates.MAX_MESSAGE_BYTES)
+                )
         except TimeoutError:
             raise ConnectionError(f"the other side does not answer within {ANSWER_SECONDS:.0f} s") from None
         if isinstance(message, End):
@@ -410,7 +399,9 @@ class Puncher:
         self.schedule = Schedule()
         self._limit = RateLimit(CALLS_PER_SECOND, BURST)
         self._tries = RateLimit(TRIES_PER_SECOND, TRIES_BURST)
-        self.listener = StreamListener(PUNCH_PROTOCOL, folder / "punch.sock", MAX_ANSWERED, self._answer)
+        self.listener = StreamListener(
+            candidates.PUNCH_PROTOCOL, folder / "punch.sock", MAX_ANSWERED, self._answer
+        )
         self._tasks = TaskSet()
 
     def want(self, peer: str) -> None:
@@ -443,16 +434,16 @@ class Puncher:
         try:
             await self._dialer.reach(peer)
             with contextlib.closing(
-                await self._link.open_stream(peer, PUNCH_PROTOCOL, OPEN_SECONDS)
+                await self._link.open_stream(peer, candidates.PUNCH_PROTOCOL, OPEN_SECONDS)
             ) as stream:
                 await self._punch(peer, stream, begins=True)
         except ConnectionError as error:
             self._end(peer, f"no stream to it can be opened: {error}")
 
     async def _answer(self, peer: str, relayed: bool, stream: Stream) -> None:
-        refusal = self._refusal(peer)[:MAX_REASON_CHARACTERS]
+        refusal = self._refusal(peer)[: candidates.MAX_REASON_CHARACTERS]
         if refusal:
-            await streams.send_message(stream, encode(End(refusal)))
+            await streams.send_message(stream, candidates.encode(End(refusal)))
             async with asyncio.timeout(HANG_UP_SECONDS):
                 await stream.wait_readable()
             return
