@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from functools import partial
-from types import ModuleType
 
 UTILITIES = ("logging", "serializer", "timed_storage")
 """Modules of hivemind.utils whose names its other packages import from hivemind.utils itself; none needs torch."""
@@ -26,13 +24,13 @@ def bare_packages() -> None:
         if spec is not None:
             package = sys.modules[name] = importlib.util.module_from_spec(spec)
             if name == "hivemind.utils":
-                vars(package)["__getattr__"] = partial(_found, name)
+                vars(package)["__getattr__"] = _found
 
 
-def _found(package: str, wanted: str) -> object:
-    """The value of a name that is asked of a package, from one of its modules."""
-    modules: list[ModuleType] = [importlib.import_module(f"{package}.{name}") for name in UTILITIES]
-    for module in modules:
+def _found(wanted: str) -> object:
+    """Return the value of a name of hivemind.utils, from one of its modules."""
+    for name in UTILITIES:
+        module = importlib.import_module(f"hivemind.utils.{name}")
         if not wanted.startswith("_") and hasattr(module, wanted):
             return getattr(module, wanted)
-    raise AttributeError(f"{package} has no {wanted!r} outside of what needs torch")
+    raise AttributeError(f"hivemind.utils has no {wanted!r} outside of what needs torch")

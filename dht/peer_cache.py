@@ -39,7 +39,7 @@ class PeerCache:
 
     Attributes:
         first_sequence: A sequence above all that earlier starts have used.
-        ports: The ports of libp2p and of direct channels that earlier starts have chosen; 0 for none.
+        ports: The ports of libp2p and of direct channels that this or earlier starts have chosen; 0 for none.
         peers: Addresses of good peers, by PeerID; the least recently met is forgotten.
     """
 
@@ -55,10 +55,6 @@ class PeerCache:
                 self.peers[peer] = seen
         self._saved = b""
         self.save()
-
-    def keep_ports(self, port: int, direct_port: int) -> None:
-        """Take these ports again at the next start; 0 leaves what is kept."""
-        self.ports = port or self.ports[0], direct_port or self.ports[1]
 
     def remember(self, peer: str, addresses: tuple[str, ...]) -> None:
         """Keep where `peer` was last met."""

@@ -226,7 +226,7 @@ class Swarm:
             for before, now in ((kept, drawn), (kept_direct, direct))
             if before and now and before != now
         ]
-        self._memory.keep_ports(drawn, direct)
+        self._memory.ports = drawn or kept, direct or kept_direct
         self._memory.save()
         return listen
 

@@ -44,8 +44,7 @@ def test_a_port_that_is_named_is_taken_or_refused() -> None:
 def test_ports_survive_in_the_home(tmp_path: Path) -> None:
     memory = PeerCache(tmp_path)
     assert memory.ports == (0, 0)
-    memory.keep_ports(31337, 40000)
-    memory.keep_ports(0, 31338)
+    memory.ports = 31337, 31338
     memory.save()
     assert PeerCache(tmp_path).ports == (31337, 31338)
     (tmp_path / "swarm.json").write_text('{"port": 70000}')
