@@ -152,18 +152,15 @@ class Registry(Generic[T]):
         if len(spec) > self._most:
             told = f"a {self._kind} spec has at most {self._most} characters, not {len(spec)}"
             raise ValueError(f"{told}: {spec[:SHOWN_CHARS]!r}...; {self._nearest(name[:SHOWN_CHARS])}")
-        make, known = self._known.get(name) or self._installed(name)
+        found = self._known.get(name) or (self._plugins.find(name) if self._plugins else None)
+        if found is None:
+            raise ValueError(f"unknown {self._kind} {name!r}; {self._nearest(name)}")
+        make, known = found
         given = _given(name, text, known) if colon else {}
         made = make(**{option: given.get(option, takes.default) for option, takes in known.items()})
         if len(getattr(made, "spec", "")) > self._most:
             raise ValueError(f"{name}: its whole {self._kind} spec is longer than {self._most} characters")
         return made
-
-    def _installed(self, name: str) -> tuple[Callable[..., T], Mapping[str, Option]]:
-        found = self._plugins.find(name) if self._plugins else None
-        if found is None:
-            raise ValueError(f"unknown {self._kind} {name!r}; {self._nearest(name)}")
-        return found
 
     def _nearest(self, came: str) -> str:
         names = [*self._known, *(self._plugins.names() if self._plugins else ())]

@@ -14,19 +14,13 @@ import numba
 import numpy as np
 from numba.extending import intrinsic
 
-from equipoise.compression.blockwise import (
-    LEVELS,
-    MAX_SCALE,
-    MIN_ABSMAX,
-    MIN_SCALE,
-    SCALE_BYTES,
-    ArrayKernels,
-)
+from equipoise.compression import blockwise
+from equipoise.compression.blockwise import SCALE_BYTES, ArrayKernels
 
-_LEVELS = np.float32(LEVELS)
-_MAX_SCALE = np.float32(MAX_SCALE)
-_MIN_ABSMAX = np.float32(MIN_ABSMAX)
-_MIN_SCALE = np.float32(MIN_SCALE)
+_LEVELS = np.float32(blockwise.LEVELS)
+_MAX_SCALE = np.float32(blockwise.MAX_SCALE)
+_MIN_ABSMAX = np.float32(blockwise.MIN_ABSMAX)
+_MIN_SCALE = np.float32(blockwise.MIN_SCALE)
 _ZERO = np.float32(0)
 _MAGNITUDE = np.int32(0x7FFF_FFFF)
 _EXPONENT = np.int32(0x7F80_0000)
