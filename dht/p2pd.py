@@ -20,14 +20,14 @@ import sys
 import tempfile
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
 from equipoise.dht.address import ListenAddress
 from equipoise.dht.sanitize import printable
-from equipoise.tasks import sleep_until
+from equipoise.tasks import end, sleep_until
 
 START_SECONDS = 15.0
 """Longest start: p2pd answers after 0.1 s on an idle machine; a loaded one gets a hundred times that."""
@@ -103,15 +103,15 @@ class P2pdOptions:
         return [str(_binary()), *flags]
 
 
-@dataclass
 class P2pd:
     """A running p2pd: its process, the leader of a group of its own, and the last lines that it printed, escaped."""
 
-    process: asyncio.subprocess.Process
-    lines: deque[str] = field(default_factory=lambda: deque(maxlen=KEPT_LINES))
-    _answers: bool = False
-    _begun: asyncio.Event = field(default_factory=asyncio.Event)
-    _reader: asyncio.Task[None] | None = None
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self.process = process
+        self.lines: deque[str] = deque(maxlen=KEPT_LINES)
+        self._answers = False
+        self._begun = asyncio.Event()
+        self._reader = asyncio.create_task(self._read_output())
 
     @classmethod
     async def start(cls, options: P2pdOptions) -> P2pd:
@@ -133,7 +133,6 @@ class P2pd:
             start_new_session=True,
         )
         p2pd = cls(process)
-        p2pd._reader = asyncio.create_task(p2pd._read_output())
         await p2pd._await_ready()
         return p2pd
 
@@ -152,9 +151,7 @@ class P2pd:
         if self.process.returncode is None:
             self._signal(signal.SIGKILL)
         await self.process.wait()
-        if self._reader is not None:
-            self._reader.cancel()
-            await asyncio.wait({self._reader})
+        await end([self._reader])
 
     def _signal(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):

@@ -101,7 +101,7 @@ async def test_output_is_bounded_and_escaped() -> None:
         printed.feed_data(f"{number}\x1b[31m{'x' * 10_000}\n".encode())
     printed.feed_eof()
     p2pd = P2pd(Mock(stdout=printed))
-    await p2pd._read_output()
+    await p2pd._reader
     assert len(p2pd.lines) == 100
     assert all(line.isprintable() and len(line) <= 300 for line in p2pd.lines)
 
