@@ -174,12 +174,6 @@ def _multiaddr(data: bytes) -> str:
     return str(Multiaddr(data))
 
 
-def inbound_stream(message: bytes) -> tuple[str, bool]:
-    """Return the PeerID in a StreamInfo, which p2pd has authenticated, and whether the stream came through a relay."""
-    info = p2pd_pb2.StreamInfo.FromString(message)
-    return _peer(info.peer), is_relayed(_multiaddr(info.addr))
-
-
 async def _bounded(request: Awaitable[Any], what: str, seconds: float = REQUEST_SECONDS) -> Any:
     try:
         async with asyncio.timeout(seconds):
@@ -234,7 +228,8 @@ class StreamListener:
     async def _handle(self, stream: Stream) -> None:
         try:
             async with asyncio.timeout(PREFACE_SECONDS):
-                peer, relayed = inbound_stream(await receive_message(stream))
+                info = p2pd_pb2.StreamInfo.FromString(await receive_message(stream))
+            peer, relayed = _peer(info.peer), is_relayed(_multiaddr(info.addr))
             if self._per_peer[peer] >= max(1, self._most // PEERS_SHARE):
                 raise ValueError(f"{peer} has {self._per_peer[peer]} open already, the maximum")
             with self._per_peer.counting(peer):

@@ -10,9 +10,10 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import cast
 
+import base58
 import pytest
 
-from equipoise.dht import p2pd_client
+from equipoise.dht.hivemind_imports import Multiaddr, p2pd_pb2
 from equipoise.dht.identity import peer_of
 from equipoise.dht.p2pd_client import PEERS_SHARE, P2pdClientError, StreamListener
 from equipoise.dht.streams import Stream, StreamClosed, connect_unix, receive_message, send_message
@@ -40,13 +41,15 @@ class Door:
     async def knock(self, peer: str) -> Stream:
         end = await connect_unix(str(self._path))
         self.ends.append(end)
-        await send_message(end, peer.encode())
+        info = p2pd_pb2.StreamInfo(
+            peer=base58.b58decode(peer), addr=Multiaddr("/ip4/127.0.0.1/tcp/1").to_bytes(), proto="/test"
+        )
+        await send_message(end, info.SerializeToString())
         return end
 
 
 @pytest.fixture
-async def door(tmp_path: Path, monkeypatch) -> AsyncIterator[Door]:
-    monkeypatch.setattr(p2pd_client, "inbound_stream", lambda message: (message.decode(), False))
+async def door(tmp_path: Path) -> AsyncIterator[Door]:
     door = Door(tmp_path / "s", 2 * PEERS_SHARE)
     door.listener.listen()
     yield door
