@@ -45,6 +45,8 @@ HOP_PROTOCOL = "/libp2p/circuit/relay/0.2.0/hop"
 """The protocol of a peer that asks a relay for a reservation or a circuit."""
 STOP_PROTOCOL = "/libp2p/circuit/relay/0.2.0/stop"
 """The protocol in which the relay asks the target of a circuit."""
+STOP_CONNECT = 0
+"""Kind of the message of that protocol by which the relay asks."""
 
 _log = logging.getLogger(__name__)
 
@@ -55,13 +57,6 @@ class Kind(IntEnum):
     RESERVE = 0
     CONNECT = 1
     STATUS = 2
-
-
-class StopKind(IntEnum):
-    """Kind of a message from a relay."""
-
-    CONNECT = 0
-    STATUS = 1
 
 
 class Status(IntEnum):
@@ -247,7 +242,7 @@ class RelayService:
         """Open the half of a circuit that leads to `target`; raises an error if `target` does not agree."""
         with closed_on_failure(await self._link.open_stream(target, STOP_PROTOCOL, ANSWER_SECONDS)) as other:
             async with asyncio.timeout(ANSWER_SECONDS):
-                await send(other, Stop(kind=StopKind.CONNECT, peer={"id": base58.b58decode(peer)}))
+                await send(other, Stop(kind=STOP_CONNECT, peer={"id": base58.b58decode(peer)}))
                 answer = await receive(other, Stop)
             if answer.status != Status.OK:
                 raise P2pdClientError(f"{target} answers: {describe(answer.status)}")

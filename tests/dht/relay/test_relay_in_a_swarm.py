@@ -26,7 +26,6 @@ from equipoise.dht.relay.service import (
     Kind,
     Status,
     Stop,
-    StopKind,
     decode,
     describe,
     receive,
@@ -85,7 +84,7 @@ def test_torn_and_oversized_messages(data: bytes) -> None:
 def test_a_status_in_words() -> None:
     assert describe(Status.NO_RESERVATION) == "no reservation"
     assert describe(7) == "status 7"
-    assert decode(Stop(kind=StopKind.STATUS, status=100).SerializeToString(), Stop).status == 100
+    assert decode(Stop(kind=1, status=100).SerializeToString(), Stop).status == 100
 
 
 async def test_an_allowance_is_never_exceeded() -> None:

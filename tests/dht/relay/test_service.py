@@ -24,7 +24,6 @@ from equipoise.dht.relay.service import (
     RelayService,
     Status,
     Stop,
-    StopKind,
     receive,
     send,
 )
@@ -128,7 +127,7 @@ async def test_both_directions_together_are_carried_as_fast_as_allowed_and_no_fa
     near = await relay.connect(PEERS[1])
     far = await relay.called.get()
     await receive_message(far)
-    await send(far, Stop(kind=StopKind.STATUS, status=Status.OK))
+    await send(far, Stop(kind=1, status=Status.OK))
     assert await answer(near) == Status.OK
     relay.tasks += [asyncio.create_task(work(end)) for end in (near, far) for work in (flood, drain)]
     for _ in range(12):
