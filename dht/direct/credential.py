@@ -1,13 +1,17 @@
-"""The credential of a peer, by which others reach and recognise it: certificate and addresses, signed by its identity.
+"""Credentials: certificate and addresses of a peer, signed by its identity; and the peers admitted with theirs.
 
-The certificate is of an Ed25519 key that never leaves the memory of the process; self-signed, with the PeerID inside,
-it vouches for nothing by itself. On the wire a credential is msgpack `[certificate DER, addresses, signature]`. The
-signature of the identity key covers, in a domain of its own, the PeerID, SHA-256 of the certificate, and the addresses.
-A credential expires with its certificate.
+Others reach and recognise a peer by its credential. The certificate is of an Ed25519 key that never leaves the memory
+of the process. It is self-signed, holds the PeerID, and vouches for nothing by itself.
+
+On the wire a credential is msgpack `[certificate DER, addresses, signature]`. The signature of the identity key
+covers, in a domain of its own, the PeerID, SHA-256 of the certificate, and the addresses. A credential expires with its
+certificate.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import datetime
 import hashlib
 import secrets
@@ -25,6 +29,7 @@ from cryptography.x509.oid import NameOID
 from equipoise.dht.address import is_host
 from equipoise.dht.direct.errors import Refused
 from equipoise.dht.identity import Identity, verify
+from equipoise.dht.limits import LruDict
 from equipoise.dht.sanitize import Malformed, decode
 
 LIFE_SECONDS = 7 * 86400.0
@@ -40,6 +45,8 @@ MAX_CREDENTIAL_BYTES = 1024
 """Equal to `averaging.ports.MAX_CREDENTIAL_BYTES`, checked by a test: the packages do not know each other."""
 MAX_ADDRESSES = 4
 """Most addresses in a credential; of more addresses, the first count."""
+MAX_ADMITTED = 1024
+"""Most peers admitted: the members of some hours' rounds. The oldest is forgotten."""
 
 _DOMAIN = "direct"
 
@@ -206,3 +213,52 @@ class Presence:
         if tuple(addresses) != self.addresses:
             self.addresses = tuple(addresses)
             self._credential = b""
+
+
+class Allowlist(LruDict[str, Credential]):
+    """The peers that may connect, by PeerID, each with the latest credential with which it was admitted.
+
+    Members of this peer's rounds are admitted, and peers of its runs that ask for a state or are asked for one. An
+    admission is to the daemon, not to one round. It does not end with the round: the next round is seconds away, and
+    its members keep the channel. It ends with the credential, or when `MAX_ADMITTED` others have come since.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        """Credentials expire by `clock`, the swarm's time in seconds since 1970."""
+        super().__init__(MAX_ADMITTED)
+        self._clock = clock
+        self._news = asyncio.Event()
+
+    def admit(self, peer: str, data: bytes) -> None:
+        """Accept `peer` with this credential from now on; raises Refused if the credential is false or has expired."""
+        known = self.get(peer)
+        if known is not None and known.signed == data:  # Its two signatures (0.3 ms) were verified before.
+            known.check(self._clock())
+        else:
+            known = parse(peer, bytes(data), self._clock())
+        self[peer] = known
+        self._news.set()
+        self._news = asyncio.Event()
+
+    def current(self, peer: str) -> Credential:
+        """Return the credential of `peer`; raises Refused if it was not admitted, or its credential has expired."""
+        found = self.get(peer)
+        if found is None:
+            raise Refused("not a member", f"{peer} is in no group with this peer")
+        found.check(self._clock())
+        return found
+
+    async def expect(self, peer: str, fingerprint: bytes, seconds: float) -> Credential:
+        """Return the credential of `peer`; wait until it is admitted with the certificate that it claims to have.
+
+        A peer may come before the news that it is a member or, after a restart, that it has a new certificate. Raises
+        Refused if `peer` is not admitted in time, has another certificate, or its credential has expired.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while (known := self.get(peer)) is None or fingerprint_of(known.certificate) != fingerprint:
+                    await self._news.wait()
+        found = self.current(peer)
+        if fingerprint_of(found.certificate) != fingerprint:
+            raise Refused("impostor", f"it has another certificate than {peer}")
+        return found

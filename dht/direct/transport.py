@@ -11,8 +11,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from equipoise.dht.address import ListenAddress, is_loopback
 from equipoise.dht.dialpolicy import DialPolicy, Place, private_networks
 from equipoise.dht.direct import handshake
-from equipoise.dht.direct.allowlist import Allowlist
-from equipoise.dht.direct.credential import Credential, Presence, fingerprint_of
+from equipoise.dht.direct.credential import Allowlist, Credential, Presence, fingerprint_of
 from equipoise.dht.direct.errors import Refusals, Refused, Why
 from equipoise.dht.direct.handshake import Layer, Preface, parse_preface
 from equipoise.dht.direct.listener import ORIGIN_QUESTION, Gate, Listener, endpoints, origin_answer
