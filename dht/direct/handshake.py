@@ -22,7 +22,7 @@ from equipoise.dht.direct.credential import OwnCertificate
 from equipoise.dht.direct.errors import Refused
 from equipoise.dht.direct.sockets import said
 from equipoise.dht.direct.streams import AeadStream, PlainStream, TlsStream
-from equipoise.dht.direct.tls import GREETING_RECORD_BYTES, TlsSession, make_context
+from equipoise.dht.direct.tls import GREETING_RECORD_BYTES, TlsSession
 from equipoise.dht.identity import peer_of, public_key_of
 
 Layer = Literal["tls", "aead", "plain"]
@@ -94,7 +94,7 @@ async def secure(
         return await _accepted(PlainStream(connection), dialler)
     loop = asyncio.get_running_loop()
     with _closed_if_refused(connection):
-        tls = TlsSession(make_context(own, expected, server=not dialler), server=not dialler)
+        tls = TlsSession(own, expected, server=not dialler)
         while not tls.shake_hands():
             await loop.sock_sendall(connection, tls.seal())
             await _read(connection, tls, HANDSHAKE_BYTES)

@@ -16,20 +16,20 @@ from equipoise.dht.direct.errors import Refused
 _PARTIAL_WRITE = 1
 """SSL_MODE_ENABLE_PARTIAL_WRITE of OpenSSL's ssl.h, which pyOpenSSL sets: a call of Python for every record."""
 RECORD_BYTES = 16 * 1024
-"""Most plaintext of a record (RFC 8446, section 5.1): what comes out of OpenSSL at a time."""
+"""Most plaintext of a record (RFC 8446, section 5.1); OpenSSL hands out one record at a time."""
 OVERHEAD_BYTES = 32
-"""More than a record takes beside its plaintext: 5 of prefix, 16 of tag, one of type."""
+"""Bound above the bytes that a record takes beside its plaintext: 5 of prefix, 16 of tag, one of type."""
 GREETING_RECORD_BYTES = 5 + 1 + 1 + 16
 """Size of a record with one byte of plaintext."""
 EXTRA_BYTES = 32 * 1024
-"""More than OpenSSL has to say of its own: a flight of the handshake, an alert, an answer to a change of keys."""
+"""Bound above the bytes that OpenSSL sends by itself: a flight of the handshake, an alert, an answer to new keys."""
 
 _EXPORTER = b"EXPORTER-equipoise-direct"
 _EXPIRED = {9, 10}
 """X509_V_ERR_CERT_NOT_YET_VALID, X509_V_ERR_CERT_HAS_EXPIRED."""
 
 
-def make_context(own: OwnCertificate, trusted: bytes, *, server: bool) -> SSL.Context:
+def _make_context(own: OwnCertificate, trusted: bytes, *, server: bool) -> SSL.Context:
     """Return a context that presents `own` and trusts the certificate `trusted` (DER) only.
 
     One context per peer, instead of one that trusts a whole group: the connection is then with that peer or with
@@ -62,9 +62,9 @@ def _verified(connection: SSL.Connection, _: crypto.X509, error: int, depth: int
 class TlsSession:
     """TLS 1.3 between two memory buffers."""
 
-    def __init__(self, context: SSL.Context, *, server: bool) -> None:
-        """`context` is from `make_context`; `server` is the side that accepts."""
-        self._tls = SSL.Connection(context)
+    def __init__(self, own: OwnCertificate, trusted: bytes, *, server: bool) -> None:
+        """Present `own`, and trust the certificate `trusted` (DER) only; `server` is the side that accepts."""
+        self._tls = SSL.Connection(_make_context(own, trusted, server=server))
         if server:
             self._tls.set_accept_state()
         else:
@@ -99,7 +99,7 @@ class TlsSession:
         """Return `plain` as bytes for the network, with whatever waited to be sent."""
         size = len(plain)
         if size:
-            # All of it: `make_context` has OpenSSL write nothing in part, and memory takes everything.
+            # All of it: `_make_context` has OpenSSL write nothing in part, and memory takes everything.
             self._tls.send(plain)
         try:
             return self._tls.bio_read(size + (size // RECORD_BYTES + 1) * OVERHEAD_BYTES + EXTRA_BYTES)

@@ -11,7 +11,7 @@ from OpenSSL import SSL
 
 from equipoise.dht.direct.credential import make_certificate
 from equipoise.dht.direct.errors import Refused
-from equipoise.dht.direct.tls import GREETING_RECORD_BYTES, TlsSession, make_context
+from equipoise.dht.direct.tls import GREETING_RECORD_BYTES, TlsSession
 
 
 @pytest.fixture(scope="module")
@@ -23,8 +23,8 @@ def certificates():
 def sessions(certificates) -> tuple[TlsSession, TlsSession]:
     client, server = certificates
     return (
-        TlsSession(make_context(client, server.der, server=False), server=False),
-        TlsSession(make_context(server, client.der, server=True), server=True),
+        TlsSession(client, server.der, server=False),
+        TlsSession(server, client.der, server=True),
     )
 
 
@@ -55,8 +55,8 @@ def test_keys_for_what_follows_tls_are_the_twos_own_and_differ_by_side(certifica
     assert keys[0] == keys[1]
     client, server = certificates
     again = (
-        TlsSession(make_context(client, server.der, server=False), server=False),
-        TlsSession(make_context(server, client.der, server=True), server=True),
+        TlsSession(client, server.der, server=False),
+        TlsSession(server, client.der, server=True),
     )
     meet(*again)
     assert len({*keys[0], *(again[0].export_key(side, 32) for side in sides)}) == 4
@@ -122,9 +122,11 @@ def test_older_versions_are_refused(sessions) -> None:
 
 
 def test_who_shows_no_certificate_is_refused(sessions) -> None:
-    nobody = TlsSession(SSL.Context(SSL.TLS_CLIENT_METHOD), server=False)
+    nobody, server = sessions
+    nobody._tls = SSL.Connection(SSL.Context(SSL.TLS_CLIENT_METHOD))
+    nobody._tls.set_connect_state()
     with pytest.raises(Refused, match="certificate") as fault:
-        meet(nobody, sessions[1])
+        meet(nobody, server)
     assert fault.value.why == "tls failure"
 
 
