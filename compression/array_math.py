@@ -26,7 +26,7 @@ from equipoise.compression.chunks import F32_MAX
 from equipoise.compression.errors import CodecError, NonFiniteError
 
 CHUNK_VALUES = 32 * 1024
-"""Values per piece: what is made of one stays in the second-level cache, and in memory that is used again."""
+"""Values per piece: its intermediate results stay in the second-level cache, in memory that is used again."""
 
 _MAGNITUDE = np.int32(0x7FFF_FFFF)
 
@@ -206,7 +206,7 @@ class FloatMath:
 
 
 ArrayMath = BlockMath | FloatMath
-"""What one codec does with arrays."""
+"""The arithmetic of one codec on arrays."""
 
 
 def _require_finite(values: Values) -> None:

@@ -159,7 +159,7 @@ def _rows() -> NDArray[np.float32]:
 
 
 def _expected(math: ArrayMath, size: int) -> bytes:
-    """What the rows are encoded to, their weighted sum, and what the rows are decoded to."""
+    """Return the encoded rows, their encoded weighted sum, and the decoded rows."""
     rows, total = _rows(), np.zeros(_COUNT, np.float32)
     *payloads, mean = encoded = np.zeros((len(rows) + 1, size), np.uint8)
     decoded = np.empty_like(rows)

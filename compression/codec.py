@@ -57,7 +57,7 @@ class Codec(ABC):
         alignment: Bytes to which `_encode`, `_decode`, ... need their payload's first byte aligned.
         granule: Values that are encoded together: cut at multiples of it, a vector is encoded to the same scales and
             codes whatever the cut.
-        math: What they do with arrays; None if arrays are for the underscored methods, too.
+        math: The arithmetic on arrays; None if the underscored methods are for arrays, too.
     """
 
     spec: str

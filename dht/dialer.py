@@ -32,7 +32,7 @@ MAX_KNOWN_PEERS = 1024
 GREETING = b"\x13/multistream/1.0.0\n"
 """First bytes of libp2p's listeners; on a stranger's word p2pd dials nothing else."""
 FRESH_SECONDS = 0.05
-"""The list of connections is asked for at most this often; what broke since then would be dialled by p2pd."""
+"""Shortest time between two requests for the list of connections; p2pd would dial a connection that broke since."""
 
 
 class Unreached(ConnectionError):
@@ -105,7 +105,7 @@ class Dialer:
 
     async def _connect_any(self, peer: str) -> None:
         known = self._known.get(peer, ())
-        # Whom this peer relays for, it has a connection to or none.
+        # A peer for which this one relays is connected to it, or cannot be reached through it.
         dialled = [one for one in known if f"/p2p/{self._own}/" not in one.text]
         attempts = [asyncio.create_task(self._try(address)) for address in dialled]
         failures: list[Unreached] = []

@@ -75,7 +75,7 @@ class P2pdClient:
         p2p = await _bounded(P2P.replicate(Multiaddr(f"/unix{self.control}")), "attach")
         self._p2p = p2p
         for name, handler in calls.items():
-            # Its author is named as everywhere else, by a string.
+            # Handlers get the caller's PeerID as a string, as everywhere else.
             named = functools.partial(lambda handler, request, peer: handler(str(peer), request), handler)
             await _bounded(p2p._client.add_unary_handler(name, named), "register a call")
 
@@ -93,7 +93,7 @@ class P2pdClient:
             await p2p.shutdown()
             for task in control._handler_tasks.values():
                 task.cancel()  # Nobody is left to answer.
-            # Collected here, so that how they ended is not reported as an exception that nobody looked at.
+            # Awaited here, because asyncio reports exceptions of tasks that nobody has awaited.
             tasks = control._read_task, control._write_task, *control._handler_tasks.values()
             await asyncio.gather(*tasks, return_exceptions=True)
 

@@ -21,13 +21,13 @@ UNSENT_BYTES = 256 * 1024
 """The kernel takes more only once less than this waits to be sent: a control frame never queues behind megabytes."""
 
 ALIVE_SECONDS = 20
-"""Nothing said for so long, the kernel asks whether the other end is there: routers forget connections that rest."""
+"""Longest silence before the kernel asks whether the other end is there: routers forget idle connections."""
 ALIVE_PROBES = 3
 
 WITHIN_HOST = b"reno"
 """The congestion control between two processes of one machine, which every Linux has. BBR, where it is the system's
 default, paces what it sends: a timer for every few packets, twice the processor time per byte, and nothing to spare.
-What was opened under BBR is paced for ever, whatever it is given later: every connection is opened under this one."""
+A connection that was opened under BBR is paced for ever, so every connection is opened under this control."""
 
 _NAME_BYTES = 16
 """TCP_CA_NAME_MAX."""

@@ -20,8 +20,8 @@ from equipoise.dht.streams import HEAD_BYTES, YIELD_BYTES, Buffer, BytesRefused,
 JOINED_BYTES = 16 * 1024
 """A frame up to this size is joined and sent in one call, one record: copying is cheaper than a second one."""
 WAKE_BYTES = 64 * 1024
-"""Of what a record still lacks, the kernel collects so much before it wakes the loop: a wake-up costs as much as these
-bytes, and links deliver segments of 1.4 KB. Half of what Linux gives a receive buffer to begin with."""
+"""Most of a record's missing bytes that the kernel collects before it wakes the loop: a wake-up costs as much as these
+bytes, and links deliver segments of 1.4 KB. This is half of the receive buffer with which Linux begins."""
 TLS_PIECE_BYTES = 128 * 1024
 """Most bytes that are encrypted at once, as eight records: larger copies no longer fit the cache."""
 TLS_READ_BYTES = 256 * 1024
@@ -59,7 +59,7 @@ class PlainStream(Stream):
 
     def _watch(self) -> None:
         if self._reading is not None and self._wakes_at > 1 and waiting(self._socket):
-            wake(self._reading)  # What is too little to go on with is progress all the same.
+            wake(self._reading)  # Bytes that are too few to go on with are progress all the same.
         super()._watch()
 
     def _wake_at(self, count: int) -> None:
@@ -92,7 +92,7 @@ class TlsStream(PlainStream):
         await super().send(self._tls.seal(plain))
 
     async def _take(self, view: memoryview, lacking: int, bound: float | None) -> int:
-        # How much of the records that those bytes are in has come already, only OpenSSL knows.
+        # Only OpenSSL knows how much of the records that hold those bytes has come already.
         at_least = max(1, lacking - RECORD_BYTES)
         try:
             while not (opened := self._tls.open_into(view)):
