@@ -7,7 +7,8 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+
+import msgspec
 
 from equipoise.averaging.aio.round_buffers import Reduction, RoundBuffers
 from equipoise.averaging.aio.sessions import Sessions
@@ -96,26 +97,14 @@ def group_of(spec: RunSpec, manifest: Manifest) -> events.Group:
     )
 
 
-def weights_of(
-    group: events.Group, peers: Sequence[str], contributors: int
-) -> tuple[dict[str, float], dict[str, float]]:
-    """Return the weight that each contributor counted as, and the larger weights that some claimed; by PeerID."""
-    counted = group.counted(contributors)
-    over = [member for member in members_of(contributors) if group.weights[member] > counted[member]]
-    return (
-        {peers[member]: counted[member] for member in members_of(contributors)},
-        {peers[member]: group.weights[member] for member in over},
-    )
-
-
 def metrics_of(
     spec: RunSpec, manifest: Manifest, counted: Mapping[str, float]
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Return the averages of what the contributors' training measured, and of how the members score their state.
+    """Return the averages of two kinds of numbers: the metrics of the contributors' training, and the evaluations.
 
-    Both follow from the manifest and the contributors alone. A member of which the contribution was lost does not
-    count. Members that observe or only attend count in the second alone, and members that hold another state than the
-    group's do not count in it: they have evaluated that.
+    Both averages follow from the manifest and the contributors alone. A member whose contribution was lost counts in
+    neither. A member that observes or only attends counts in the evaluations alone. A member that holds another state
+    than the group's does not count in the evaluations, because it has evaluated that other state.
 
     Args:
         spec: The run: it says whether the averages are means or medians, and how much one weight may count.
@@ -139,22 +128,37 @@ def metrics_of(
     return averaged(trained, robust), averaged(scored, robust)
 
 
-def mean_outcome(spec: RunSpec, group: events.Group, mean: EncodedMean, reason: str) -> Outcome:
-    """Return the outcome of the round that made this mean, as far as it is alike at all members."""
-    manifest = mean.manifest
-    counted, capped = weights_of(group, manifest.peers, mean.contributors)
-    metrics, evaluation = metrics_of(spec, manifest, counted)
+def failed_outcome(spec: RunSpec, manifest: Manifest, reason: str) -> Outcome:
+    """Return the outcome of a round of this group that has failed."""
     return Outcome(
-        ok=True,
+        ok=False,
         reason=reason,
         run=spec.name,
         round=manifest.round,
         group=manifest.peers,
-        contributors=counted,
-        capped=capped,
-        digest=mean.digest().hex(),
-        compression_ratio=spec.layout.compression_ratio,
         states=manifest.states,
+        compression_ratio=spec.layout.compression_ratio,
+    )
+
+
+def mean_outcome(
+    spec: RunSpec, group: events.Group, mean: EncodedMean, digest: bytes, reason: str
+) -> Outcome:
+    """Return the outcome of the round that made this mean of this digest, as far as it is alike at all members."""
+    manifest, weights = mean.manifest, group.counted(mean.contributors)
+    peers = {member: manifest.peers[member] for member in members_of(mean.contributors)}
+    counted = {peer: weights[member] for member, peer in peers.items()}
+    metrics, evaluation = metrics_of(spec, manifest, counted)
+    return msgspec.structs.replace(
+        failed_outcome(spec, manifest, reason),
+        ok=True,
+        contributors=counted,
+        capped={
+            peer: claimed
+            for member, peer in peers.items()
+            if (claimed := group.weights[member]) > counted[peer]
+        },
+        digest=digest.hex(),
         metrics=metrics,
         evaluation=evaluation,
     )
@@ -182,7 +186,6 @@ class RoundDriver:
     ) -> None:
         self.id = task.manifest.id
         self.group = group_of(task.spec, task.manifest)
-        self._layout = task.spec.layout
         self.outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         self.task = task
         self._sessions = sessions
@@ -194,7 +197,7 @@ class RoundDriver:
         self._me = task.manifest.peers.index(sessions.peer)
         self._header = ROUND_FRAME + self.id
         self._store = RoundBuffers(
-            self.group, self._me, self._layout, task.vectors, sessions.pool, task.spec.rule, reducer
+            self.group, self._me, task.spec.layout, task.vectors, sessions.pool, task.spec.rule, reducer
         )
         self._began = self._loop.time()
         self._endpoint = Endpoint(self.group, self._me, self._began, task.timeout)
@@ -361,28 +364,28 @@ class RoundDriver:
 
     def _conclude(self, end: events.Finish | events.Fail) -> None:
         self._mark_phase()
+        spec, manifest, clamped = self.task.spec, self.task.manifest, self._store.clamped
+        apart: float | None = None
         if isinstance(end, events.Finish):
-            outcome = self._finished(end)
+            mean = EncodedMean(manifest, end.decision.contributors, self._store.means())
+            self._keep(mean)
+            reason = f"mean over {mean.contributors.bit_count()} of {self.group.size} members"
+            outcome = mean_outcome(spec, self.group, mean, end.digest, reason)
+            apart = self._apart(outcome.contributors)
         else:
-            outcome = self._outcome(False, end.reason, in_doubt=end.in_doubt)
+            outcome = failed_outcome(spec, manifest, end.reason)
+        notes = [f"{clamped} values beyond the range of {spec.options.codec} were clamped"] if clamped else []
+        outcome = msgspec.structs.replace(
+            outcome,
+            apart=apart,
+            in_doubt=isinstance(end, events.Fail) and end.in_doubt,
+            bytes_sent=self._sent,
+            bytes_received=self._received,
+            seconds={**self._phases, "exchange": self._loop.time() - self._began},
+            events=(*self._machine.notes, *notes),
+        )
         self._store.detach()
         self.outcome.set_result(outcome)
-
-    def _finished(self, end: events.Finish) -> Outcome:
-        counted, capped = weights_of(self.group, self._peers, end.decision.contributors)
-        self._keep(EncodedMean(self.task.manifest, end.decision.contributors, self._store.means()))
-        reason = f"mean over {len(counted)} of {self.group.size} members"
-        metrics, evaluation = metrics_of(self.task.spec, self.task.manifest, counted)
-        return self._outcome(
-            True,
-            reason,
-            contributors=counted,
-            capped=capped,
-            digest=end.digest.hex(),
-            apart=self._apart(counted),
-            metrics=metrics,
-            evaluation=evaluation,
-        )
 
     def _apart(self, counted: Mapping[str, float]) -> float | None:
         """Return how far two partners were apart, from this peer's distance to the mean and the partner's share of it.
@@ -399,27 +402,6 @@ class RoundDriver:
         except CodecError:  # The script has written to its contribution meanwhile.
             return None
         return apart / share / norm if norm else 0.0
-
-    def _outcome(self, ok: bool, reason: str, **more: Any) -> Outcome:
-        notes = list(self._machine.notes)
-        if self._store.clamped:
-            notes.append(
-                f"{self._store.clamped} values beyond the range of {self.task.spec.options.codec} were clamped"
-            )
-        return Outcome(
-            ok=ok,
-            reason=reason,
-            run=self.task.spec.name,
-            round=self.task.manifest.round,
-            group=tuple(self._peers),
-            bytes_sent=self._sent,
-            bytes_received=self._received,
-            seconds={**self._phases, "exchange": self._loop.time() - self._began},
-            compression_ratio=self._layout.compression_ratio,
-            states=self.task.manifest.states,
-            events=tuple(notes),
-            **more,
-        )
 
     def close(self) -> None:
         """Forget the round at once, though members may still need its answers."""

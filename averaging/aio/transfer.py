@@ -9,6 +9,7 @@ import mmap
 import os
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sized
+from itertools import accumulate
 
 import msgspec
 from blake3 import blake3
@@ -30,7 +31,7 @@ from equipoise.averaging.statesync.chunks import DIGEST_BYTES, MAX_IMAGE_BYTES, 
 from equipoise.averaging.statesync.client import Fetch
 from equipoise.averaging.statesync.messages import Ask, Bulk, Chunk, Digests, TransferMessage, encode
 from equipoise.averaging.statesync.server import Server
-from equipoise.averaging.statesync.update import MAX_MANIFEST_BYTES, EncodedMean, cut, read_head
+from equipoise.averaging.statesync.update import MAX_MANIFEST_BYTES, EncodedMean, read_head
 from equipoise.tasks import Driver, TaskSet
 
 TRANSFER_FRAME = b"T"
@@ -355,7 +356,7 @@ class Transfer:
             return memory
 
         spec, ticket = self._spec, os.urandom(TICKET_BYTES)
-        limit = most_bytes(spec)
+        limit = spec.layout.encoded_size + MAX_MANIFEST_BYTES
         quorum = spec.strategy.quorum if spec.strategy.least else 0
         request = Request(spec.name, spec.hash, ticket, 0, limit, after, circle, patient, proved, quorum)
         got = await self._get(request, timeout, room)
@@ -492,9 +493,8 @@ class Transfer:
         self._sessions.post(peer, TRANSFER_FRAME + encode(message))
 
     def _post_body(self, peer: str, message: Bulk) -> None:
-        def sent() -> (
-            None
-        ):  # The server learns that the body has left: this call takes its turn right after it.
+        def sent() -> None:
+            # This call takes its turn right after the body, so the server learns that the body has left.
             self._loop.call_soon(self._driver.tell, events.BodySent(peer, self._rounds.busy))
 
         flow = self._flows.get(peer, b"")
@@ -544,11 +544,6 @@ class Transfer:
             await asyncio.sleep(LOOK_SECONDS)
 
 
-def most_bytes(spec: RunSpec) -> int:
-    """The largest image of a mean of this run."""
-    return spec.layout.encoded_size + MAX_MANIFEST_BYTES
-
-
 def unpack(
     image: memoryview, spec: RunSpec, after: StateId, verify: Verify, room: Callable[[], memoryview]
 ) -> Outcome:
@@ -572,10 +567,14 @@ def unpack(
     group = group_of(spec, manifest)
     codecs = [spec.layout.codec_of(part) for part in group.parts]
     sizes = [codec.encoded_size(part.size) for codec, part in zip(codecs, group.parts, strict=True)]
-    mean = EncodedMean(manifest, contributors, cut(payload, sizes))
+    if len(payload) != sum(sizes):
+        raise ValueError(f"expected {sum(sizes)} bytes of encoded values, got {len(payload)}")
+    parts = (payload[end - size : end] for end, size in zip(accumulate(sizes), sizes, strict=True))
+    mean = EncodedMean(manifest, contributors, tuple(parts))
     result = EncodedVector(spec.layout, room())
     for codec, part, encoded in zip(codecs, group.parts, mean.parts, strict=True):
         codec.check(encoded, part.size)
         result.write(part, encoded)
     reason = f"missed, and had from others: mean over {contributors.bit_count()} of {group.size} members"
-    return msgspec.structs.replace(mean_outcome(spec, group, mean, reason), bytes_received=mean.size)
+    outcome = mean_outcome(spec, group, mean, mean.digest(), reason)
+    return msgspec.structs.replace(outcome, bytes_received=mean.size)

@@ -12,9 +12,7 @@ The image does not prove that the round was the group's: anybody can make up ide
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import msgspec
 from blake3 import blake3
@@ -95,14 +93,3 @@ def read_head(image: memoryview) -> tuple[Manifest, int, memoryview]:
     if not contributors or contributors >> len(members):
         raise ValueError(f"expected contributors among {len(members)} members, got {contributors:b}")
     return manifest, contributors, image[begins + MASK_BYTES :]
-
-
-def cut(payload: memoryview, sizes: Sequence[int]) -> tuple[memoryview, ...]:
-    """Cut the payload into parts of these sizes.
-
-    Raises:
-        ValueError: The sizes do not add up to the payload's.
-    """
-    if len(payload) != sum(sizes):
-        raise ValueError(f"expected {sum(sizes)} bytes of encoded values, got {len(payload)}")
-    return tuple(payload[end - size : end] for end, size in zip(accumulate(sizes), sizes, strict=True))

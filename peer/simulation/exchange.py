@@ -9,7 +9,7 @@ from msgspec import structs
 
 from equipoise.averaging.aio.buffer_pool import BufferPool
 from equipoise.averaging.aio.round_buffers import RoundBuffers
-from equipoise.averaging.aio.round_driver import group_of, mean_outcome
+from equipoise.averaging.aio.round_driver import failed_outcome, group_of, mean_outcome
 from equipoise.averaging.allreduce.events import Group
 from equipoise.averaging.allreduce.paxos import members_of
 from equipoise.averaging.encoded_vector import Vectors
@@ -62,26 +62,17 @@ def exchange(
             payloads[at] = [store.contribution(part) for part in range(len(group.parts))]
         except CodecError as error:
             notes.append(f"lost {group.names[at]}: its values are not sound: {error}")
-    outcome = Outcome(
-        ok=False,
-        reason="",
-        run=spec.name,
-        round=manifest.round,
-        group=manifest.peers,
-        states=manifest.states,
-        compression_ratio=spec.layout.compression_ratio,
-        events=tuple(notes),
-    )
+    events = tuple(notes)
     try:
         if len(payloads) < group.quorum:
             raise RuleError(f"expected at least {group.quorum} contributions, got {len(payloads)}")
         means = _reduced(group, stores, payloads)
     except (CodecError, RuleError) as error:
-        return Exchanged(structs.replace(outcome, reason=str(error)), mean)
+        return Exchanged(structs.replace(failed_outcome(spec, manifest, str(error)), events=events), mean)
     encoded = EncodedMean(manifest, sum(1 << at for at in payloads), means)
     reason = f"mean over {len(payloads)} of {group.size} members"
-    done = mean_outcome(spec, group, encoded, reason)
-    return Exchanged(structs.replace(done, events=outcome.events), mean, encoded.before)
+    done = mean_outcome(spec, group, encoded, encoded.digest(), reason)
+    return Exchanged(structs.replace(done, events=events), mean, encoded.before)
 
 
 def _reduced(

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 import torch
 
-from equipoise.averaging.aio.transfer import Transfer, most_bytes, unpack
+from equipoise.averaging.aio.transfer import Transfer, unpack
 from equipoise.averaging.manifest import ManifestError
 from equipoise.averaging.ports import FrameRefused
 from equipoise.averaging.schema import Schema
@@ -27,7 +27,7 @@ from equipoise.averaging.statesync.events import (
 )
 from equipoise.averaging.statesync.messages import Answer, Ask, Offer
 from equipoise.averaging.statesync.server import KEPT_MEANS, Kept, Server
-from equipoise.averaging.statesync.update import EncodedMean
+from equipoise.averaging.statesync.update import MAX_MANIFEST_BYTES, EncodedMean
 from equipoise.averaging.statesync.update_query import UpdateQuery
 from equipoise.averaging.weights import ATTENDANCE_LIMIT
 from fakes.cluster import Cluster
@@ -150,7 +150,7 @@ async def test_no_byte_of_a_mean_can_be_changed(cluster: Cluster) -> None:
     (outcome, _), *_ = await rounds(cluster, "ab", BEFORE, SPEC)
     mean = kept_by(keeper, BEFORE)
     image = bytes(mean.image())
-    assert len(image) <= most_bytes(SPEC)
+    assert len(image) <= SPEC.layout.encoded_size + MAX_MANIFEST_BYTES
     verify = FakeIdentity("c").verify
 
     def digest(changed: bytes) -> str:
