@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from equipoise.averaging.encoded_vector import EncodedVector
-from equipoise.averaging.layout import Layout
+from equipoise.averaging.layout import EncodedVector, Layout
 from equipoise.averaging.partition import Part
 from equipoise.compression import Codec, EncodeReport, kernels_for
 from equipoise.compression.blockwise import clamped

@@ -18,7 +18,7 @@ import msgspec
 
 from equipoise.averaging.aio.router import MAX_LEFTOVERS
 from equipoise.averaging.draw import Drawn
-from equipoise.averaging.encoded_vector import Vectors
+from equipoise.averaging.layout import Vectors
 from equipoise.averaging.options import Terms
 from equipoise.averaging.outcome import FetchOutcome, MeanOutcome, NoPeers, Outcome, RunState
 from equipoise.averaging.ports import Candidate

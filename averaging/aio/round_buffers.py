@@ -11,8 +11,7 @@ from blake3 import blake3
 
 from equipoise.averaging.aio.buffer_pool import BufferPool
 from equipoise.averaging.allreduce.events import Group
-from equipoise.averaging.encoded_vector import EncodedVector, Vectors
-from equipoise.averaging.layout import Layout
+from equipoise.averaging.layout import EncodedVector, Layout, Vectors
 from equipoise.averaging.rules import Mean, Rule, RuleError
 from equipoise.averaging.weights import ATTENDANCE_LIMIT
 from equipoise.compression import Codec, EncodeReport, NonFiniteError

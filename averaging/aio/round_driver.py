@@ -17,7 +17,7 @@ from equipoise.averaging.allreduce import messages as wire
 from equipoise.averaging.allreduce.endpoint import Endpoint
 from equipoise.averaging.allreduce.paxos import members_of
 from equipoise.averaging.allreduce.vote_signatures import VoteSignatures
-from equipoise.averaging.encoded_vector import Vectors
+from equipoise.averaging.layout import Vectors
 from equipoise.averaging.manifest import Identity, Manifest
 from equipoise.averaging.metrics import averaged
 from equipoise.averaging.outcome import SHOWN_CHARS, Outcome

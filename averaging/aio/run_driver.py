@@ -19,7 +19,7 @@ from equipoise.averaging.aio.transfer import Transfer
 from equipoise.averaging.allreduce import messages as wire
 from equipoise.averaging.claims import Claims
 from equipoise.averaging.draw import Drawn
-from equipoise.averaging.encoded_vector import Vectors
+from equipoise.averaging.layout import Vectors
 from equipoise.averaging.manifest import NONCE_BYTES, Identity, Manifest
 from equipoise.averaging.matchmaking import events
 from equipoise.averaging.matchmaking import messages as matchmaking_messages

@@ -16,7 +16,7 @@ from blake3 import blake3
 
 from equipoise.averaging.aio.round_driver import Rounds, group_of, mean_outcome
 from equipoise.averaging.aio.sessions import Sessions
-from equipoise.averaging.encoded_vector import EncodedVector
+from equipoise.averaging.layout import EncodedVector
 from equipoise.averaging.manifest import TICKET_BYTES, Manifest, Verify
 from equipoise.averaging.matchmaking.messages import MAX_DETAIL_CHARS
 from equipoise.averaging.outcome import FetchOutcome, MeanOutcome, Outcome

@@ -12,7 +12,7 @@ from equipoise.averaging.aio.round_buffers import RoundBuffers
 from equipoise.averaging.aio.round_driver import failed_outcome, group_of, mean_outcome
 from equipoise.averaging.allreduce.events import Group
 from equipoise.averaging.allreduce.paxos import members_of
-from equipoise.averaging.encoded_vector import Vectors
+from equipoise.averaging.layout import Vectors
 from equipoise.averaging.manifest import Manifest
 from equipoise.averaging.outcome import Outcome
 from equipoise.averaging.rules import RuleError

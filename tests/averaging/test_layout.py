@@ -9,8 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from equipoise.averaging.encoded_vector import EncodedVector
-from equipoise.averaging.layout import EXACT, MIN_CODED_VALUES, Layout
+from equipoise.averaging.layout import EXACT, MIN_CODED_VALUES, EncodedVector, Layout
 from equipoise.averaging.schema import Schema
 from equipoise.compression import parse_codec
 from oracles.codecs import int8_encode

@@ -15,7 +15,7 @@ import torch
 
 from equipoise.averaging.aio.transfer import Room
 from equipoise.averaging.draw import Drawn, draw
-from equipoise.averaging.encoded_vector import Vectors
+from equipoise.averaging.layout import Vectors
 from equipoise.averaging.matchmaking.spec_diff import answer_of, differences
 from equipoise.averaging.metrics import Report, Values, averaged
 from equipoise.averaging.outcome import (

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 import torch
 
-from equipoise.averaging.encoded_vector import EncodedVector
+from equipoise.averaging.layout import EncodedVector
 from equipoise.averaging.metrics import Report, Values, averaged
 from equipoise.averaging.options import RunOptions
 from equipoise.averaging.outcome import Idle, NoPeers, Outcome, RunState

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 
 from equipoise.averaging.aio.run_driver import RunDriver
-from equipoise.averaging.encoded_vector import EncodedVector, Vectors
-from equipoise.averaging.layout import EXACT, Layout
+from equipoise.averaging.layout import EXACT, EncodedVector, Layout, Vectors
 from equipoise.averaging.outcome import Outcome
 
 

@@ -9,8 +9,7 @@ from blake3 import blake3
 from equipoise.averaging.aio.buffer_pool import BufferPool
 from equipoise.averaging.aio.round_buffers import RoundBuffers
 from equipoise.averaging.allreduce.events import Group
-from equipoise.averaging.encoded_vector import Vectors
-from equipoise.averaging.layout import Layout
+from equipoise.averaging.layout import Layout, Vectors
 from equipoise.averaging.rules import Mean, Reduced, Rule, RuleError, parse_rule
 from equipoise.averaging.schema import Schema, TensorSpec
 from equipoise.averaging.weights import ATTENDANCE_LIMIT

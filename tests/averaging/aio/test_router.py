@@ -18,7 +18,7 @@ from equipoise.averaging.aio.round_driver import ROUND_FRAME, RoundDriver, Round
 from equipoise.averaging.aio.router import Router
 from equipoise.averaging.aio.run_driver import RunDriver
 from equipoise.averaging.allreduce import messages as wire
-from equipoise.averaging.encoded_vector import Vectors
+from equipoise.averaging.layout import Vectors
 from equipoise.averaging.manifest import Manifest
 from equipoise.averaging.options import RunOptions
 from equipoise.averaging.outcome import Exchanging, Gathering, Idle, NoPeers, Outcome

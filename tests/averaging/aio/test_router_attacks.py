@@ -17,7 +17,7 @@ from equipoise.averaging.aio.router import Router
 from equipoise.averaging.aio.run_driver import MATCHMAKING_FRAME
 from equipoise.averaging.aio.sessions import MAX_CHANNELS
 from equipoise.averaging.allreduce import messages as wire
-from equipoise.averaging.encoded_vector import Vectors
+from equipoise.averaging.layout import Vectors
 from equipoise.averaging.manifest import Join, Manifest
 from equipoise.averaging.matchmaking.messages import GroupFormed, Invitation, LeaveRequest, encode
 from equipoise.averaging.options import RunOptions
