@@ -20,7 +20,7 @@ from equipoise.averaging.allreduce import messages as wire
 from equipoise.averaging.claims import Claims
 from equipoise.averaging.draw import Drawn
 from equipoise.averaging.layout import Vectors
-from equipoise.averaging.manifest import NONCE_BYTES, Identity, Manifest
+from equipoise.averaging.manifest import NONCE_BYTES, Identity, Join, Manifest
 from equipoise.averaging.matchmaking import events
 from equipoise.averaging.matchmaking import messages as matchmaking_messages
 from equipoise.averaging.matchmaking.context import Context
@@ -147,8 +147,21 @@ class RunDriver:
         if len(vectors.contribution) != size or len(vectors.mean) != size:
             raise ValueError(f"expected two vectors of {size} bytes, got {list(map(len, vectors[:2]))}")
         began, started, promised = self._loop.time(), time.time(), self._claims.promised
-        ready = events.BecameReady(weight, b"", state=state, fit=metrics, evaluation=evaluation)
-        manifest = await self._match(ready, timeout)
+        join = Join(
+            peer=self._sessions.peer,
+            spec=self.spec.hash,
+            round=0,
+            weight=weight,
+            bandwidth=0.0,
+            dialable=False,
+            nonce=b"",
+            credential=b"",
+            state=state,
+            signature=b"",
+            fit=metrics,
+            evaluation=evaluation,
+        )
+        manifest = await self._match(join, timeout)
         matched = self._loop.time() - began
         if isinstance(manifest, Outcome):
             outcome = manifest
@@ -274,16 +287,16 @@ class RunDriver:
 
     # ---- one round ----
 
-    async def _match(self, ready: events.BecameReady, timeout: float) -> Manifest | Outcome:
+    async def _match(self, join: Join, timeout: float) -> Manifest | Outcome:
         if self._formed is not None or self._round is not None:
             raise ValueError(f"a round of run {self.spec.name!r} is going on already: wait for its outcome")
         if self._left:
             return self._failed(self._left)
         self._formed = self._loop.create_future()
-        self._offered = ready.bound, self._loop.time()
+        self._offered = join.bound, self._loop.time()
         try:
             async with asyncio.timeout(timeout):
-                formed = await self._seek(self._formed, ready, timeout)
+                formed = await self._seek(self._formed, join, timeout)
             # Having left in the very moment in which its group formed, it begins no round.
             return self._failed(self._left) if self._left else formed
         except TimeoutError:
@@ -299,23 +312,21 @@ class RunDriver:
             self._formed = None
 
     async def _seek(
-        self, formed: asyncio.Future[Manifest | Outcome], ready: events.BecameReady, timeout: float
+        self, formed: asyncio.Future[Manifest | Outcome], join: Join, timeout: float
     ) -> Manifest | Outcome:
         """Wait for a group; begin anew when others can dial this peer now, or no longer: its join says so, signed."""
         until = self._loop.time() + timeout
         dialable: bool | None = None
         while True:
             again, dialable = dialable is not None, self._sessions.dialable
-            self._driver.tell(
-                msgspec.structs.replace(
-                    ready,
-                    nonce=os.urandom(NONCE_BYTES),
-                    bandwidth=self._bandwidth,
-                    credential=self._sessions.credential,
-                    dialable=dialable,
-                    patience=max(0.0, until - self._loop.time()),
-                )
+            join = msgspec.structs.replace(
+                join,
+                nonce=os.urandom(NONCE_BYTES),
+                bandwidth=self._bandwidth,
+                credential=self._sessions.credential,
+                dialable=dialable,
             )
+            self._driver.tell(events.BecameReady(join, max(0.0, until - self._loop.time())))
             if again:
                 # The machine takes its record for published; that others can dial this peer is not its concern.
                 self._publish()

@@ -87,7 +87,7 @@ class Pairing(Matchmaker):
                     self.reason = f"exchange {round} is over"
 
     def _begin(self, event: events.BecameReady, now: float) -> None:
-        self._own = self._context.join(event)
+        self._own = self._context.join(event.join)
         self._wants, self._exchanging = event, None
         self._asks_at, self._listens = now, LISTEN_SECONDS
 
@@ -121,7 +121,7 @@ class Pairing(Matchmaker):
     def _accept(self, join: Join) -> Objection | None:
         context = self._context
         assert self._wants is not None, "it takes the join"
-        manifest = Manifest.of(context.peer, [join, context.join(self._wants, join.round)])
+        manifest = Manifest.of(context.peer, [join, context.join(self._wants.join, join.round)])
         problem = shortfall(manifest.members, context.needs)
         if problem:
             return Objection(problem)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import msgspec
+
 from equipoise.averaging.manifest import MAX_ROUND, Join, Manifest, Sign, Verify
 from equipoise.averaging.matchmaking import messages as wire
-from equipoise.averaging.matchmaking.events import Action, BecameReady, Send
+from equipoise.averaging.matchmaking.events import Action, Send
 from equipoise.averaging.matchmaking.group_builder import StragglerWait
 from equipoise.averaging.matchmaking.membership import LEAP, MAX_JUMP, Membership
 from equipoise.averaging.rate_limit import Allowance
@@ -91,12 +93,10 @@ class Context:
         """This peer's round as a message; with `asks`, the receiver answers with its own."""
         return wire.Whereabouts(self.run, self.round, asks)
 
-    def join(self, ready: BecameReady, round: int | None = None) -> Join:
-        """This peer's signed join of its next round, or of the round with this number."""
-        stated = ready.weight, ready.bandwidth, ready.dialable, ready.nonce, ready.credential, ready.state
+    def join(self, stated: Join, round: int | None = None) -> Join:
+        """This peer's statement, as its signed join of its next round, or of the round with this number."""
         number = self.round if round is None else round
-        join = Join(self.peer, self.spec, number, *stated, b"", ready.fit, ready.evaluation)
-        return join.signed(self.sign)
+        return msgspec.structs.replace(stated, peer=self.peer, spec=self.spec, round=number).signed(self.sign)
 
     def mismatch(self, request: wire.JoinRequest) -> Objection | None:
         """Return the objection if a request has another spec or version than this peer; None if both match."""

@@ -6,12 +6,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-from equipoise.averaging.manifest import Manifest
+from equipoise.averaging.manifest import Join, Manifest
 from equipoise.averaging.matchmaking.messages import MAX_PATIENCE, MatchmakingMessage
-from equipoise.averaging.metrics import Report, Values
 from equipoise.averaging.ports import Candidate
-from equipoise.averaging.state import StateId
-from equipoise.averaging.weights import ATTENDANCE_LIMIT
 
 
 class CandidatesSeen(msgspec.Struct, frozen=True):
@@ -24,31 +21,12 @@ class BecameReady(msgspec.Struct, frozen=True):
     """This peer has something to average and wants a group.
 
     Attributes:
-        weight: Of its contribution; 0 observes.
-        nonce: 16 fresh random bytes.
-        bandwidth: Upload rate, bytes per second; 0 if unknown.
-        credential: Data with which others open direct channels to it; empty if it has none.
-        dialable: Whether others can open channels to it.
+        join: Its statement about itself. `Context.join` adds the round's number and the signature.
         patience: Seconds after which the caller gives up; 0 to 86,400.
-        state: The state of the run that it holds; None if it does not say.
-        fit: The metrics of its training.
-        evaluation: The scores of that state on its data; None if it has not evaluated it.
     """
 
-    weight: float
-    nonce: bytes
-    bandwidth: float = 0.0
-    credential: bytes = b""
-    dialable: bool = True
+    join: Join
     patience: float = MAX_PATIENCE
-    state: StateId | None = None
-    fit: Values = ()
-    evaluation: Report | None = None
-
-    @property
-    def bound(self) -> StateId | None:
-        """See `Join.bound`."""
-        return self.state if self.weight > ATTENDANCE_LIMIT else None
 
 
 class Withdrew(msgspec.Struct, frozen=True):

@@ -90,8 +90,8 @@ class Joiner:
         Raises:
             ValueError: The weight is not valid.
         """
-        self._context.join(ready)
-        self._membership.dialable = ready.dialable
+        self._context.join(ready.join)
+        self._membership.dialable = ready.join.dialable
         self._membership.own_misses = 0
         self._ready, self._since = ready, now
         believed = self._context.believed_round(now)
@@ -246,7 +246,7 @@ class Joiner:
             return  # The contribution is late.
         if self._join is None or self._join.round != self._context.round:
             self._leave()
-            self._join = self._context.join(self._ready)
+            self._join = self._context.join(self._ready.join)
             self._joins.append(self._join)
             self._hops = 0
             self._cost.clear()
@@ -275,13 +275,13 @@ class Joiner:
     def _keep_up(self, ready: BecameReady, now: float) -> None:
         context, coordinator, late = self._context, self._coordinator, 0.0
         while coordinator.has_closed(context.round):
-            late = late or coordinator.lateness(ready.bound, context.round, now)
+            late = late or coordinator.lateness(ready.join.bound, context.round, now)
             context.round += 1
         if self._join is not None and self.asked == context.peer:
             late = late or coordinator.left_behind(self._join, now)
         if late:
             self._end_late(late, "its group closed here")
-        elif self._join is not None and ((ready.bound and context.floor) or self._policy.patient):
+        elif self._join is not None and ((ready.join.bound and context.floor) or self._policy.patient):
             self._heed_others(ready, now)
         else:
             self._follow_others(now)
@@ -299,7 +299,9 @@ class Joiner:
         elif now >= self._behind_since + BEHIND_SECONDS:
             why, since = f"the others are beyond round {context.round}", self._behind_since
             context.round, self._behind_since = ahead, float("inf")
-            if ready.bound and context.floor:  # A peer that has had no round yet only has its number wrong.
+            if (
+                ready.join.bound and context.floor
+            ):  # A peer that has had no round yet only has its number wrong.
                 self._end_late(now - since, why)
 
     def _end_late(self, seconds: float, why: str) -> None:

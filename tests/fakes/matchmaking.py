@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from equipoise.averaging.manifest import NONCE_BYTES, Join, Manifest
+from equipoise.averaging.manifest import Join, Manifest
 from equipoise.averaging.matchmaking import events
 from equipoise.averaging.matchmaking.context import Context
 from equipoise.averaging.matchmaking.machine import Matchmaking
-from equipoise.averaging.matchmaking.messages import JoinRequest
+from equipoise.averaging.matchmaking.messages import MAX_PATIENCE, JoinRequest
 from equipoise.averaging.matchmaking.topology import rank
 from equipoise.averaging.strategy import Needs
-from simulator.matchmaking import RUN, SPEC, Record, signer, verify
+from simulator.matchmaking import RUN, SPEC, Record, signer, stated, verify
 
 NAMES = ["alice", "bob", "carol", "dave", "erin", "frank", "grace", "heidi"]
 OTHER_SPEC = "0" * 64
@@ -45,22 +45,13 @@ def meet(one: Matchmaking, *others: str, now: float = 0.0) -> None:
         one._context.membership.hear(other, now)
 
 
-def ready(weight: float = 1.0, nonce: bytes = b"n" * NONCE_BYTES, **fields: Any) -> events.BecameReady:
-    return events.BecameReady(weight, nonce, **fields)
+def ready(weight: float = 1.0, patience: float = MAX_PATIENCE, **fields: Any) -> events.BecameReady:
+    """This peer is ready; its machine fills in its name."""
+    return events.BecameReady(stated(weight=weight, **fields), patience)
 
 
 def join(name: str, round: int = 0, **fields: Any) -> Join:
-    defaults: dict[str, Any] = {
-        "spec": SPEC,
-        "weight": 1.0,
-        "bandwidth": 0.0,
-        "dialable": True,
-        "nonce": b"n" * NONCE_BYTES,
-        "credential": b"",
-        "state": None,
-        "signature": b"",
-    }
-    return Join(peer=name, round=round, **{**defaults, **fields}).signed(signer(name))
+    return stated(name, round=round, **fields).signed(signer(name))
 
 
 def asks(name: str, round: int = 0, hops: int = 0, **fields: Any) -> events.MessageReceived:

@@ -25,7 +25,7 @@ from equipoise.averaging.strategy import Federated
 from equipoise.averaging.weights import LEAST_CONTRIBUTION
 from simulator import matchmaking
 from simulator.core import Violation
-from simulator.matchmaking import Weather, World
+from simulator.matchmaking import Weather, World, stated
 
 POLL_SECONDS = 0.5
 """Between two looks of a trainer at the draw."""
@@ -121,9 +121,8 @@ class Trainer(matchmaking.Peer):
         self._weight = weight
         self.after(strategy.deadline, self._give_up, self._search, self._fed.now + strategy.deadline)
         self.became_ready += 1
-        self.tell(
-            events.BecameReady(weight, nonce, dialable=self.dialable, patience=patience, state=self.state)
-        )
+        join = stated(weight=weight, nonce=nonce, dialable=self.dialable, state=self.state)
+        self.tell(events.BecameReady(join, patience))
 
     def _give_up(self, search: int, due: float) -> None:
         """Give up at the deadline, unless the quorum is there: then the round is to close within its grace."""

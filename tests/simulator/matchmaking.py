@@ -7,8 +7,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
+from typing import Any
 
-from equipoise.averaging.manifest import NONCE_BYTES, Manifest
+import msgspec
+
+from equipoise.averaging.manifest import NONCE_BYTES, Join, Manifest
 from equipoise.averaging.matchmaking import events
 from equipoise.averaging.matchmaking.context import Context
 from equipoise.averaging.matchmaking.machine import Matchmaking
@@ -113,7 +116,8 @@ class Peer(Driver):
         if not self.machine.ready:
             nonce = self._world.random.randbytes(NONCE_BYTES)
             self.became_ready += 1
-            self.tell(events.BecameReady(weight, nonce, dialable=self.dialable, patience=patience))
+            join = stated(weight=weight, nonce=nonce, dialable=self.dialable)
+            self.tell(events.BecameReady(join, patience))
 
     def receive(self, sender: str, *messages: bytes) -> None:
         """Messages have come, all at once."""
@@ -251,6 +255,12 @@ class World(Network[str, Peer]):
     def _expire(self, name: str) -> None:
         if self.peers[name].dead:
             self._records.pop(name, None)
+
+
+def stated(peer: str = "", **fields: Any) -> Join:
+    """Return what a peer states of itself, not signed; a machine fills in its own name."""
+    join = Join(peer, SPEC, 0, 1.0, 0.0, True, b"n" * NONCE_BYTES, b"", None, b"")
+    return msgspec.structs.replace(join, **fields)
 
 
 def signer(name: str) -> Callable[[bytes], bytes]:
