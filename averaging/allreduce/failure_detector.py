@@ -104,59 +104,6 @@ class FailureDetector:
         return fallen
 
 
-class Patience:
-    """The time that one member gives the others in the present step of the round.
-
-    Attributes:
-        ends_at: When the members still awaited have had enough time; infinite while that is not known.
-        spent: Whether patience has ended in this step.
-    """
-
-    def __init__(self, now: float) -> None:
-        self._step: Hashable = None
-        self._began = now
-        self._window_began = now
-        self._bytes: Counter[int] = Counter()
-        self.ends_at = float("inf")
-        self.spent = False
-
-    def begin(self, step: Hashable, now: float) -> None:
-        """Give all members their time anew if the round is in another step."""
-        if step != self._step:
-            self._step = step
-            self._began = now
-            self.ends_at = float("inf")
-            self.spent = False
-
-    def count(self, member: int, received: int) -> None:
-        """Count `received` bytes, of any frame of use, from a member."""
-        self._bytes[member] += received
-
-    def open_window(self, now: float) -> None:
-        """Bytes are counted from now on."""
-        self._window_began = now
-        self._bytes.clear()
-
-    def look(self, awaited: int, of: int, now: float) -> None:
-        """Set `ends_at` once half of the members in the bitmask `of` are through: all but the `awaited`."""
-        if not awaited:
-            self.ends_at = float("inf")
-        elif self.ends_at == float("inf") and not self.spent and 2 * awaited.bit_count() <= of.bit_count():
-            self.ends_at = now + SLOWNESS * (now - self._began) + GRACE_SECONDS
-
-    def end(self) -> None:
-        """Wait for no member any longer in this step."""
-        self.spent = True
-        self.ends_at = float("inf")
-
-    def delivering(self, awaited: int, now: float) -> int:
-        """Bitmask of the awaited that delivered enough since the window was opened; 0 once patience is spent."""
-        enough = MIN_BYTES_PER_SECOND * (now - self._window_began)
-        if self.spent or now >= self.ends_at:
-            return 0
-        return sum(1 << one for one, count in self._bytes.items() if awaited >> one & 1 and count >= enough)
-
-
 @dataclass(frozen=True, slots=True)
 class Awaited:
     """The members whose delivery the next step waits for.
@@ -173,7 +120,7 @@ class Awaited:
 
 
 class Attendance:
-    """The members that can be reached or are waited for, and the time since the last progress.
+    """The members that can be reached or are waited for, and the time that one member gives them in each step.
 
     Args:
         group: The round.
@@ -185,6 +132,7 @@ class Attendance:
         returned: Bitmask of the members that were out of reach, and came back.
         late: Bitmask of the members for which the round no longer waits.
         level: Stalls since the last progress.
+        ends_at: When the members still awaited in this step have had enough time; infinite while that is not known.
     """
 
     def __init__(self, group: Group, now: float) -> None:
@@ -194,19 +142,18 @@ class Attendance:
         self.returned = 0
         self.late = 0
         self.level = 0
+        self.ends_at = float("inf")
         self._lost_at = now
         self._progress_at = now
-        self._patience = Patience(now)
+        self._step: Hashable = None
+        self._step_began = now
+        self._spent = False
+        self._bytes: Counter[int] = Counter()
 
     @property
     def deadline(self) -> float:
         """When `stall` must be called next, in monotonic seconds."""
-        return min(self._progress_at + (self.level + 1) * STALL_SECONDS, self._patience.ends_at)
-
-    @property
-    def waited(self) -> float:
-        """Seconds without progress until the last stall."""
-        return self.level * STALL_SECONDS
+        return min(self._progress_at + (self.level + 1) * STALL_SECONDS, self.ends_at)
 
     @property
     def here(self) -> int:
@@ -226,16 +173,13 @@ class Attendance:
         """When all members that are lost now have been lost for at least one stall, in monotonic seconds."""
         return self._lost_at + STALL_SECONDS
 
-    def lose(self, member: int, now: float) -> bool:
-        """A member is out of reach; returns whether that is news."""
+    def lose(self, member: int, now: float, gone: bool) -> bool:
+        """A member is out of reach, or `gone` for good; returns whether it was in reach until now."""
         news = not self.lost >> member & 1
         self._lost_at = now if news else self._lost_at
         self.lost |= 1 << member
+        self.gone |= gone << member
         return news
-
-    def leave(self, member: int) -> None:
-        """A member has left the round for good."""
-        self.gone |= 1 << member
 
     def come_back(self, member: int) -> bool:
         """A member is heard again; returns whether it takes part again."""
@@ -247,13 +191,15 @@ class Attendance:
 
     def begin(self, step: Hashable, now: float) -> None:
         """Note the round's step: in a new step, all members have their time anew."""
-        self._patience.begin(step, now)
+        if step != self._step:
+            self._step, self._step_began = step, now
+            self.ends_at, self._spent = float("inf"), False
 
     def progress(self, now: float) -> None:
         """Note progress: the level is 0 again, and bytes are counted anew."""
         self._progress_at = now
         self.level = 0
-        self._patience.open_window(now)
+        self._bytes.clear()
 
     def arrived(self, sender: int, now: float) -> bool:
         """Count a part as progress, unless its sender was late and the patience of this step is spent.
@@ -262,7 +208,7 @@ class Attendance:
             Whether more than the time of progress has changed: a stall is over, or the sender is no longer late.
         """
         late = bool(self.late >> sender & 1)
-        if late and self._patience.spent:
+        if late and self._spent:
             return False
         changed = late or self.level > 0
         self.late &= ~(1 << sender)
@@ -271,8 +217,8 @@ class Attendance:
 
     def received(self, sender: int, count: int, awaited: Awaited, now: float) -> bool:
         """Count bytes; returns whether their sender is a member that the round waits for."""
-        self._patience.count(sender, count)
-        self._patience.look(awaited.members, awaited.of, now)
+        self._bytes[sender] += count
+        self._measure(awaited, now)
         return bool(awaited.members >> sender & 1)
 
     def stall(self, awaited: Awaited, now: float) -> bool:
@@ -280,12 +226,14 @@ class Attendance:
 
         While some awaited members still deliver, the level stays, and only the others become late.
         """
-        self._patience.look(awaited.members, awaited.of, now)
+        self._measure(awaited, now)
         if now < self.deadline:
             return False
-        slow = self._patience.delivering(awaited.members, now)
-        if now >= self._patience.ends_at:
-            self._patience.end()
+        if now >= self.ends_at:
+            self._spent, self.ends_at = True, float("inf")
+        enough = MIN_BYTES_PER_SECOND * (now - self._progress_at)
+        delivering = sum(1 << member for member, count in self._bytes.items() if count >= enough)
+        slow = 0 if self._spent else awaited.members & delivering
         if awaited.dispensable:
             self.late |= awaited.members & ~slow
         if slow:
@@ -293,3 +241,11 @@ class Attendance:
             return False
         self.level += 1
         return True
+
+    def _measure(self, awaited: Awaited, now: float) -> None:
+        """Set `ends_at` once at least half of the members that deliver in this step are through."""
+        half_are_through = 2 * awaited.members.bit_count() <= awaited.of.bit_count()
+        if not awaited.members:
+            self.ends_at = float("inf")
+        elif self.ends_at == float("inf") and not self._spent and half_are_through:
+            self.ends_at = now + SLOWNESS * (now - self._step_began) + GRACE_SECONDS

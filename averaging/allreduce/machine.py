@@ -38,7 +38,7 @@ from equipoise.averaging.allreduce.leader import Despair, Reopen, Tell, next_mov
 from equipoise.averaging.allreduce.messages import Decision
 from equipoise.averaging.allreduce.part_table import PartTable
 from equipoise.averaging.allreduce.paxos import Paxos, Vote, is_majority, members_of
-from equipoise.averaging.timing import LINGER_SECONDS, WAITING_SECONDS
+from equipoise.averaging.timing import LINGER_SECONDS, STALL_SECONDS, WAITING_SECONDS
 
 PLENTY = 1 << 40
 """Bytes that a `Waiting` counts for: a member that waits for a delivering member is not stalled itself."""
@@ -144,9 +144,7 @@ class AllReduce:
             case events.BytesReceived(sender, count):
                 self._on_bytes(sender, count, now)
             case events.PeerLost(member, reason, gone):
-                if gone:
-                    self._attendance.leave(member)
-                self._on_lost(member, reason, now)
+                self._on_lost(member, reason, now, gone)
             case events.PeerReturned(member):
                 if self._attendance.come_back(member):
                     self._note(f"{self.group.names[member]} is back")
@@ -188,8 +186,7 @@ class AllReduce:
             case wire.Fetch(contributors, parts):
                 self._serve(sender, contributors, parts)
             case wire.GiveUp(reason):
-                self._attendance.leave(sender)
-                self._on_lost(sender, f"left the round: {reason}", now)
+                self._on_lost(sender, f"left the round: {reason}", now, gone=True)
         if news:
             self._progress(now)
 
@@ -259,8 +256,8 @@ class AllReduce:
             self._send_commit(1 << sender)
         return self._paxos.on_votes(vote, 1 << sender)
 
-    def _on_lost(self, member: int, reason: str, now: float) -> None:
-        if member == self.me or not self._attendance.lose(member, now):
+    def _on_lost(self, member: int, reason: str, now: float, gone: bool) -> None:
+        if member == self.me or not self._attendance.lose(member, now, gone):
             return
         if isinstance(self.ended, Finish):
             # The lost member may have been the leader that would have told the others.
@@ -279,7 +276,7 @@ class AllReduce:
             self._on_stalled()
 
     def _on_stalled(self) -> None:
-        waited = self._attendance.waited
+        waited = self._attendance.level * STALL_SECONDS
         self._note(f"no progress for {waited:g} s {waiting_for(self._paxos, self._part_table)}")
         self._fetching.ask_another()
         line = self._paxos.line(self._attendance.lost)

@@ -11,7 +11,8 @@ from equipoise.averaging.allreduce.failure_detector import (
     GRACE_SECONDS,
     MIN_BYTES_PER_SECOND,
     SLOWNESS,
-    Patience,
+    Attendance,
+    Awaited,
 )
 from simulator.faults import Fault, When
 from simulator.network import PART_BYTES, Weather
@@ -71,31 +72,36 @@ def test_one_that_trickles_costs_seconds_and_not_the_round(leader: int, transfer
         assert all(isinstance(report.ends[member], Finish) for member in range(MEMBERS)), seed
 
 
+def attendance_at(now: float) -> Attendance:
+    return Attendance(group_of((0, 1, 2, 3), WEIGHTS), now)
+
+
 def test_a_trickle_is_a_stall() -> None:
-    patience = Patience(0.0)
-    patience.begin("scatter", 0.0)
+    awaited = Awaited(0b110, 0b1110, dispensable=True)
+    attendance = attendance_at(0.0)
+    attendance.begin("scatter", 0.0)
     for tick in range(1, 9):
-        patience.count(1, MIN_BYTES_PER_SECOND // 4)
-        patience.count(2, MIN_BYTES_PER_SECOND // 4 - 1)
-        patience.look(0b110, 0b1110, tick / 4)
-    assert patience.delivering(0b110, 2.0) == 0b010
+        attendance.received(1, MIN_BYTES_PER_SECOND // 4, awaited, tick / 4)
+        attendance.received(2, MIN_BYTES_PER_SECOND // 4 - 1, awaited, tick / 4)
+    assert not attendance.stall(awaited, 2.0), "one of them delivers"
+    assert attendance.late == 0b100
 
 
 def test_patience_is_measured_by_what_half_of_the_others_needed() -> None:
-    patience = Patience(0.0)
-    patience.begin("scatter", 100.0)
-    patience.look(0b0110, 0b1110, 103.0)
-    assert patience.ends_at == float("inf")
-    patience.look(0b0100, 0b1110, 105.0)
-    assert patience.ends_at == 105.0 + SLOWNESS * 5.0 + GRACE_SECONDS
-    patience.begin("gather", 106.0)
-    assert patience.ends_at == float("inf")
+    attendance = attendance_at(100.0)
+    attendance.begin("scatter", 100.0)
+    attendance.received(1, 1, Awaited(0b0110, 0b1110), 103.0)
+    assert attendance.ends_at == float("inf")
+    attendance.received(2, 1, Awaited(0b0100, 0b1110), 105.0)
+    assert attendance.ends_at == 105.0 + SLOWNESS * 5.0 + GRACE_SECONDS
+    attendance.begin("gather", 106.0)
+    assert attendance.ends_at == float("inf")
 
 
 def test_of_two_one_is_waited_for_as_long_as_it_delivers() -> None:
-    patience = Patience(0.0)
-    patience.look(0b10, 0b10, 50.0)
-    assert patience.ends_at == float("inf")
+    attendance = attendance_at(0.0)
+    attendance.received(1, 1, Awaited(0b10, 0b10), 50.0)
+    assert attendance.ends_at == float("inf")
 
 
 def test_two_members_on_a_slow_link_finish() -> None:
