@@ -61,19 +61,15 @@ def balance(bandwidths: Sequence[float], owns: Sequence[bool]) -> list[float]:
         One fraction per member, >= 0, summing to 1 up to rounding.
     """
     size = len(bandwidths)
-    bandwidths = [max(bandwidth, MIN_BANDWIDTH) for bandwidth in bandwidths]
+    members = [(max(b, MIN_BANDWIDTH), is_owner) for b, is_owner in zip(bandwidths, owns, strict=True)]
     # `sum` rounds otherwise from Python 3.12 on, and members' fractions must agree.
-    together = math.fsum(b for b, is_owner in zip(bandwidths, owns, strict=True) if is_owner)
-    needs = [
-        (size - 1) / size / b if is_owner else 1 / b for b, is_owner in zip(bandwidths, owns, strict=True)
-    ]
+    together = math.fsum(b for b, is_owner in members if is_owner)
+    needs = [(size - 1) / size / b if is_owner else 1 / b for b, is_owner in members]
     time = max(*needs, (size - 1) / together)
-    least = [
-        max(0.0, 1 - time * b) if is_owner else 0.0 for b, is_owner in zip(bandwidths, owns, strict=True)
-    ]
+    least = [max(0.0, 1 - time * b) if is_owner else 0.0 for b, is_owner in members]
     room = [
         max(0.0, min(1.0, time * b / (size - 1)) - low) if is_owner else 0.0
-        for b, is_owner, low in zip(bandwidths, owns, least, strict=True)
+        for (b, is_owner), low in zip(members, least, strict=True)
     ]
     rest = max(0.0, 1 - math.fsum(least)) / (math.fsum(room) or 1.0)
     return [low + rest * free for low, free in zip(least, room, strict=True)]

@@ -32,9 +32,6 @@ from equipoise.compression import CodecError
 from equipoise.compression.device_reduce import DeviceReducer
 from equipoise.tasks import Driver
 
-WITH_BODY = (wire.Contribution, wire.Mean)
-"""The messages that carry values."""
-
 ROUND_FRAME = b"R"
 """First byte of the header of every frame of a round; the round's id and a message follow."""
 
@@ -231,7 +228,7 @@ class RoundDriver:
         if peer not in self._members:
             return self._sessions.scratch(size)
         message = _message(header)
-        if not isinstance(message, WITH_BODY) or message.part >= len(self.group.parts):
+        if not isinstance(message, wire.Contribution | wire.Mean) or message.part >= len(self.group.parts):
             raise FrameRefused(f"a {type(message).__name__} has no body of {size} bytes in this round")
         expected = self._store.size(message.part)
         if size != expected:

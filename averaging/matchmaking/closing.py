@@ -34,13 +34,6 @@ def named(peers: Sequence[str]) -> str:
     return ", ".join(peers[:MAX_NAMED]) + more
 
 
-class Awaited(NamedTuple):
-    """The peers that a group is for, and those of them that it still waits for."""
-
-    expected: Set[str]
-    missing: Set[str]
-
-
 class _Draw(NamedTuple):
     """The draw for a state, and since when each peer is drawn, or was before a newcomer displaced it."""
 
@@ -70,16 +63,17 @@ class ClosePolicy(ABC):
         self._context = context
 
     @abstractmethod
-    def awaited(self, gathering: GroupBuilder, now: float) -> Awaited:
-        """The peers that the coordinator waits for before it closes the group."""
+    def awaited(self, gathering: GroupBuilder, now: float) -> tuple[Set[str], Set[str]]:
+        """The peers that the group is for, and those of them that the coordinator still waits for."""
 
     @abstractmethod
     def limit(self, gathering: GroupBuilder, now: float) -> Limit:
         """The time at which the group closes without the missing peers, if it can be a group."""
 
-    @abstractmethod
     def draw(self, state: StateId | None, now: float) -> Drawn:
-        """The peers that train from a state, and the live ones, as far as this peer sees."""
+        """The peers that train from a state, here all, and the live ones, as far as this peer sees."""
+        live = self._context.membership.live(())
+        return Drawn(live, live)
 
     def holds(self, gathering: GroupBuilder, now: float) -> bool:
         """True if the group must not close now, with any number of joins."""
@@ -101,10 +95,10 @@ class ClosePolicy(ABC):
 class LearntWait(ClosePolicy):
     """Groups of peers that are in step: a group closes when waiting longer does not pay, by how late peers were."""
 
-    def awaited(self, gathering: GroupBuilder, now: float) -> Awaited:
+    def awaited(self, gathering: GroupBuilder, now: float) -> tuple[Set[str], Set[str]]:
         """See `ClosePolicy.awaited`."""
         expected = self._context.membership.expected(gathering.round, now)
-        return Awaited(expected, expected - gathering.parked.keys())
+        return expected, expected - gathering.parked.keys()
 
     def limit(self, gathering: GroupBuilder, now: float) -> Limit:
         """See `ClosePolicy.limit`."""
@@ -112,11 +106,6 @@ class LearntWait(ClosePolicy):
         waited = float("inf") if gathering.opened is None else gathering.opened + learnt.wait
         why = f"waited {learnt.reason}" if waited <= patience else "half of them have spent half their time"
         return Limit(min(waited, patience), why, waited)
-
-    def draw(self, state: StateId | None, now: float) -> Drawn:
-        """See `ClosePolicy.draw`: all live peers train."""
-        live = self._context.membership.live(())
-        return Drawn(live, live)
 
 
 class QuorumAndGrace(ClosePolicy):
@@ -137,7 +126,7 @@ class QuorumAndGrace(ClosePolicy):
         self._draws: dict[StateId | None, _Draw] = {}
         self._begun = False
 
-    def awaited(self, gathering: GroupBuilder, now: float) -> Awaited:
+    def awaited(self, gathering: GroupBuilder, now: float) -> tuple[Set[str], Set[str]]:
         """See `ClosePolicy.awaited`."""
         if gathering.introduces:
             return self._introducing.awaited(gathering, now)
@@ -145,7 +134,7 @@ class QuorumAndGrace(ClosePolicy):
         self.draw(state, now)
         since = self._draws[state].since
         missing = {peer for peer, at in since.items() if not self._is_in(gathering, peer, at, now)}
-        return Awaited(since.keys(), missing)
+        return since.keys(), missing
 
     def limit(self, gathering: GroupBuilder, now: float) -> Limit:
         """See `ClosePolicy.limit`."""

@@ -168,16 +168,18 @@ class SnapshotQuorum(Answers):
     @property
     def _voters(self) -> dict[str, Answer]:
         """Answers of the peers whose state is of use, or soon will be: newcomers at their first epoch do not vote."""
-        return {peer: one for peer, one in self._answers.items() if one.offers or self._keeps_up(one.epoch)}
+        least = self._at_least - LAG_EPOCHS
+        return {
+            peer: one
+            for peer, one in self._answers.items()
+            if one.offers or (one.epoch is not None and one.epoch >= least)
+        }
 
     @property
     def _heard_or_late(self) -> Set[str]:
         # Late peers count as voters too, so that the peers which answered first are not all. This gives liars no new
         # power: if they are most, they could also have answered in time and outvoted the others.
         return self._voters.keys() | (self.peers.keys() - self._answers.keys() - self._silent)
-
-    def _keeps_up(self, epoch: int | None) -> bool:
-        return epoch is not None and epoch + LAG_EPOCHS >= self._at_least
 
     def _useful(self, offer: Offer) -> bool:
         return offer.state.epoch >= self._at_least
