@@ -394,7 +394,7 @@ class Sessions:
         channels.add(channel, direct)
         alike = channels.direct if direct else channels.streams
         if len(alike) > MAX_CHANNELS:
-            self._broke(channels, alike[0], f"closed: {MAX_CHANNELS} newer channels to it are open")
+            self._broke(channels, alike[0])
         await self._read(channels, channel, False)
 
     # ---- idle channels ----
@@ -450,8 +450,8 @@ class Sessions:
             self._measure()
         try:
             await channel.send(*frame)
-        except ConnectionError as error:
-            self._broke(channels, channel, str(error))
+        except ConnectionError:
+            self._broke(channels, channel)
 
     async def _reach(self, peer: str, channels: PeerChannels) -> Channel | None:
         """Return the channel to write to until there is news, or None; raises ConnectionError if none can be opened."""
@@ -503,19 +503,19 @@ class Sessions:
     # ---- reading ----
 
     async def _read(self, channels: PeerChannels, channel: Channel, dialled: bool) -> None:
-        reason = "reading from it failed here"
         try:
             await self._greet(channels, channel, dialled)
             await self._receive(channels, channel)
         except (ConnectionError, TimeoutError) as error:
-            reason = str(error) or f"no hello came within {HELLO_SECONDS:g} s"
+            why = str(error) or f"no hello came within {HELLO_SECONDS:g} s"
+            log.debug("channel with %s: %s", channel.peer, why)
         except FrameRefused as error:
-            reason = str(error)[:MAX_REASON_CHARACTERS]
             if channel in channels.channels:
+                reason = str(error)[:MAX_REASON_CHARACTERS]
                 log.info("dropped %s: %s", channel.peer, reason)
                 self._drop(channel.peer, reason)
         finally:
-            self._broke(channels, channel, reason)
+            self._broke(channels, channel)
             channel.close()
 
     async def _greet(self, channels: PeerChannels, channel: Channel, dialled: bool) -> None:
@@ -572,7 +572,7 @@ class Sessions:
 
     # ---- losses ----
 
-    def _broke(self, channels: PeerChannels, channel: Channel, reason: str) -> None:
+    def _broke(self, channels: PeerChannels, channel: Channel) -> None:
         """Drop one channel to a peer, and dial again if it was the last; do nothing if it was dropped before."""
         peer = channel.peer
         if channel not in channels.channels:

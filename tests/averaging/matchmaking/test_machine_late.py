@@ -187,7 +187,7 @@ def test_a_coordinator_that_missed_a_round_knows_by_two_mates_that_its_own_contr
     coordinator, second, [third] = roles(3)
     others = [second, third]
     one = machine(coordinator, *others)
-    earlier = one._context.join(ready(state=EARLIER), 0)
+    earlier = one._context.join(ready(state=EARLIER).join, 0)
     one._coordinator.note_closed(earlier, [coordinator, *others[:mates]], 0.5)
     actions = one.handle(ready(state=BEFORE), 1.0)
     for name in others:
@@ -230,5 +230,5 @@ def formed_of(actions: list[events.Action]) -> list[tuple[str, ...]]:
 def test_a_join_whose_gathering_has_just_closed_without_it_is_not_left_behind() -> None:
     coordinator, second, [absent] = roles(3)
     one, closed_at = closed_without(absent, coordinator, second)
-    own = one._context.join(ready(state=BEFORE), 1)
+    own = one._context.join(ready(state=BEFORE).join, 1)
     assert one._coordinator.left_behind(own, closed_at + 1.0) == 0.0
