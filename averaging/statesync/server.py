@@ -10,7 +10,7 @@ makes an image of a mean when a newcomer asks for it. The driver adds the known 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from equipoise.averaging.matchmaking.messages import MAX_PATIENCE
@@ -35,77 +35,19 @@ two newcomers that never finish would keep both places, and no other newcomer wo
 
 @dataclass
 class _Mean:
+    """The mean after one state.
+
+    Attributes:
+        size: Its bytes.
+        closed: When the group of its round closed.
+        image: Its image, once that is made.
+        making: Whether the driver was asked to make its image.
+    """
+
     size: int
     closed: float
     image: ImageId | None = None
     making: bool = False
-
-
-class Kept:
-    """The means of one run, by the state before each."""
-
-    def __init__(self) -> None:
-        self._means: OrderedDict[StateId, _Mean] = OrderedDict()
-
-    def keep(
-        self, before: StateId, size: int, most: int, read: Collection[bytes], closed: float = 0.0
-    ) -> list[StateId]:
-        """Keep another mean; returns the states before the means that must go.
-
-        Args:
-            before: The state to which the mean was applied; the mean replaces an earlier one from the same state.
-            size: Bytes of the mean.
-            most: Most bytes of all kept means together. The last mean is kept whatever its size.
-            read: Digests of the images that are being downloaded, which go last.
-            closed: When the group of its round closed.
-        """
-        gone = []
-        self._means.pop(before, None)
-        self._means[before] = _Mean(size, closed)
-        while len(self._means) > 1 and (len(self._means) > KEPT_MEANS or self._bytes > most):
-            *older, _ = self._means
-            unread = (one for one in older if not ((offer := self.offer(one)) and offer.image.digest in read))
-            oldest = next(unread, older[0])
-            del self._means[oldest]
-            gone.append(oldest)
-        return gone
-
-    def lacks_image(self, before: StateId) -> bool:
-        """True if the mean after the state `before` is kept, and has no image yet."""
-        mean = self._means.get(before)
-        return mean is not None and mean.image is None
-
-    def begins_image(self, before: StateId) -> bool:
-        """Mark that the mean's image is being made; returns False if it is already, or the mean is not kept."""
-        mean = self._means.get(before)
-        if mean is None or mean.making:
-            return False
-        mean.making = True
-        return True
-
-    def ready(self, before: StateId, image: ImageId) -> None:
-        """Set the mean's image, if the mean is still kept."""
-        if before in self._means:
-            self._means[before].image = image
-
-    def offer(self, before: StateId) -> Offer | None:
-        """The mean after the state `before`, if it is kept and has an image."""
-        mean = self._means.get(before)
-        return None if mean is None or mean.image is None else Offer(before, mean.image)
-
-    def age(self, before: StateId, now: float) -> float:
-        """Seconds since the group closed in whose round the mean after the state `before` was made; 0 if it is gone."""
-        mean = self._means.get(before)
-        return 0.0 if mean is None else min(max(now - mean.closed, 0.0), MAX_PATIENCE)
-
-    def find(self, digest: bytes) -> Offer | None:
-        """The mean whose image has this digest."""
-        offers = (self.offer(before) for before in self._means)
-        return next((offer for offer in offers if offer is not None and offer.image.digest == digest), None)
-
-    @property
-    def _bytes(self) -> int:
-        return sum(mean.size for mean in self._means.values())
 
 
 @dataclass
@@ -131,7 +73,7 @@ class Server:
     def __init__(self) -> None:
         self._askers: dict[str, _Asker] = {}
         self._snapshots: tuple[Offer, ...] = ()
-        self._kept = Kept()
+        self._means: OrderedDict[StateId, _Mean] = OrderedDict()
         self._serving = Serving()
         self._epoch: int | None = None
         self._exchanging: StateId | None = None
@@ -195,11 +137,12 @@ class Server:
                     self._answer_those(lambda one: one.ask.after == over)
             case events.MeanKept(before, size, most):
                 closed = self._closed if before == self._exchanging else now
-                self._out += map(events.Drop, self._kept.keep(before, size, most, self._reading, closed))
+                self._keep(before, _Mean(size, closed), most)
                 if any(one.ask.after == before for one in self._askers.values()):
                     self._make_image(before)
             case events.MeanReady(before, image):
-                self._kept.ready(before, image)
+                if mean := self._means.get(before):
+                    mean.image = image
                 self._answer_those(lambda one: one.ask.after == before)
             case events.BodySent(peer, busy):
                 self._serving.sent(peer, busy, now)
@@ -245,18 +188,18 @@ class Server:
     def _serve(self, peer: str, asker: _Asker, message: messages.AskBulk) -> str:
         """Queue the bodies that a newcomer asks for; returns the reason if it is refused, else an empty string."""
         asker.expires = self._now + ASKER_SECONDS
-        held = (one for one in self._snapshots if one.image.digest == message.digest)
-        offer = next(held, None) or self._kept.find(message.digest)
-        if offer is None:
+        images = [*(one.image for one in self._snapshots), *(mean.image for mean in self._means.values())]
+        image = next((one for one in images if one is not None and one.digest == message.digest), None)
+        if image is None:
             return "it holds that image no longer"
         asker.reading = message.digest
-        room = self._wear.room(peer, message.digest, offer.image.chunks, self._now)
+        room = self._wear.room(peer, message.digest, image.chunks, self._now)
         if room <= 0:
             return f"it was sent {MAX_SERVINGS} times already"
         name = message.run, message.ticket, message.digest
         bodies: list[Bulk] = [messages.Digests(*name)]
         if isinstance(message, messages.AskChunks):
-            chunks = [chunk for chunk in dict.fromkeys(message.chunks) if chunk < offer.image.chunks]
+            chunks = [chunk for chunk in dict.fromkeys(message.chunks) if chunk < image.chunks]
             bodies = [messages.Chunk(*name, chunk) for chunk in chunks]
         self._wear.served(peer, message.digest, self._serving.add(peer, bodies[:room]), self._now)
         return ""
@@ -292,10 +235,30 @@ class Server:
 
     def _has_ended(self, after: StateId | None) -> bool:
         """True if no round from this state goes on here, and no image is made of its mean."""
-        return after is not None and after != self._exchanging and not self._kept.lacks_image(after)
+        mean = None if after is None else self._means.get(after)
+        lacks_image = mean is not None and mean.image is None
+        return after is not None and after != self._exchanging and not lacks_image
+
+    def _keep(self, before: StateId, mean: _Mean, most: int) -> None:
+        """Keep another mean, in place of an earlier one after the same state, and drop the oldest beyond the bounds.
+
+        All means together take at most `most` bytes; the last one is kept whatever its size. Means that are being
+        downloaded go last.
+        """
+        means, read = self._means, self._reading
+        means.pop(before, None)
+        means[before] = mean
+        while len(means) > 1 and (len(means) > KEPT_MEANS or sum(one.size for one in means.values()) > most):
+            *older, _ = means.items()
+            unread = (state for state, one in older if one.image is None or one.image.digest not in read)
+            oldest = next(unread, older[0][0])
+            del means[oldest]
+            self._out.append(events.Drop(oldest))
 
     def _make_image(self, before: StateId) -> None:
-        if self._kept.begins_image(before):
+        mean = self._means.get(before)
+        if mean is not None and not mean.making:
+            mean.making = True
             self._out.append(events.MakeImage(before))
 
     def _forget(self, peer: str) -> None:
@@ -317,8 +280,10 @@ class Server:
         offers: tuple[Offer, ...] = ()
         age = 0.0
         if ask.after is not None:
-            if mean := self._kept.offer(ask.after):
-                offers, age = (mean,), self._kept.age(ask.after, self._now)
+            mean = self._means.get(ask.after)
+            if mean is not None and mean.image is not None:
+                offers = (Offer(ask.after, mean.image),)
+                age = min(max(self._now - mean.closed, 0.0), MAX_PATIENCE)
         else:
             offers = tuple(one for one in self._snapshots if one.state.epoch >= ask.at_least)
             wishes = self._wishes(peer)

@@ -17,6 +17,8 @@ from equipoise.averaging.statesync.answers import LONE_SECONDS, Request
 from equipoise.averaging.statesync.chunks import ImageId
 from equipoise.averaging.statesync.events import (
     AskReceived,
+    DonorEvent,
+    Drop,
     EpochReached,
     MakeImage,
     MeanKept,
@@ -24,9 +26,10 @@ from equipoise.averaging.statesync.events import (
     RoundBegan,
     RoundOver,
     Send,
+    SendBody,
 )
-from equipoise.averaging.statesync.messages import Answer, Ask, Offer
-from equipoise.averaging.statesync.server import KEPT_MEANS, Kept, Server
+from equipoise.averaging.statesync.messages import Answer, Ask, AskDigests, Offer
+from equipoise.averaging.statesync.server import KEPT_MEANS, Server
 from equipoise.averaging.statesync.update import MAX_MANIFEST_BYTES, EncodedMean
 from equipoise.averaging.statesync.update_query import UpdateQuery
 from equipoise.averaging.weights import ATTENDANCE_LIMIT
@@ -211,35 +214,48 @@ def state(epoch: int) -> StateId:
 MOST = 10**6
 
 
+def offered(donor: Server, event: DonorEvent) -> tuple[Offer, ...]:
+    """The offers in the one answer that follows from an event."""
+    [action] = donor.handle(event, 0.0)
+    assert isinstance(action, Send)
+    assert isinstance(action.message, Answer)
+    return action.message.offers
+
+
+def dropped(donor: Server, epoch: int, size: int) -> list[StateId]:
+    """Have the donor keep the mean after an epoch; returns the states whose means go."""
+    actions = donor.handle(MeanKept(state(epoch), size, MOST), 0.0)
+    return [one.before for one in actions if isinstance(one, Drop)]
+
+
 def test_the_last_few_are_kept() -> None:
-    kept = Kept()
-    gone = [one for epoch in range(KEPT_MEANS + 2) for one in kept.keep(state(epoch), 100, MOST, ())]
+    donor = Server()
+    gone = [one for epoch in range(KEPT_MEANS + 2) for one in dropped(donor, epoch, 100)]
     assert gone == [state(0), state(1)]
 
 
 def test_no_more_than_so_many_bytes_are_kept_but_always_the_last() -> None:
-    kept = Kept()
-    assert kept.keep(state(0), MOST // 2, MOST, ()) == []
-    assert kept.keep(state(1), MOST // 2, MOST, ()) == []
-    assert kept.keep(state(2), 1, MOST, ()) == [state(0)]
-    assert kept.keep(state(3), 2 * MOST, MOST, ()) == [state(1), state(2)]
+    donor = Server()
+    assert dropped(donor, 0, MOST // 2) == []
+    assert dropped(donor, 1, MOST // 2) == []
+    assert dropped(donor, 2, 1) == [state(0)]
+    assert dropped(donor, 3, 2 * MOST) == [state(1), state(2)]
 
 
 def test_what_is_being_downloaded_goes_last() -> None:
-    kept = Kept()
-    kept.keep(state(0), MOST // 2, MOST, ())
-    kept.keep(state(1), MOST // 2, MOST, ())
-    image = ImageId(b"d" * 32, 100)
-    assert kept.lacks_image(state(0))
-    assert kept.begins_image(state(0))
-    assert not kept.begins_image(state(0))
-    kept.ready(state(0), image)
-    assert not kept.lacks_image(state(0))
-    assert kept.keep(state(2), 1, MOST, {image.digest}) == [state(1)]
-    assert kept.find(image.digest) == kept.offer(state(0))
-    assert kept.keep(state(3), MOST, MOST, {image.digest}) == [state(2), state(0)]
-    kept.ready(state(0), image)
-    assert kept.offer(state(0)) is None
+    donor, image = Server(), ImageId(b"d" * 32, 100)
+    dropped(donor, 0, MOST // 2)
+    dropped(donor, 1, MOST // 2)
+    ask = AskReceived("c", Ask(RUN, TICKET, SPEC.hash, 0, (), state(0)))
+    assert donor.handle(ask, 0.0) == [MakeImage(state(0))]
+    assert donor.handle(ask, 0.0) == [], "the image is being made"
+    assert offered(donor, MeanReady(state(0), image)) == (Offer(state(0), image),)
+    [sent] = donor.handle(AskReceived("c", AskDigests(RUN, TICKET, image.digest)), 0.0)
+    assert isinstance(sent, SendBody)
+    assert dropped(donor, 2, 1) == [state(1)]
+    assert dropped(donor, 3, MOST) == [state(2), state(0)]
+    donor.handle(MeanReady(state(0), image), 0.0)
+    assert offered(donor, ask) == (), "the mean is gone"
 
 
 # ---- what to try first ----
