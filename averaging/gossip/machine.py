@@ -132,13 +132,13 @@ class Pairing(Matchmaker):
     # ---- the peer that proposes ----
 
     def _formed(self, peer: str, message: wire.GroupFormed, now: float) -> None:
-        manifest = message.manifest
+        context, manifest = self._context, message.manifest
         try:
             if self._own is None or not self.ready:
                 raise ManifestError("this peer seeks no partner any more")
-            self._context.check(manifest, self._own)
+            manifest.check(context.verify, spec=context.spec, needs=context.needs, own=self._own)
         except ManifestError as error:
-            self._context.out.append(events.Decline(peer, manifest.id))
+            context.out.append(events.Decline(peer, manifest.id))
             self.reason = f"{peer} sent a manifest that is not valid: {error}"
             if peer == self._asked:
                 self._listen(now, REFUSED_SECONDS)

@@ -127,14 +127,6 @@ class Context:
             return Objection(f"expected a join signed by {peer}")
         return None
 
-    def check(self, manifest: Manifest, own: Join) -> None:
-        """Refuse a manifest of this run that this peer must not act on; `own` must be in it.
-
-        Raises:
-            ManifestError: Naming the first thing that is wrong.
-        """
-        manifest.check(self.verify, spec=self.spec, needs=self.needs, own=own)
-
     def meet(self, now: float) -> None:
         """Ask the peers that are known only by their records whether they are there."""
         for peer in self.membership.to_ask(now):

@@ -233,7 +233,7 @@ class Joiner:
         own = next((join for join in self._joins if join in manifest.members), None)
         if own is None:
             return None
-        context.check(manifest, own)
+        manifest.check(context.verify, spec=context.spec, needs=context.needs, own=own)
         return manifest
 
     def settle(self, now: float) -> None:

@@ -57,18 +57,22 @@ Marks = Annotated[bytes, msgspec.Meta(max_length=MARK_BYTES * MAX_MARKS)]
 Presence = Annotated[float, msgspec.Meta(ge=0.0, le=MAX_PRESENCE)]
 
 
-class JoinRequest(msgspec.Struct, frozen=True, tag=True):
+class _Message(msgspec.Struct, frozen=True, tag=True):
+    """A message about one run, which it names."""
+
+    run: RunName
+
+
+class JoinRequest(_Message, frozen=True, tag=True):
     """The joiner asks the coordinator to put it into its group.
 
     Attributes:
-        run: Name of the run.
         join: The joiner's signed join.
         patience: Seconds that the joiner will wait in all.
         hops: Number of redirects followed; at `MAX_HOPS` the join is not redirected again.
         version: Protocol version.
     """
 
-    run: RunName
     join: Join
     patience: Patience = MAX_PATIENCE
     hops: Hops = 0
@@ -89,11 +93,10 @@ class Standing(msgspec.Struct, frozen=True, array_like=True):
     contributed: Annotated[tuple[PeerName, ...], msgspec.Meta(max_length=MAX_PARKED_GROUPS * MAX_GROUP_SIZE)]
 
 
-class JoinAccepted(msgspec.Struct, frozen=True, tag=True):
+class JoinAccepted(_Message, frozen=True, tag=True):
     """The coordinator has parked the join in the group that it gathers.
 
     Attributes:
-        run: Name of the run.
         ticket: Of the join.
         wait: Seconds until the group closes, or until the coordinator says more.
         ready: Number of joins that are in.
@@ -103,7 +106,6 @@ class JoinAccepted(msgspec.Struct, frozen=True, tag=True):
         standing: The drawn and the contributed peers of a federated run; None if they are as before.
     """
 
-    run: RunName
     ticket: Ticket
     wait: Wait
     ready: Count
@@ -113,11 +115,10 @@ class JoinAccepted(msgspec.Struct, frozen=True, tag=True):
     standing: Standing | None = None
 
 
-class JoinRefused(msgspec.Struct, frozen=True, tag=True):
+class JoinRefused(_Message, frozen=True, tag=True):
     """The coordinator refuses the join.
 
     Attributes:
-        run: Name of the run.
         ticket: Of the join.
         detail: The reason, for people.
         round: The coordinator's next round: the joiner goes on to it if its own is over.
@@ -128,7 +129,6 @@ class JoinRefused(msgspec.Struct, frozen=True, tag=True):
         group: PeerIDs of that group, which will show whether its round has failed.
     """
 
-    run: RunName
     ticket: Ticket
     detail: Detail
     round: RoundNumber = 0
@@ -138,80 +138,70 @@ class JoinRefused(msgspec.Struct, frozen=True, tag=True):
     group: Annotated[tuple[PeerName, ...], msgspec.Meta(max_length=MAX_GROUP_SIZE)] = ()
 
 
-class LeaveRequest(msgspec.Struct, frozen=True, tag=True):
+class LeaveRequest(_Message, frozen=True, tag=True):
     """The joiner asks the coordinator to forget its join."""
 
-    run: RunName
     ticket: Ticket
 
 
-class GroupFormed(msgspec.Struct, frozen=True, tag=True):
+class GroupFormed(_Message, frozen=True, tag=True):
     """The group is closed. Its members get this.
 
     Attributes:
-        run: Name of the run.
         manifest: The group.
         lateness: Seconds from the first join to the last.
         absent: PeerIDs waited for in vain.
         reason: Why the group closed.
     """
 
-    run: RunName
     manifest: Manifest
     lateness: Wait
     absent: Annotated[tuple[PeerName, ...], msgspec.Meta(max_length=MAX_GROUP_SIZE)] = ()
     reason: Detail = ""
 
 
-class Invitation(msgspec.Struct, frozen=True, tag=True):
+class Invitation(_Message, frozen=True, tag=True):
     """The coordinator gathers a group for this round, and asks whether the receiver is there.
 
     Attributes:
-        run: Name of the run.
         round: The round's number.
         closes: See `JoinAccepted`.
         standing: The drawn and the contributed peers of a federated round, for the status of peers that still train.
     """
 
-    run: RunName
     round: RoundNumber
     closes: Span | None = None
     standing: Standing | None = None
 
 
-class Whereabouts(msgspec.Struct, frozen=True, tag=True):
+class Whereabouts(_Message, frozen=True, tag=True):
     """The sender is there, and tells its next round: the answer to an `Invitation`, or to a `Whereabouts` that asks.
 
     Attributes:
-        run: Name of the run.
         round: The sender's next round.
         asks: Whether the receiver should answer in kind: the sender knows only its record.
     """
 
-    run: RunName
     round: RoundNumber
     asks: bool = False
 
 
-class SpecQuestion(msgspec.Struct, frozen=True, tag=True):
+class SpecQuestion(_Message, frozen=True, tag=True):
     """The sender's spec of this run differs from the receiver's: it asks for the receiver's.
 
     Attributes:
-        run: Name of the run.
         spec: Hash of the asker's spec.
         marks: Of the asker's tensors; the answer names the first that differs.
     """
 
-    run: RunName
     spec: SpecHash
     marks: Marks
 
 
-class SpecAnswer(msgspec.Struct, frozen=True, tag=True):
+class SpecAnswer(_Message, frozen=True, tag=True):
     """Answers `SpecQuestion`.
 
     Attributes:
-        run: Name of the run.
         spec: Hash of the described spec.
         seconds: Time for which this peer has taken part with it.
         version: Protocol version.
@@ -219,7 +209,6 @@ class SpecAnswer(msgspec.Struct, frozen=True, tag=True):
         table: The spec by names and values, for people.
     """
 
-    run: RunName
     spec: SpecHash
     seconds: Presence
     version: Number
