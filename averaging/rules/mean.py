@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 
-from equipoise.averaging.rules.rule import Reduced, Rule
+from equipoise.averaging.rules.rule import Reduced, Rule, require_rows
 from equipoise.compression.late_torch import torch
 
 
@@ -18,6 +18,7 @@ class Mean(Rule):
 
     def reduce(self, rows: torch.Tensor, weights: torch.Tensor) -> Reduced:
         """See `Rule.reduce`."""
+        require_rows(self.spec, rows)
         total = torch.zeros_like(rows[0])
         for row, own in zip(rows, weights.to(rows.dtype), strict=True):
             total += row * own

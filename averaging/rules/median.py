@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from equipoise.averaging.rules.ranking import mean_of_middle
-from equipoise.averaging.rules.rule import Reduced, Rule
+from equipoise.averaging.rules.rule import Reduced, Rule, require_rows
 from equipoise.compression.late_torch import torch
 
 
@@ -19,4 +19,5 @@ class Median(Rule):
 
     def reduce(self, rows: torch.Tensor, weights: torch.Tensor) -> Reduced:
         """See `Rule.reduce`."""
+        require_rows(self.spec, rows)
         return mean_of_middle(rows, (len(rows) - 1) // 2)

@@ -32,10 +32,12 @@ class Rule(ABC):
     Attributes:
         name: What specs call it.
         spec: The canonical spec: all options, in the documented order.
+        scope: The contributions from which the rule makes one value: "value", those to that value alone.
     """
 
     name: str
     spec: str
+    scope: str = "value"
 
     @abstractmethod
     def reduce(self, rows: torch.Tensor, weights: torch.Tensor) -> Reduced:
@@ -48,3 +50,9 @@ class Rule(ABC):
         Raises:
             RuleError: There are too few rows; says how many the rule needs.
         """
+
+
+def require_rows(spec: str, rows: torch.Tensor) -> None:
+    """Raise RuleError if a rule got no rows."""
+    if not len(rows):
+        raise RuleError(f"the rule {spec} needs at least 1 contributions, got 0")

@@ -6,7 +6,7 @@ Flower calls it FedTrimmedAvg.
 from __future__ import annotations
 
 from equipoise.averaging.rules.ranking import mean_of_middle
-from equipoise.averaging.rules.rule import Reduced, Rule
+from equipoise.averaging.rules.rule import Reduced, Rule, require_rows
 from equipoise.compression.grammar import canonical
 from equipoise.compression.late_torch import torch
 
@@ -34,4 +34,5 @@ class Trimmed(Rule):
 
     def reduce(self, rows: torch.Tensor, weights: torch.Tensor) -> Reduced:
         """See `Rule.reduce`."""
+        require_rows(self.spec, rows)
         return mean_of_middle(rows, int(self.beta * len(rows)))

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from equipoise.averaging.rules import parse_rule
+from equipoise.averaging.rules import RuleError, parse_rule
 from equipoise.averaging.rules.ranking import CHUNK_VALUES, _comparisons
 from oracles.federated import RULES
 
@@ -41,6 +41,7 @@ def test_the_canonical_form_spells_out_every_option() -> None:
         "trimmed:beta=0.1",
         "trimmed:beta=0",
     ]
+    assert {parse_rule(spec).scope for spec in specs} == {"value"}
 
 
 @rules
@@ -121,6 +122,12 @@ def test_nan_is_not_hidden() -> None:
     for spec in ("mean", "median", "trimmed:beta=0.4"):
         values = parse_rule(spec).reduce(rows, torch.ones(3, dtype=torch.float64)).values
         assert values.isnan().tolist() == [True, False]
+
+
+@rules
+def test_nothing_to_combine_is_an_error_of_one_line(spec: str) -> None:
+    with pytest.raises(RuleError, match=rf"\Athe rule {spec}.* needs at least 1 contributions, got 0\Z"):
+        parse_rule(spec).reduce(torch.empty(0, 3), torch.empty(0, dtype=torch.float64))
 
 
 @rules
