@@ -63,7 +63,7 @@ class RoundBuffers:
         self._me = me
         self._contribution = EncodedVector(layout, vectors.contribution)
         self._result: EncodedVector | None = EncodedVector(layout, vectors.mean)
-        self._counts = [part.stop - part.start for part in group.parts]
+        self._counts = [part.size for part in group.parts]
         self._codecs = [layout.codec_of(part) for part in group.parts]
         self._sizes = [
             codec.encoded_size(count) for codec, count in zip(self._codecs, self._counts, strict=True)

@@ -18,6 +18,7 @@ from equipoise.averaging.allreduce import messages as wire
 from equipoise.averaging.allreduce.events import Action, Event, Group
 from equipoise.averaging.allreduce.failure_detector import FailureDetector
 from equipoise.averaging.allreduce.machine import AllReduce
+from equipoise.averaging.allreduce.paxos import members_of
 from equipoise.averaging.timing import HEARTBEAT_SECONDS
 
 SILENT = "silent: no sign of life"
@@ -34,17 +35,13 @@ class Endpoint:
 
     Attributes:
         machine: The round machine, which decides the round's result.
-        others: Indices of the members that this member can reach. Two members that cannot be dialled never connect.
+        others: Indices of the members that this member can reach.
     """
 
     def __init__(self, group: Group, me: int, now: float, timeout: float) -> None:
         self.machine = AllReduce(group, me, now, timeout)
         self._dialable = group.dialable
-        self.others = tuple(
-            member
-            for member in range(group.size)
-            if member != me and group.dialable & (1 << member | 1 << me)
-        )
+        self.others = tuple(members_of(self.machine.peers))
         self._detector = FailureDetector(self.others, now)
         self._unheard: dict[int, list[Action]] = {member: [] for member in self.others}
         self._received = dict.fromkeys(self.others, 0)

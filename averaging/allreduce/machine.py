@@ -59,6 +59,7 @@ class AllReduce:
     Attributes:
         ended: How the round has ended here, if it has.
         notes: What went wrong, for people.
+        peers: Bitmask of the members that this member can reach. Two members that cannot be dialled never connect.
         closed: Whether no other member needs an answer. Until then this member sends signs of life.
         looked: Whether the last event ran `_advance`. If not, the phase is unchanged and the deadline is not earlier.
     """
@@ -74,7 +75,7 @@ class AllReduce:
         self._releases_at = float("inf")
         self._words_count_until = now + timeout / 2
         self._said_at = now
-        self._peers = (group.everyone if group.dialable >> me & 1 else group.dialable) & ~(1 << me)
+        self.peers = (group.everyone if group.dialable >> me & 1 else group.dialable) & ~(1 << me)
         self._attendance = Attendance(group, now)
         self._paxos = Paxos(group, me)
         self._part_table = PartTable(group, me)
@@ -356,7 +357,7 @@ class AllReduce:
         decided = self._paxos.decision is not None
         # A mean that others hold already is fetched from them, not reduced again.
         release = ballot.decision is not None and not ballot.holders
-        return self._part_table.work(over, decided, release, self._peers & ~self._attendance.gone)
+        return self._part_table.work(over, decided, release, self.peers & ~self._attendance.gone)
 
     def _hold(self, now: float) -> None:
         decision = self._paxos.ballot.decision
@@ -375,7 +376,7 @@ class AllReduce:
             self._end(Finish(chosen.decision, chosen.digest), now)
             if self._paxos.leader == self.me:
                 self._send_commit(self.group.everyone)
-        elif self._distrusted >= (self._paxos.tally.voters(chosen) & self._peers).bit_count():
+        elif self._distrusted >= (self._paxos.tally.voters(chosen) & self.peers).bit_count():
             self._fail("our mean differs from the group's, from whomever of the majority it is fetched", now)
         else:
             self._note("our mean differs from the group's: fetching it again")
@@ -385,7 +386,7 @@ class AllReduce:
             self._again = True
 
     def _fetch_missing(self, now: float) -> None:
-        reachable = self._peers & ~self._attendance.lost
+        reachable = self.peers & ~self._attendance.lost
         if fetch := self._fetching.due(self._paxos, self._part_table, self._attendance, reachable):
             self._actions.append(fetch)
 
@@ -418,7 +419,7 @@ class AllReduce:
         decision = self._kept
         if decision is None or self._released:
             return
-        lacking = self._peers & ~(attendance.gone | self._paxos.holders(decision))
+        lacking = self.peers & ~(attendance.gone | self._paxos.holders(decision))
         if lacking & ~attendance.lost:
             return
         if lacking and now < attendance.given_up_at:
@@ -461,11 +462,11 @@ class AllReduce:
             self._on_message(self.me, message, now)
 
     def _broadcast(self, message: wire.RoundMessage, among: int = -1) -> None:
-        for member in members_of(self._peers & ~self._attendance.gone & among):
+        for member in members_of(self.peers & ~self._attendance.gone & among):
             self._send(member, message)
 
     def _send(self, member: int, message: wire.RoundMessage) -> None:
-        if self._peers >> member & 1:
+        if self.peers >> member & 1:
             self._actions.append(events.Send(member, message))
 
     def _send_commit(self, among: int) -> None:

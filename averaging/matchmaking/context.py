@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -127,9 +128,9 @@ class Context:
             return Objection(f"expected a join signed by {peer}")
         return None
 
-    def meet(self, now: float) -> None:
-        """Ask the peers that are known only by their records whether they are there."""
-        for peer in self.membership.to_ask(now):
+    def ask(self, peers: Iterable[str], now: float) -> None:
+        """Ask peers whether they are there, and for their round."""
+        for peer in peers:
             self.membership.ask(peer, now)
             self.send(peer, self.whereabouts(asks=True))
 

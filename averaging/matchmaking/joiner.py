@@ -141,10 +141,8 @@ class Joiner:
         standing = message.standing
         if standing is None:
             return
-        others = [peer for peer in self._policy.draw(standing.state, now).peers if peer != self._context.peer]
-        for peer in self._membership.dialable_others(set(others).difference(standing.drawn), now):
-            self._membership.ask(peer, now)
-            self._context.send(peer, self._context.whereabouts(asks=True))
+        undrawn = set(self._policy.draw(standing.state, now).peers).difference(standing.drawn)
+        self._context.ask(self._membership.dialable_others(undrawn, now), now)
 
     def view(self, now: float) -> tuple[wire.Standing | None, float | None, float]:
         """The standing of the round, the seconds until it closes, and the seconds until this peer gives up."""

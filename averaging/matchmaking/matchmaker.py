@@ -65,7 +65,7 @@ class Matchmaker(ABC):
                 raise ValueError("expected BecameReady while not ready, this peer is ready already")
             case events.CandidatesSeen(candidates):
                 self._membership.see(candidates, now)
-                context.meet(now)
+                context.ask(self._membership.to_ask(now), now)
             case events.MessageReceived(peer, message):
                 self._membership.hear(peer, now)
                 if isinstance(message, Whereabouts) and message.asks:
