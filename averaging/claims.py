@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import msgspec
-
 GROWTH = 2.0
 """Most that a claim counts, in multiples of the peer's last contribution: peers speed up by less between rounds."""
 
@@ -30,6 +28,9 @@ class Claims:
         self._given: dict[str, float] = {}
         self._counted: dict[str, float] = {}
         self._target = float("inf")
+        self._claimed: dict[str, float] = {}
+        self._expected: dict[str, float] = {}
+        self._due = float("inf")
 
     def count(self, claimed: Mapping[str, float], target: float | None) -> float:
         """Count the weight that the others claim to have accumulated.
@@ -49,52 +50,35 @@ class Claims:
         self._counted = {peer: min(claim, most[peer]) for peer, claim in claimed.items()}
         return sum(self._counted.values())
 
-    @property
-    def promised(self) -> Promised:
-        """The claims that the last `count` counted; to be read when a round begins."""
-        return Promised(dict(self._counted), dict(self._given), self._target)
+    def begin(self) -> None:
+        """Note what the round that begins now may expect of each peer: its counted claim or its last contribution."""
+        self._claimed, self._due = self._counted, self._target
+        self._expected = {
+            peer: max(claim, self._given.get(peer, 0.0)) for peer, claim in self._claimed.items()
+        }
 
-    def settle(self, promised: Promised, contributors: Mapping[str, float]) -> str:
-        """Learn each peer's contribution from a round that is over.
+    def settle(self, contributors: Mapping[str, float]) -> str:
+        """Learn each peer's contribution from the round that `begin` began and that is over.
 
         Args:
-            promised: The claims that counted when the round began.
             contributors: PeerID -> weight in the round.
 
         Returns:
             If the round fell short of its target, the peers that had claimed and gave less, one line; else empty.
         """
         self._given.update(contributors)
-        absent = [peer for peer, claim in promised.counted.items() if claim and peer not in contributors]
-        if len(promised.counted) >= self._group_size:
-            # Those that have contributed before may be in another group.
+        absent = [peer for peer, claim in self._claimed.items() if claim and peer not in contributors]
+        if len(self._claimed) >= self._group_size:
+            # The peers that have contributed before may be in another group.
             absent = [peer for peer in absent if peer not in self._given]
         self._given.update(dict.fromkeys(absent, 0.0))
         total = sum(contributors.values())
-        if promised.target == float("inf") or total >= FULL * promised.target:
+        if self._due == float("inf") or total >= FULL * self._due:
             return ""
-        owed = {peer: promised.of(peer) - contributors.get(peer, 0.0) for peer in promised.counted}
+        owed = {peer: weight - contributors.get(peer, 0.0) for peer, weight in self._expected.items()}
         worst = sorted((peer for peer in owed if owed[peer] > 0), key=lambda peer: (-owed[peer], peer))
         named = [
-            f"{peer} gave {contributors.get(peer, 0.0):g} where {promised.of(peer):g} was counted on"
+            f"{peer} gave {contributors.get(peer, 0.0):g} where {self._expected[peer]:g} was counted on"
             for peer in worst[:MAX_NAMED]
         ]
-        return f"{total:g} of {promised.target:g} came together: {'; '.join(named)}" if named else ""
-
-
-class Promised(msgspec.Struct, frozen=True):
-    """The claims that counted when a round was begun.
-
-    Attributes:
-        counted: PeerID -> the part of its claim that counted.
-        given: PeerID -> its last contribution, if known.
-        target: Weight that all peers together had to accumulate.
-    """
-
-    counted: dict[str, float]
-    given: dict[str, float]
-    target: float
-
-    def of(self, peer: str) -> float:
-        """The weight expected of a peer: its claim or, if larger, its last contribution, by which shares are dealt."""
-        return max(self.counted.get(peer, 0.0), self.given.get(peer, 0.0))
+        return f"{total:g} of {self._due:g} came together: {'; '.join(named)}" if named else ""

@@ -146,7 +146,7 @@ class RunDriver:
         size = self.spec.layout.stored_size
         if len(vectors.contribution) != size or len(vectors.mean) != size:
             raise ValueError(f"expected two vectors of {size} bytes, got {list(map(len, vectors[:2]))}")
-        began, started, promised = self._loop.time(), time.time(), self._claims.promised
+        began, started = self._loop.time(), time.time()
         join = Join(
             peer=self._sessions.peer,
             spec=self.spec.hash,
@@ -170,7 +170,7 @@ class RunDriver:
             task = Task(self.spec, manifest, vectors, left, self._identity)
             outcome = await self._exchange(task)
         seconds = {"matchmaking": matched, **outcome.seconds, "total": self._loop.time() - began}
-        short = self._claims.settle(promised, outcome.contributors) if outcome.ok else ""
+        short = self._claims.settle(outcome.contributors) if outcome.ok else ""
         if short:
             log.warning("run %s: round %d: %s", self.spec.name, outcome.round, short)
         notes = (*outcome.events, short) if short else outcome.events
@@ -292,6 +292,7 @@ class RunDriver:
             raise ValueError(f"a round of run {self.spec.name!r} is going on already: wait for its outcome")
         if self._left:
             return self._failed(self._left)
+        self._claims.begin()
         self._formed = self._loop.create_future()
         self._offered = join.bound, self._loop.time()
         try:
