@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import pytest
 
+from equipoise.averaging.allreduce import endpoint
 from equipoise.averaging.allreduce.events import (
     Action,
     ContributionReceived,
@@ -82,7 +83,8 @@ class Twin(AllReduce):
 
 @pytest.fixture(autouse=True)
 def twins(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(member, "AllReduce", Twin)
+    for module in (endpoint, member):
+        monkeypatch.setattr(module, "AllReduce", Twin)
     looks.clear()
 
 
