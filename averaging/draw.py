@@ -24,7 +24,7 @@ class Drawn(msgspec.Struct, frozen=True):
     live: tuple[str, ...]
 
 
-def draw(peers: Iterable[str], seed: str, *, fraction: float, minimum: int) -> tuple[str, ...]:
+def draw(peers: Iterable[str], seed: bytes | str, *, fraction: float, minimum: int) -> tuple[str, ...]:
     """Draw max(int(n * fraction), minimum) of n peers, at most n, in the order of SHA-256 over seed and PeerID.
 
     The place of a peer in the order depends on no other peer: if a peer is missing, the peers behind it move up.
@@ -34,6 +34,20 @@ def draw(peers: Iterable[str], seed: str, *, fraction: float, minimum: int) -> t
         seed: Of a run, the lineage of the agreed state.
         fraction: From 0 to 1.
         minimum: Fewest peers to draw, at least 0.
+
+    Raises:
+        ValueError: `fraction` or `minimum` is out of its range.
     """
-    ordered = sorted(set(peers), key=lambda peer: hashlib.sha256((seed + peer).encode()).digest())
+    if not 0 <= fraction <= 1:
+        raise ValueError(f"expected a fraction from 0 to 1, got {fraction!r}")
+    if minimum < 0:
+        raise ValueError(f"expected a minimum of at least 0 peers, got {minimum!r}")
+    start = hashlib.sha256(seed.encode() if isinstance(seed, str) else seed)
+
+    def place(peer: str) -> bytes:
+        hashed = start.copy()
+        hashed.update(peer.encode())
+        return hashed.digest()
+
+    ordered = sorted(set(peers), key=place)
     return tuple(ordered[: max(int(len(ordered) * fraction), minimum)])

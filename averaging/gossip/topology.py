@@ -23,7 +23,12 @@ def partners(topology: str, peers: Iterable[str], me: str) -> tuple[str, ...]:
     Returns:
         PeerIDs, each once, sorted. Peers that know the same others agree: of two peers each is among the
         other's partners, or neither is.
+
+    Raises:
+        ValueError: The topology is not known.
     """
+    if topology not in TOPOLOGIES:
+        raise ValueError(f"expected a topology of {', '.join(TOPOLOGIES)}, got {topology!r}")
     row = sorted({*peers, me})
     place, count = row.index(me), len(row)
     steps = {

@@ -31,11 +31,17 @@ def test_how_many_are_drawn(peers: int, fraction: float, minimum: int, drawn: in
     assert len(draw(PEERS[:peers], "seed", fraction=fraction, minimum=minimum)) == drawn
 
 
-@given(st.permutations(PEERS[:9]), st.text("0123456789abcdef", max_size=64))
-def test_the_order_is_that_of_the_hashes_whatever_the_order_of_the_peers(peers: list[str], seed: str) -> None:
-    expected = sorted(PEERS[:9], key=lambda peer: hashlib.sha256(seed.encode() + peer.encode()).digest())
+@given(st.permutations(PEERS[:9]), st.binary(max_size=40))
+def test_the_order_is_that_of_the_hashes_whatever_the_order_of_the_peers(
+    peers: list[str], seed: bytes
+) -> None:
+    expected = sorted(PEERS[:9], key=lambda peer: hashlib.sha256(seed + peer.encode()).digest())
     assert draw(peers, seed, fraction=0.5, minimum=0) == tuple(expected[:4])
     assert draw([*peers, peers[0]], seed, fraction=1, minimum=0) == tuple(expected)
+
+
+def test_a_lineage_may_be_text() -> None:
+    assert draw(PEERS, "ab" * 32, fraction=0.5, minimum=2) == draw(PEERS, b"ab" * 32, fraction=0.5, minimum=2)
 
 
 def test_a_dead_peer_is_replaced_by_the_next_in_order_and_all_others_stay() -> None:
@@ -60,3 +66,17 @@ def test_draws_differ_by_seed_and_are_even() -> None:
     counts = Counter(peer for drawn in draws for peer in drawn)
     first = Counter(drawn[0] for drawn in draws)
     assert all(abs(counts[peer] - 200) < 70 and abs(first[peer] - 50) < 36 for peer in PEERS)
+
+
+@pytest.mark.parametrize(
+    ("fraction", "minimum", "said"),
+    [
+        (1.5, 2, "fraction from 0 to 1, got 1.5"),
+        (-0.1, 2, "fraction from 0 to 1"),
+        (float("nan"), 2, "fraction from 0 to 1, got nan"),
+        (0.5, -1, "minimum of at least 0 peers, got -1"),
+    ],
+)
+def test_numbers_out_of_range_are_refused(fraction: float, minimum: int, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        draw(PEERS, "seed", fraction=fraction, minimum=minimum)

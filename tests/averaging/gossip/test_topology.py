@@ -35,3 +35,8 @@ def test_how_many_a_peer_draws_from() -> None:
 def test_the_peer_itself_need_not_be_among_the_known() -> None:
     assert partners("ring", ["b", "c"], "a") == ("b", "c")
     assert partners("random", [], "a") == ()
+
+
+def test_an_unknown_topology_is_refused() -> None:
+    with pytest.raises(ValueError, match="'star'"):
+        partners("star", ["a", "b"], "a")
