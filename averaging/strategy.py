@@ -1,8 +1,8 @@
 """Strategies, by their specs: the ways in which peers form groups.
 
-A strategy makes the machine that forms this peer's groups. All strategies share one kind of round (`allreduce`); in a
-pair, its agreement is a two-sided commit. The machines are imported when a daemon makes them: a training script only
-names a strategy.
+A strategy makes the machine that forms this peer's groups, and the machine of a round. The strategies here share one
+round, whose agreement is a two-sided commit where two are in it. The machines are imported when a daemon makes them: a
+training script only names a strategy.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from equipoise.averaging.weights import LEAST_CONTRIBUTION
 from equipoise.compression.grammar import Registry, canonical, choice, decimal, whole, words
 
 if TYPE_CHECKING:
+    from equipoise.averaging.allreduce.events import Group
+    from equipoise.averaging.allreduce.machine import AllReduce as RoundMachine
     from equipoise.averaging.matchmaking.closing import ClosePolicy
     from equipoise.averaging.matchmaking.context import Context
     from equipoise.averaging.matchmaking.matchmaker import Matchmaker
@@ -63,6 +65,12 @@ class Strategy:
         from equipoise.averaging.matchmaking.machine import Matchmaking
 
         return Matchmaking(context, self.policy(context))
+
+    def exchange(self, group: Group, me: int, now: float, timeout: float) -> RoundMachine:
+        """Make the machine of one round, by which member `me` exchanges with its group within `timeout` seconds."""
+        from equipoise.averaging.allreduce.machine import AllReduce as RoundMachine
+
+        return RoundMachine(group, me, now, timeout)
 
     def policy(self, context: Context) -> ClosePolicy:
         """Make the policy by which a coordinator in `context` closes its groups."""

@@ -13,6 +13,8 @@ member would look dead.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from equipoise.averaging.allreduce import events
 from equipoise.averaging.allreduce import messages as wire
 from equipoise.averaging.allreduce.events import Action, Event, Group
@@ -32,14 +34,22 @@ class Endpoint:
         me: This member's index.
         now: Monotonic seconds.
         timeout: Seconds until the round fails at the latest.
+        make: Makes the round machine of the other arguments.
 
     Attributes:
         machine: The round machine, which decides the round's result.
         others: Indices of the members that this member can reach.
     """
 
-    def __init__(self, group: Group, me: int, now: float, timeout: float) -> None:
-        self.machine = AllReduce(group, me, now, timeout)
+    def __init__(
+        self,
+        group: Group,
+        me: int,
+        now: float,
+        timeout: float,
+        make: Callable[[Group, int, float, float], AllReduce],
+    ) -> None:
+        self.machine = make(group, me, now, timeout)
         self._dialable = group.dialable
         self.others = tuple(members_of(self.machine.peers))
         self._detector = FailureDetector(self.others, now)

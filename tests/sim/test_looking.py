@@ -11,7 +11,6 @@ from collections.abc import Callable
 
 import pytest
 
-from equipoise.averaging.allreduce import endpoint
 from equipoise.averaging.allreduce.events import (
     Action,
     ContributionReceived,
@@ -83,8 +82,7 @@ class Twin(AllReduce):
 
 @pytest.fixture(autouse=True)
 def twins(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (endpoint, member):
-        monkeypatch.setattr(module, "AllReduce", Twin)
+    monkeypatch.setattr(member, "AllReduce", Twin)
     looks.clear()
 
 

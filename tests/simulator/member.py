@@ -94,7 +94,7 @@ class Member:
         self.index = index
         self.values = values
         given = (group, index, now, timeout)
-        self.endpoint = AllReduce(*given) if bare else Endpoint(*given)
+        self.endpoint = AllReduce(*given) if bare else Endpoint(*given, AllReduce)
         signer = Signer(group.names[index])
         self.vote_signatures = VoteSignatures(group.round_id, index, group.names, signer)
         self.ended: events.Finish | events.Fail | None = None
