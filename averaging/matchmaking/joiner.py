@@ -93,6 +93,8 @@ class Joiner:
         self._context.join(ready.join)
         self._membership.dialable = ready.join.dialable
         self._membership.own_misses = 0
+        if ready.join.bound is None:
+            self._membership.unite()
         self._ready, self._since = ready, now
         believed = self._context.believed_round(now)
         if believed is not None and believed <= self._context.round - 2:
@@ -297,9 +299,8 @@ class Joiner:
         elif now >= self._behind_since + BEHIND_SECONDS:
             why, since = f"the others are beyond round {context.round}", self._behind_since
             context.round, self._behind_since = ahead, float("inf")
-            if (
-                ready.join.bound and context.floor
-            ):  # A peer that has had no round yet only has its number wrong.
+            # A peer that has had no round yet only has its number wrong.
+            if ready.join.bound and context.floor:
                 self._end_late(now - since, why)
 
     def _end_late(self, seconds: float, why: str) -> None:
@@ -309,6 +310,9 @@ class Joiner:
     def _follow_others(self, now: float) -> None:
         context = self._context
         believed = context.believed_round(now)
+        if self._alone and believed is not None and context.membership.is_survivor:
+            # The numbers of its mates are gone with them: it begins as a newcomer.
+            context.round, context.floor = believed, 0
         # A peer with a mate in reach asks for its next round first: a refusal tells it the true number.
         asks = not self._alone and any(
             one <= context.round for one in context.membership.mates_near(context.round)

@@ -66,6 +66,7 @@ class _Other(msgspec.Struct):
     tags: tuple[str, ...] = ()
     observes: bool = False
     mate: bool = False
+    apart: bool = False
     misses: int = 0
     losses: int = 0
     suspect_until: float = float("-inf")
@@ -110,6 +111,7 @@ class Membership:
         self._early: dict[str, float] = {}
         self._shunned: dict[str, _Shun] = {}
         self._plans: dict[int, Groups] = {}
+        self._had_mates = False
 
     def see(self, candidates: Iterable[Candidate], now: float) -> None:
         """Take over a view of the directory; knowledge that came from the peers themselves stays."""
@@ -247,7 +249,23 @@ class Membership:
         """Note that this peer shared a round with these peers: their round numbers are believed before all others."""
         for peer in peers:
             if peer in self._others:
-                self._others[peer].mate = True
+                self._others[peer].mate = self._had_mates = True
+
+    def part(self, peers: Iterable[str], apart: Set[str]) -> None:
+        """Note which of these peers contributed from another state than this peer, in a round that they shared.
+
+        As long as the directory knows another peer of its own state, this peer plans no group with those `apart`: their
+        contributions fit another model, and nobody should wait for them. They do the same.
+        """
+        for peer in peers:
+            other = self._others.get(peer)
+            if other is not None and other.apart != (peer in apart):
+                other.apart = peer in apart
+                self._plans.clear()
+
+    def unite(self) -> None:
+        """Plan groups with all peers again: this peer has nothing to contribute, and looks for the group's state."""
+        self.part(self._others, frozenset())
 
     def advance(self, peer: str, round: int) -> None:
         """Note that the peer's next round is no earlier than `round`."""
@@ -302,7 +320,10 @@ class Membership:
             if len(self._plans) >= MAX_PLANS:
                 self._plans.clear()
             near = [peer for peer in self.met if abs(self._others[peer].round - round) <= LEAP]
-            self._plans[round] = plan([self.peer, *near], round, self._group_size)
+            alike = [peer for peer in near if not self._others[peer].apart]
+            # The last survivor of its state looks for company among all.
+            company = any(self._others[peer].mate for peer in alike)
+            self._plans[round] = plan([self.peer, *(alike if company else near)], round, self._group_size)
         return self._plans[round]
 
     def group(self, peer: str, round: int) -> tuple[str, ...]:
@@ -357,6 +378,11 @@ class Membership:
             return statistics.median_low(mates)
         there = [self._others[peer].round for peer in self.others(now) if self._others[peer].answers]
         return statistics.median_high(there) if there else None
+
+    @property
+    def is_survivor(self) -> bool:
+        """True if the directory knows none of the peers that this peer has shared a round with any longer."""
+        return self._had_mates and not any(one.mate for one in self._others.values())
 
     def mates_near(self, round: int) -> list[int]:
         """The rounds, at most `LEAP` from this one, of the answering peers that this peer has shared a round with."""

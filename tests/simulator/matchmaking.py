@@ -17,6 +17,7 @@ from equipoise.averaging.matchmaking.context import Context
 from equipoise.averaging.matchmaking.machine import Matchmaking
 from equipoise.averaging.matchmaking.matchmaker import Matchmaker
 from equipoise.averaging.matchmaking.messages import MatchmakingMessage, decode, encode
+from equipoise.averaging.state import StateId
 from equipoise.averaging.strategy import Needs
 from simulator import network
 from simulator.core import NEVER, Driver
@@ -79,6 +80,7 @@ class Peer(Driver):
         blind_to: Whose records it does not see.
         tags: The tags that its records name.
         observes: Whether its records say that it trains nothing.
+        holds: The state that its joins claim.
         became_ready: How often.
         formed: The groups that it was told of, and when.
         on_idle: Called when a round has ended.
@@ -93,6 +95,7 @@ class Peer(Driver):
         self.blind_to: set[str] = set()
         self.tags: tuple[str, ...] = ()
         self.observes = False
+        self.holds: StateId | None = None
         self.became_ready = 0
         self.formed: list[tuple[float, Manifest]] = []
         self.on_idle: Callable[[], None] = lambda: None
@@ -116,7 +119,7 @@ class Peer(Driver):
         if not self.machine.ready:
             nonce = self._world.random.randbytes(NONCE_BYTES)
             self.became_ready += 1
-            join = stated(weight=weight, nonce=nonce, dialable=self.dialable)
+            join = stated(weight=weight, nonce=nonce, dialable=self.dialable, state=self.holds)
             self.tell(events.BecameReady(join, patience))
 
     def receive(self, sender: str, *messages: bytes) -> None:

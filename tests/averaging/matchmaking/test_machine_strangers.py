@@ -1,13 +1,17 @@
-"""Strangers that have taken part in a round, and then lie about the round that they are in."""
+"""Strangers that have taken part in a round: they lie about the round that they are in, or hold another state."""
 
 from __future__ import annotations
 
 import pytest
 
 from equipoise.averaging.manifest import MAX_ROUND
-from simulator.matchmaking import Record, World
+from equipoise.averaging.matchmaking import events
+from equipoise.averaging.state import StateId
+from simulator.matchmaking import RECORD_SECONDS, Record, World
 
 SECONDS = 120.0
+OURS, THEIRS = StateId(7, "a" * 64), StateId(2**40, "b" * 64)
+HONEST, STRANGERS = [f"honest{index}" for index in range(3)], [f"stranger{index}" for index in range(4)]
 
 
 def lie(world: World, liar: str, honest: list[str], ahead: int | None) -> None:
@@ -49,3 +53,55 @@ def test_what_most_mates_lie_stops_nobody(honest: int, liars: int, ahead: int | 
     since = world.now
     world.run(SECONDS)
     assert full(since) >= SECONDS / (60.0 if slow else 1.0)
+
+
+def two_states() -> World:
+    """A world of three fast peers that hold one state, and four that hold another and take a second for a step."""
+    world = World([*HONEST, *STRANGERS], 16)
+    for name in HONEST:
+        world.peers[name].holds = OURS
+        world.each_round(name, lambda: world.random.uniform(0.1, 0.2))
+    world.run(20.0)
+    for name in STRANGERS:
+        world.peers[name].holds = THEIRS
+        world.each_round(name, lambda: world.random.uniform(1.0, 1.2))
+    return world
+
+
+def groups(world: World, name: str, since: float) -> list[set[str]]:
+    return [set(manifest.peers) for at, manifest in world.peers[name].formed if at > since]
+
+
+def test_nobody_waits_for_slow_peers_that_hold_another_state() -> None:
+    world = two_states()
+    before, since = len(groups(world, HONEST[0], 0.0)), world.now
+    world.run(20.0)
+    assert len(groups(world, HONEST[0], since)) >= 0.8 * before
+    late = since + 5.0
+    assert all(group == set(HONEST) for group in groups(world, HONEST[0], late))
+    assert set(STRANGERS) in groups(world, STRANGERS[0], late)
+
+
+def test_the_last_holder_of_its_state_meets_the_others() -> None:
+    world = two_states()
+    world.run(20.0)
+    for name in HONEST[1:]:
+        world.kill(name)
+    since = world.now
+    assert world.run(
+        RECORD_SECONDS + 10.0,
+        until=lambda: any(group.intersection(STRANGERS) for group in groups(world, HONEST[0], since)),
+    )
+
+
+def test_peers_that_take_over_the_others_state_are_in_their_groups_again() -> None:
+    world = two_states()
+    world.run(20.0)
+    for name in STRANGERS:
+        world.peers[name].holds = OURS
+        world.each_round(name, lambda: world.random.uniform(0.1, 0.2))
+        world.peers[name].tell(events.Withdrew())
+        world.ready(name, weight=0.0)
+    since = world.now
+    everybody = {*HONEST, *STRANGERS}
+    assert world.run(30.0, until=lambda: groups(world, HONEST[0], since)[-3:] == [everybody] * 3)
