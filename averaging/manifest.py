@@ -170,6 +170,11 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
         return {join.peer: join.state for join in self.members if join.state is not None}
 
     @property
+    def bounds(self) -> dict[str, StateId | None]:
+        """PeerID -> the state that the member's contribution was made for; see `Join.bound`."""
+        return {join.peer: join.bound for join in self.members}
+
+    @property
     def before(self) -> StateId | None:
         """The group's state before the round; None if no member claims one."""
         return group_state(self.states.values())

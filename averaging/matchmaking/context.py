@@ -170,9 +170,5 @@ class Context:
         """Note that this peer takes part in a round: its next round has a higher number."""
         # Peers that hold another state may go on without this one: their numbers are not its own.
         self.membership.shared(manifest.peers_of(manifest.states.get(self.peer)))
-        bound = {join.peer: join.bound for join in manifest.members}
-        own = bound[self.peer]
-        apart = {peer for peer, state in bound.items() if None not in (own, state) and state != own}
-        self.membership.part(manifest.peers, apart)
         self.floor = manifest.round + 1
         self.round = max(self.round, self.floor)

@@ -143,9 +143,18 @@ class Coordinator:
         return _ago(min(parked[peer].arrived for peer in ahead), now)
 
     def note_success(self, round: int) -> None:
-        """Note that this peer holds the mean of a round."""
+        """Note that this peer holds the mean of a round, and which members contributed from a state of others.
+
+        A member that holds a state which this peer has held lately is only behind.
+        """
         if round in self._ended:
             self._ended[round] = self._ended[round]._replace(ok=True)
+        if round in self._closed:
+            bounds = {one: closed.formed.manifest.bounds for one, closed in self._closed.items()}
+            held = {each.get(self._context.peer) for each in bounds.values()}
+            own, members = bounds[round].get(self._context.peer), bounds[round]
+            apart = {peer for peer, state in members.items() if own and state and state not in held}
+            self._membership.part(members, apart)
 
     def note_closed(self, join: Join, group: Iterable[str], at: float) -> None:
         """Note that another peer says that the group for which a contribution was made closed at a time."""

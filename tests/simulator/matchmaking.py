@@ -80,7 +80,7 @@ class Peer(Driver):
         blind_to: Whose records it does not see.
         tags: The tags that its records name.
         observes: Whether its records say that it trains nothing.
-        holds: The state that its joins claim.
+        holds: The state that it held before the first round; None if its joins claim none.
         became_ready: How often.
         formed: The groups that it was told of, and when.
         on_idle: Called when a round has ended.
@@ -119,8 +119,13 @@ class Peer(Driver):
         if not self.machine.ready:
             nonce = self._world.random.randbytes(NONCE_BYTES)
             self.became_ready += 1
-            join = stated(weight=weight, nonce=nonce, dialable=self.dialable, state=self.holds)
+            join = stated(weight=weight, nonce=nonce, dialable=self.dialable, state=self.claim)
             self.tell(events.BecameReady(join, patience))
+
+    @property
+    def claim(self) -> StateId | None:
+        """The state that it claims: every round leads to the next."""
+        return self.holds and StateId(self.holds.epoch + self.machine.round, self.holds.lineage)
 
     def receive(self, sender: str, *messages: bytes) -> None:
         """Messages have come, all at once."""
@@ -136,6 +141,8 @@ class Peer(Driver):
             case events.Form(manifest, _):
                 self.formed.append((world.now, manifest))
                 self.form(manifest)
+            case events.Late():
+                self.on_idle()
             case events.Announce(ready, round, _):
                 record = Record(
                     self.name,
@@ -161,7 +168,7 @@ class Peer(Driver):
 
     def end_round(self, round: int) -> None:
         """A round is over."""
-        self.tell(events.RoundEnded(round))
+        self.tell(events.RoundEnded(round, ok=True))
         self.on_idle()
 
     def look(self) -> None:

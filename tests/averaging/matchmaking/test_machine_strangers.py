@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from equipoise.averaging.manifest import MAX_ROUND
+from equipoise.averaging.manifest import MAX_ROUND, Manifest
 from equipoise.averaging.matchmaking import events
+from equipoise.averaging.matchmaking import messages as wire
 from equipoise.averaging.state import StateId
-from simulator.matchmaking import RECORD_SECONDS, Record, World
+from fakes.matchmaking import join, machine, ready
+from simulator.matchmaking import RECORD_SECONDS, RUN, Record, World
 
 SECONDS = 120.0
-OURS, THEIRS = StateId(7, "a" * 64), StateId(2**40, "b" * 64)
+OURS, NEXT, THEIRS = StateId(7, "a" * 64), StateId(8, "c" * 64), StateId(2**40, "b" * 64)
 HONEST, STRANGERS = [f"honest{index}" for index in range(3)], [f"stranger{index}" for index in range(4)]
 
 
@@ -105,3 +107,20 @@ def test_peers_that_take_over_the_others_state_are_in_their_groups_again() -> No
     since = world.now
     everybody = {*HONEST, *STRANGERS}
     assert world.run(30.0, until=lambda: groups(world, HONEST[0], since)[-3:] == [everybody] * 3)
+
+
+def test_a_member_that_is_a_round_behind_is_planned_with_and_a_stranger_is_not() -> None:
+    one = machine("alice", "bob", "carol", "dave", group_size=8)
+    rounds = [
+        {"alice": OURS, "bob": OURS, "carol": OURS, "dave": OURS},
+        {"alice": NEXT, "bob": NEXT, "carol": OURS, "dave": THEIRS},
+    ]
+    for number, states in enumerate(rounds):
+        joins = [join(name, number, state=state) for name, state in states.items()]
+        manifest = Manifest.of("bob", joins)
+        one._coordinator.remember(wire.GroupFormed(RUN, manifest, 0.0), 0.0, 0.0)
+        one._context.advance(manifest)
+        one.handle(events.RoundEnded(number, ok=True), 0.0)
+    assert set(one._context.membership.group("alice", 2)) == {"alice", "bob", "carol"}
+    one.handle(ready(weight=0.0), 0.0)
+    assert set(one._context.membership.group("alice", 2)) == {"alice", "bob", "carol", "dave"}
