@@ -149,12 +149,14 @@ class Coordinator:
         """
         if round in self._ended:
             self._ended[round] = self._ended[round]._replace(ok=True)
-        if round in self._closed:
-            bounds = {one: closed.formed.manifest.bounds for one, closed in self._closed.items()}
-            held = {each.get(self._context.peer) for each in bounds.values()}
-            own, members = bounds[round].get(self._context.peer), bounds[round]
-            apart = {peer for peer, state in members.items() if own and state and state not in held}
-            self._membership.part(members, apart)
+        if round not in self._closed:
+            return
+        manifests = {number: closed.formed.manifest for number, closed in self._closed.items()}
+        held = {manifest.bounds.get(self._context.peer) for manifest in manifests.values()}
+        bounds = manifests[round].bounds
+        contributed = bounds.get(self._context.peer) is not None
+        apart = {peer for peer, state in bounds.items() if contributed and state and state not in held}
+        self._membership.part(bounds, apart)
 
     def note_closed(self, join: Join, group: Iterable[str], at: float) -> None:
         """Note that another peer says that the group for which a contribution was made closed at a time."""
