@@ -310,8 +310,9 @@ class Joiner:
     def _follow_others(self, now: float) -> None:
         context = self._context
         believed = context.believed_round(now)
-        if self._alone and believed is not None and context.membership.is_survivor:
-            # The numbers of its mates are gone with them: it begins as a newcomer.
+        forsaken = self._alone and not context.membership.has_mates
+        if forsaken and believed is not None and believed < context.floor:
+            # Its mates are gone, and the others may never reach its number: it begins as a newcomer.
             context.round, context.floor = believed, 0
         # A peer with a mate in reach asks for its next round first: a refusal tells it the true number.
         asks = not self._alone and any(

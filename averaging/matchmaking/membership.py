@@ -111,7 +111,6 @@ class Membership:
         self._early: dict[str, float] = {}
         self._shunned: dict[str, _Shun] = {}
         self._plans: dict[int, Groups] = {}
-        self._had_mates = False
 
     def see(self, candidates: Iterable[Candidate], now: float) -> None:
         """Take over a view of the directory; knowledge that came from the peers themselves stays."""
@@ -249,7 +248,7 @@ class Membership:
         """Note that this peer shared a round with these peers: their round numbers are believed before all others."""
         for peer in peers:
             if peer in self._others:
-                self._others[peer].mate = self._had_mates = True
+                self._others[peer].mate = True
 
     def part(self, peers: Iterable[str], apart: Set[str]) -> None:
         """Note which of these peers contributed from another state than this peer, in a round that they shared.
@@ -380,9 +379,9 @@ class Membership:
         return statistics.median_high(there) if there else None
 
     @property
-    def is_survivor(self) -> bool:
-        """True if the directory knows none of the peers that this peer has shared a round with any longer."""
-        return self._had_mates and not any(one.mate for one in self._others.values())
+    def has_mates(self) -> bool:
+        """True if the directory still knows a peer that this peer has shared a round with, in one state."""
+        return any(one.mate for one in self._others.values())
 
     def mates_near(self, round: int) -> list[int]:
         """The rounds, at most `LEAP` from this one, of the answering peers that this peer has shared a round with."""
