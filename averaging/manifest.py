@@ -150,6 +150,8 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
         round: The round's number.
         coordinator: PeerID of the peer that put it together; not always a member.
         members: Their joins, sorted by PeerID.
+        drawn: PeerIDs of the peers that were drawn to train for a federated round, in the order of the draw; members or
+            not. The coordinator's word.
     """
 
     version: int
@@ -157,12 +159,13 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
     round: RoundNumber
     coordinator: PeerName
     members: Annotated[tuple[Join, ...], msgspec.Meta(min_length=2, max_length=MAX_GROUP_SIZE)]
+    drawn: Annotated[tuple[PeerName, ...], msgspec.Meta(max_length=MAX_GROUP_SIZE)] = ()
 
     @classmethod
-    def of(cls, coordinator: str, joins: list[Join]) -> Manifest:
+    def of(cls, coordinator: str, joins: list[Join], drawn: tuple[str, ...] = ()) -> Manifest:
         """Put joins of one spec and one round together."""
         members = tuple(sorted(joins, key=lambda join: join.peer))
-        return cls(PROTOCOL_VERSION, members[0].spec, members[0].round, coordinator, members)
+        return cls(PROTOCOL_VERSION, members[0].spec, members[0].round, coordinator, members, drawn)
 
     @property
     def states(self) -> dict[str, StateId]:

@@ -40,6 +40,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
             decoding the mean (`decode`).
         compression_ratio: fp32 bytes over encoded bytes of the vector.
         states: PeerID -> claimed state, of the members that claimed one, whether or not ok.
+        drawn: PeerIDs of the peers that were drawn to train for a federated round, by its coordinator's word, in the
+            order of the draw; alike at all members.
         events: What went wrong on the way (a peer lost, an owner replaced), one line each, oldest first.
         started: When this member asked for the round, in unix seconds of its own clock.
         apart: For an exchange of two that is ok, their distance before it: the norm of their difference over the norm
@@ -68,6 +70,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     seconds: dict[str, float] = {}
     compression_ratio: float = 1.0
     states: dict[str, StateId] = {}
+    drawn: tuple[str, ...] = ()
     events: tuple[str, ...] = ()
     started: float = 0.0
     apart: float | None = None

@@ -134,6 +134,7 @@ def failed_outcome(spec: RunSpec, manifest: Manifest, reason: str) -> Outcome:
         round=manifest.round,
         group=manifest.peers,
         states=manifest.states,
+        drawn=manifest.drawn,
         compression_ratio=spec.layout.compression_ratio,
     )
 

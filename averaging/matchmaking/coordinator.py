@@ -364,7 +364,9 @@ class Coordinator:
 
     def _close(self, gathering: GroupBuilder, closing: Closing, now: float) -> tuple[Manifest, str] | None:
         context = self._context
-        manifest = Manifest.of(context.peer, closing.members)
+        standing = self._policy.standing(gathering, now)
+        drawn = () if standing is None else standing.drawn
+        manifest = Manifest.of(context.peer, closing.members, drawn)
         reason = f"{closing.reason}; coordinated by {context.peer}"[: wire.MAX_DETAIL_CHARS]
         lateness = min(closing.lateness, MAX_WAIT)
         formed = wire.GroupFormed(context.run, manifest, lateness, tuple(closing.absent), reason)

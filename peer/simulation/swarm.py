@@ -378,7 +378,9 @@ class SimulatedRun:
     # ---- the exchange ----
 
     def _close(self, builder: GroupBuilder, closing: Closing) -> None:
-        manifest = Manifest.of(min(join.peer for join in closing.members), closing.members)
+        standing = self._policy.standing(builder, self._time.now)
+        drawn = () if standing is None else standing.drawn
+        manifest = Manifest.of(min(join.peer for join in closing.members), closing.members, drawn)
         going = Exchange(manifest, self._time.now)
         self._wait.learn(closing.lateness)
         for peer in closing.absent:

@@ -261,12 +261,12 @@ class Federated:
                 received += self.member.last.bytes_received
                 late = late or self.member.last.late
         number = number or self.epoch + 1
-        record = Record(number=number, ok=False, reason=failure)
+        drawn = self._drawn[1] if self._drawn[0] == number else ()
+        record = Record(number=number, ok=False, reason=failure, drawn=drawn)
         if not failure:
             record = next(one for one in reversed(self.history) if one.number == number)
         record = structs.replace(
             record,
-            drawn=self._drawn[1] if self._drawn[0] == number else (),
             late=late,
             seconds=self._clock() - began,
             bytes_sent=sent,

@@ -54,7 +54,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
         number: The round's number, 1 for the first.
         ok: Whether the round came about; a round that failed is tried again, and has its own record only from `step`.
         reason: The reason for the result, one line.
-        drawn: PeerIDs of the peers that were drawn to train, as this peer saw it last.
+        drawn: PeerIDs of the peers that were drawn to train, by the word of the round's coordinator; of a round that
+            failed, as this peer saw it last.
         contributors: PeerID -> counted weight.
         late: Seconds by which this peer's contribution came too late; 0 if it did not.
         metrics: What `fit` returned, averaged over the contributors.
@@ -89,6 +90,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
         return cls(
             number=number,
             reason=outcome.reason,
+            drawn=outcome.drawn,
             contributors=given,
             metrics=dict(outcome.metrics),
             evaluation=dict(outcome.evaluation),

@@ -49,9 +49,10 @@ class FederatedSwarm(FakeSwarm):
         """Whether the group has closed for which the peer contributes."""
         return run.weight > ATTENDANCE_LIMIT and run.claim in self.closed
 
-    def drawn(self, members: Mapping[str, FakeRun], state: StateId) -> tuple[str, ...]:
-        rules = self.rules
-        return draw(members, state.lineage, fraction=rules.fraction, minimum=max(rules.minimum, rules.quorum))
+    def drawn(self, members: Mapping[str, FakeRun], state: StateId) -> Drawn:
+        rules, minimum = self.rules, max(self.rules.minimum, self.rules.quorum)
+        live = sorted(name for name, run in members.items() if run.agreed is None or not run.agreed.observes)
+        return Drawn(draw(live, state.lineage, fraction=rules.fraction, minimum=minimum), tuple(live))
 
     def _form(self, members: Mapping[str, FakeRun]) -> None:
         waiting = {
@@ -65,11 +66,13 @@ class FederatedSwarm(FakeSwarm):
         if state is None or (not introduces and len(givers) < self.rules.quorum):
             return
         reached = sorted(run.waits_since for run in givers.values())[self.rules.quorum - 1 :]
-        all_in = all(peer in waiting for peer in self.drawn(members, state))
+        drawn = self.drawn(members, state).peers
+        all_in = all(peer in waiting for peer in drawn)
         if not introduces and not all_in and self.now < reached[0] + self.rules.grace:
             return
         self.rounds += 1
         outcome, mean = self._exchange(waiting)
+        outcome = msgspec.structs.replace(outcome, drawn=drawn)
         if givers:
             self.closed[state] = self.now
             self.kept[state] = outcome, mean
@@ -85,9 +88,7 @@ class FederatedRun(FakeRun):
     swarm: FederatedSwarm
 
     def draw(self, state: StateId) -> Drawn:
-        there = self.swarm.runs[self.key].items()
-        live = {peer: run for peer, run in there if run.agreed is None or not run.agreed.observes}
-        return Drawn(self.swarm.drawn(live, state), tuple(sorted(live)))
+        return self.swarm.drawn(self.swarm.runs[self.key], state)
 
     def recover(self, after: StateId, *args: Any, **options: Any) -> Any:
         self.swarm.alarms.append(self.swarm.now + self.swarm.recover_seconds)
