@@ -31,8 +31,9 @@ CONNECT_SECONDS = 4.0
 MAX_KNOWN_PEERS = 1024
 GREETING = b"\x13/multistream/1.0.0\n"
 """First bytes of libp2p's listeners; on a stranger's word p2pd dials nothing else."""
-FRESH_SECONDS = 0.05
-"""Shortest time between two requests for the list of connections; p2pd would dial a connection that broke since."""
+FRESH_SECONDS = 0.5
+"""Shortest time between two requests for the list of connections, each of which costs p2pd milliseconds. p2pd dials a
+peer without a probe if its connection broke since."""
 
 
 class Unreached(ConnectionError):

@@ -265,6 +265,7 @@ class RecordProtocol:
         self._scrutiny = Scrutiny()
         self._verifier = ThreadPoolExecutor(1, "signatures")
         self._held = Tally()
+        self._heard_at: LruDict[str, float] = LruDict(MAX_PEERS)
         # Not DHTNode.create: that registers hivemind's own handlers, and ends in an error without a bootstrap peer.
         self._dht: Any = DHTNode(_initialized_with_create=True)
         self._dht.node_id, self._dht.peer_id = self.node_id, peer_id_of(peer)
@@ -391,7 +392,7 @@ class RecordProtocol:
         self.on_record(entry)
 
     async def _call(self, peer: str, name: str, request: Any, kind: type[_Answer]) -> _Answer:
-        asked = time.time()
+        asked, began = time.time(), time.monotonic()
         if not self._link.attached:
             raise CallError("p2pd is not running")
         if self._scrutiny.distrusts(peer, time.monotonic()):
@@ -402,7 +403,8 @@ class RecordProtocol:
                 data = await self._link.call(peer, name, encode(request), CALL_SECONDS)
             answer = decode(data, kind)
         except TimeoutError:
-            self.lose(peer)
+            if self._heard_at.get(peer, began) <= began:
+                self.lose(peer)
             raise CallError(f"{peer} does not answer within {CALL_SECONDS:.0f} s") from None
         except (ConnectionError, Malformed) as error:
             self.lose(peer)
@@ -478,6 +480,7 @@ class RecordProtocol:
 
     def _meet(self, peer: str, hello: Hello) -> None:
         now = time.monotonic()
+        self._heard_at[peer] = now
         self.on_heard(peer)
         self._instances.hear(peer, hello.instance, now)
         if hello.doubled:

@@ -145,18 +145,23 @@ class Coordinator:
     def note_success(self, round: int) -> None:
         """Note that this peer holds the mean of a round, and which members contributed from a state of others.
 
-        A member that holds a state which this peer has held lately is only behind.
+        A member that holds a state which this peer has held lately is only behind. A member that only attends, with
+        another state, stays where it was.
         """
         if round in self._ended:
             self._ended[round] = self._ended[round]._replace(ok=True)
         if round not in self._closed:
             return
-        manifests = {number: closed.formed.manifest for number, closed in self._closed.items()}
-        held = {manifest.bounds.get(self._context.peer) for manifest in manifests.values()}
-        bounds = manifests[round].bounds
-        contributed = bounds.get(self._context.peer) is not None
-        apart = {peer for peer, state in bounds.items() if contributed and state and state not in held}
-        self._membership.part(bounds, apart)
+        manifest, held = self._closed[round].formed.manifest, self.held
+        own = next((join.bound for join in manifest.members if join.peer == self._context.peer), None)
+        strange = {join.peer for join in manifest.members if own and join.bound and join.bound not in held}
+        alike = {join.peer for join in manifest.members if join.state is None or join.state in held}
+        self._membership.part(alike | strange, strange)
+
+    @property
+    def held(self) -> set[StateId | None]:
+        """The states that this peer has claimed in the rounds of the last groups."""
+        return {closed.formed.manifest.states.get(self._context.peer) for closed in self._closed.values()}
 
     def note_closed(self, join: Join, group: Iterable[str], at: float) -> None:
         """Note that another peer says that the group for which a contribution was made closed at a time."""

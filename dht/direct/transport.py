@@ -23,9 +23,12 @@ from equipoise.dht.state import DirectStatus
 from equipoise.dht.transport import FramedChannel, Handler, OpenChannels
 from equipoise.tasks import TaskSet
 
-OPEN_SECONDS = 5.0
+OPEN_SECONDS = 10.0
 """Longest time to dial and shake hands, over all of a peer's addresses."""
-HANDSHAKE_SECONDS = 5.0
+MAX_OPENING = 8
+"""Most channels that this peer opens at once: a handshake costs each end 7 ms of a processor. Where twenty daemons of a
+machine met at once and opened all at once, all handshakes took too long, and began anew, for minutes."""
+HANDSHAKE_SECONDS = 10.0
 """Longest handshake of a peer that dials this one, from its first byte to its greeting."""
 ADMIT_SECONDS = 2.0
 """Longest wait of a dialling peer for its admission. That peer may get the round's manifest before this peer does."""
@@ -134,6 +137,7 @@ class DirectTransport:
         self._failures: LruDict[str, str] = LruDict(MAX_FAILURES)
         self.punched = PunchedChannels(self.channels.handle)
         self.on_meet: Callable[[str], None] = lambda peer: None
+        self._opening = asyncio.Semaphore(MAX_OPENING)
         self._tasks = TaskSet()
 
     @property
@@ -207,7 +211,7 @@ class DirectTransport:
         failures = []
         try:
             admitted = self._allowlist.current(peer)
-            async with asyncio.timeout(OPEN_SECONDS):
+            async with self._opening, asyncio.timeout(OPEN_SECONDS):
                 for host, port in admitted.addresses:
                     try:
                         return self._enter(peer, await self._try(admitted, host, port))

@@ -19,7 +19,7 @@ from equipoise.dht.directory import (
 )
 from equipoise.dht.identity import Identity
 from equipoise.dht.p2pd_client import P2pdClient
-from equipoise.dht.protocol import REPLICAS, CallError, RecordProtocol
+from equipoise.dht.protocol import REPLICAS, CallError, Hello, RecordProtocol
 from equipoise.dht.records import SHARDS, TTL_SECONDS, Kept, Readiness, key_of, seal, unseal
 from equipoise.dht.state import PROTOCOL_VERSION, ReachStatus
 
@@ -252,3 +252,78 @@ async def test_progress_is_told_to_few_at_once_and_that_a_peer_leaves_to_all(
     assert await announce(3.0, left=True) == mates
     assert len(carried) == MAX_TOLD_AT_ONCE
     await found.stop()
+
+
+async def test_peers_that_only_keep_a_record_are_told_of_progress_once_a_second_and_members_at_once(
+    tmp_path: Path, identity: Identity, until, monkeypatch
+) -> None:
+    found, protocol = directory_of(tmp_path, identity)
+    told: list[str] = []
+
+    async def store(peer: str, records: list[Kept]) -> int:
+        told.append(peer)
+        return 1
+
+    async def nobody(run: str) -> tuple[str, ...]:
+        return ()
+
+    async def announced(accumulated: float) -> set[str]:
+        told.clear()
+        values = {"spec": "ab", "ready": False, "round": 1, "reason": "computes"}
+        await found.announce("digits", accumulated=accumulated, **values)
+        await until(lambda: "mate" in told)
+        for _ in range(10):
+            await asyncio.sleep(0)
+        return set(told)
+
+    monkeypatch.setattr(protocol, "store", store)
+    monkeypatch.setattr(found, "_targets", lambda own: ["mate", "keeper"])
+    monkeypatch.setattr(found, "_members", lambda run: ["mate"])
+    monkeypatch.setattr(found, "_search", nobody)
+    monkeypatch.setattr(directory, "GAP_SECONDS", 0.0)
+    monkeypatch.setattr(directory, "PROGRESS_SECONDS", 60.0)
+    assert await announced(0.0) == {"mate", "keeper"}
+    assert await announced(1.0) == {"mate"}
+    monkeypatch.setattr(directory, "PROGRESS_SECONDS", 0.0)
+    assert await announced(2.0) == {"mate", "keeper"}
+    await found.stop()
+
+
+@pytest.mark.parametrize(("members", "tells"), [(MAX_TOLD_AT_ONCE, True), (MAX_TOLD_AT_ONCE + 1, False)])
+async def test_a_newcomer_is_told_at_once_in_a_small_run_only(
+    tmp_path: Path, identity: Identity, stranger: Identity, until, monkeypatch, members: int, tells: bool
+) -> None:
+    found, protocol = directory_of(tmp_path, identity)
+    published: list[list[str]] = []
+
+    async def nobody(run: str) -> tuple[str, ...]:
+        return ()
+
+    monkeypatch.setattr(found, "_search", nobody)
+    monkeypatch.setattr(found, "_members", lambda run: [f"mate {number}" for number in range(members)])
+    await found.announce("digits", spec="ab", ready=False, round=1, accumulated=0.0, reason="computes")
+    publisher = found._own["digits"].publisher
+    monkeypatch.setattr(publisher, "publish", lambda kept, peers: published.append(list(peers)))
+    await protocol.take([record_of(stranger, 1)], stranger.peer)
+    assert ([stranger.peer] in published) is tells
+    await found.stop()
+
+
+@pytest.mark.parametrize("heard", [False, True])
+async def test_a_late_answer_loses_only_a_peer_that_says_nothing_meanwhile(
+    tmp_path: Path, identity: Identity, stranger: Identity, monkeypatch, heard: bool
+) -> None:
+    _, protocol = directory_of(tmp_path, identity)
+    hello = Hello(serves=True, time=time.time())
+    protocol._meet(stranger.peer, hello)
+
+    async def reach(peer: str) -> None:
+        if heard:
+            protocol._meet(stranger.peer, hello)
+        raise TimeoutError
+
+    monkeypatch.setattr(P2pdClient, "attached", True)
+    monkeypatch.setattr(protocol.dialer, "reach", reach)
+    with pytest.raises(CallError, match="does not answer within"):
+        await protocol.ping(stranger.peer)
+    assert (stranger.peer in protocol.peers) is heard

@@ -8,6 +8,7 @@ from equipoise.averaging.manifest import MAX_ROUND, Manifest
 from equipoise.averaging.matchmaking import events
 from equipoise.averaging.matchmaking import messages as wire
 from equipoise.averaging.state import StateId
+from equipoise.averaging.weights import ATTENDANCE_LIMIT
 from fakes.matchmaking import join, machine, ready
 from simulator.matchmaking import RECORD_SECONDS, RUN, Record, World
 
@@ -114,13 +115,18 @@ def test_a_member_that_is_a_round_behind_is_planned_with_and_a_stranger_is_not()
     rounds = [
         {"alice": OURS, "bob": OURS, "carol": OURS, "dave": OURS},
         {"alice": NEXT, "bob": NEXT, "carol": OURS, "dave": THEIRS},
+        {"alice": NEXT, "bob": NEXT, "carol": NEXT, "dave": THEIRS},
     ]
     for number, states in enumerate(rounds):
-        joins = [join(name, number, state=state) for name, state in states.items()]
+        weights = {"dave": ATTENDANCE_LIMIT} if number == 2 else {}  # It has missed a round, and attends.
+        joins = [
+            join(name, number, weight=weights.get(name, 1.0), state=state) for name, state in states.items()
+        ]
         manifest = Manifest.of("bob", joins)
         one._coordinator.remember(wire.GroupFormed(RUN, manifest, 0.0), 0.0, 0.0)
         one._context.advance(manifest)
         one.handle(events.RoundEnded(number, ok=True), 0.0)
-    assert set(one._context.membership.group("alice", 2)) == {"alice", "bob", "carol"}
+        if number:
+            assert set(one._context.membership.group("alice", number + 1)) == {"alice", "bob", "carol"}
     one.handle(ready(weight=0.0), 0.0)
-    assert set(one._context.membership.group("alice", 2)) == {"alice", "bob", "carol", "dave"}
+    assert set(one._context.membership.group("alice", 3)) == {"alice", "bob", "carol", "dave"}

@@ -10,7 +10,8 @@ import pytest
 from equipoise.averaging import ports
 from equipoise.dht import records, transport
 from equipoise.dht.address import ListenAddress
-from equipoise.dht.direct import aead, credential, streams
+from equipoise.dht.direct import aead, credential, handshake, streams
+from equipoise.dht.direct.transport import MAX_OPENING
 from fakes.direct import introduce
 
 LAYERS = ("plain", "tls", "aead")
@@ -189,6 +190,29 @@ async def test_channels_per_peer_are_bounded(peers) -> None:
         await first.open(second.peer)
     with pytest.raises(ConnectionError, match="maximum"):
         await first.open(second.peer)
+
+
+async def test_few_channels_are_opened_at_once(peers, monkeypatch) -> None:
+    first, at_once, most = peers.make("first"), 0, 0
+    others = [peers.make(f"other {number}") for number in range(2 * MAX_OPENING)]
+    secure = handshake.secure
+
+    async def counted(*given, dialler: bool, **more):
+        nonlocal at_once, most
+        at_once += dialler
+        most = max(most, at_once)
+        try:
+            return await secure(*given, dialler=dialler, **more)
+        finally:
+            at_once -= dialler
+
+    monkeypatch.setattr(handshake, "secure", counted)
+    for other in others:
+        other.admit(first.peer, first.credential)
+        first.admit(other.peer, other.credential)
+    channels = await asyncio.gather(*(first.open(other.peer) for other in others))
+    assert len(channels) == len(others)
+    assert 1 < most <= MAX_OPENING
 
 
 async def test_unencrypted_channels_stay_on_loopback(peers) -> None:
