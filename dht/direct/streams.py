@@ -8,6 +8,7 @@ caller's memory.
 from __future__ import annotations
 
 import asyncio
+import mmap
 import socket
 
 from equipoise.dht import streams
@@ -110,12 +111,13 @@ class AeadStream(PlainStream):
         super().__init__(connection)
         self._sealer = sealer
         self._opener = opener
-        self._out = memoryview(bytearray(aead.MAX_HEAD_RECORD_BYTES + aead.MAX_RECORD_BYTES))
-        self._in = memoryview(bytearray(aead.MAX_RECORD_BYTES + HEAD_BYTES))
+        # Pages that no frame has used take no memory and no time: most channels carry small frames only.
+        self._out = memoryview(mmap.mmap(-1, aead.MAX_HEAD_RECORD_BYTES + aead.MAX_RECORD_BYTES))
+        self._in = memoryview(mmap.mmap(-1, aead.MAX_RECORD_BYTES + HEAD_BYTES))
         self._start = self._end = 0
 
     def close(self, why: str = "closed by this peer") -> None:
-        """Close the socket, end the waits on it and free both buffers, 2 MB in all; idempotent."""
+        """Close the socket, end the waits on it and free both buffers, up to 2 MB in all; idempotent."""
         super().close(why)
         # Reference cycles keep closed streams for a while: a stranger could fill the memory with broken channels.
         self._in = self._out = memoryview(b"")
