@@ -236,6 +236,7 @@ class RecordProtocol:
         serves: Whether this peer answers look-ups; a peer that cannot be dialled does not.
         relays: Whether it relays for others.
         traversals: The look-ups under way; they end soon after the link is detached, because calls then fail at once.
+        handlers: The unary handlers to register with p2pd.
         doubled_until: Monotonic time until which another daemon counts as speaking with this daemon's identity.
     """
 
@@ -273,19 +274,16 @@ class RecordProtocol:
         self._dht.num_replicas, self._dht.num_workers = REPLICAS, WORKERS
         self._dht.is_alive = True
         self.traversals = TaskSet()
+        self.handlers: dict[str, CallHandler] = {
+            PING: self._guarded(Hello, self._on_ping),
+            FIND: self._guarded(Find, self._on_find),
+            STORE: self._guarded(Store, self._on_store),
+        }
 
     @property
     def peers(self) -> list[str]:
         """PeerIDs in the routing table."""
         return [str(peer) for peer in self.routing_table.peer_id_to_uid]
-
-    def handlers(self) -> dict[str, CallHandler]:
-        """Return the unary handlers to register with p2pd."""
-        return {
-            PING: self._guarded(Hello, self._on_ping),
-            FIND: self._guarded(Find, self._on_find),
-            STORE: self._guarded(Store, self._on_store),
-        }
 
     async def ping(self, peer: str) -> None:
         """Make acquaintance with `peer`; raises CallError if no daemon of this version answers."""
@@ -306,7 +304,7 @@ class RecordProtocol:
 
     async def _received(self, peer: str, packed: bytes) -> None:
         try:
-            await self.handlers()[STORE](peer, packed)
+            await self.handlers[STORE](peer, packed)
         except Malformed as error:
             _log.debug("%s: %s", peer, error)
 

@@ -104,7 +104,7 @@ class Swarm:
         self._ports = contextlib.ExitStack()
         self._moved: list[str] = []
         self._supervisor = Supervisor(
-            self._link, self._dialer, self._protocol.handlers() | self._reach.handlers, self._on_launched
+            self._link, self._dialer, self._protocol.handlers | self._reach.handlers, self._on_launched
         )
         self._supervisor.on_addresses = self._on_addresses
         self._tasks = TaskSet()

@@ -114,7 +114,7 @@ def store(identity: Identity, author: str, sequence: int = 1) -> Kept:
 async def send(protocol: RecordProtocol, sender: str, kept: list[Kept]) -> int:
     hello = wire.Hello(serves=False, time=time.time())
     request = wire.encode(wire.Store(hello=hello, records=tuple(kept)))
-    answer = await protocol.handlers()[wire.STORE](sender, request)
+    answer = await protocol.handlers[wire.STORE](sender, request)
     return wire.decode(answer, wire.Stored).accepted
 
 
