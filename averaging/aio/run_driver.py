@@ -106,6 +106,7 @@ class RunDriver:
         self._compared = asyncio.Event()
         self._formed: asyncio.Future[Manifest | Outcome] | None = None
         self._offered: tuple[StateId | None, float] = (None, 0.0)
+        self._missed = Outcome(ok=False, reason="no mean has come"), 0.0
         self._round: RoundDriver | None = None
         self._accumulated = 0.0
         self._announced = events.Announce(False, 0, "joined")
@@ -293,8 +294,10 @@ class RunDriver:
         if self._left:
             return self._failed(self._left)
         self._claims.begin()
-        self._formed = self._loop.create_future()
         self._offered = join.bound, self._loop.time()
+        if late := self._lateness():  # The mean came while this peer still trained.
+            return msgspec.structs.replace(self._failed(_too_late(late)), late=late)
+        self._formed = self._loop.create_future()
         try:
             async with asyncio.timeout(timeout):
                 formed = await self._seek(self._formed, join, timeout)
@@ -338,12 +341,16 @@ class RunDriver:
             self._driver.tell(events.Withdrew())
 
     def _note_mean(self, found: MeanOutcome) -> None:
-        """End the search of a federated contribution if the mean of its round is here: it is late, and tells so."""
-        (state, offered_at), mean = self._offered, found.round
+        """Keep the round whose mean came; end the search of a federated contribution that is late for it."""
+        self._missed = found.round, self._loop.time() - found.age
+        if late := self._lateness():
+            self.stop_search(_too_late(late), late)
+
+    def _lateness(self) -> float:
+        """Seconds by which the offered contribution is late for the round whose mean this peer has; 0 if it is not."""
+        (state, offered_at), (mean, closed_at) = self._offered, self._missed
         overtaken = mean.ok and mean.state == state and not mean.counted(self._sessions.peer)
-        if overtaken and self.spec.strategy.least:
-            late = max(offered_at - (self._loop.time() - found.age), LEAST_LATE)
-            self.stop_search(f"too late by {late:.3g} s: this peer has the mean of its round", late)
+        return max(offered_at - closed_at, LEAST_LATE) if overtaken and self.spec.strategy.least else 0.0
 
     @property
     def _bandwidth(self) -> float:
@@ -443,3 +450,7 @@ class RunDriver:
             self._driver.tell(seen)
             self._compare(seen)
             await asyncio.sleep(LOOK_SECONDS)
+
+
+def _too_late(seconds: float) -> str:
+    return f"too late by {seconds:.3g} s: this peer has the mean of its round"

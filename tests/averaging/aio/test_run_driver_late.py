@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable
 
 import pytest
 import torch
@@ -20,8 +21,13 @@ from fakes.vectors import averaged
 BEFORE, OTHER = StateId(7, "ab" * 32), StateId(6, "cd" * 32)
 
 
-async def search(cluster: Cluster, strategy: str, weight: float, state: StateId) -> Outcome:
-    """Search for a second, with a peer that no coordinator answers and that has the mean after `BEFORE` at once."""
+async def search(
+    cluster: Cluster, strategy: str, weight: float, state: StateId, trains: bool = False
+) -> Outcome:
+    """Search for a second, with a peer that no coordinator answers and that has the mean after `BEFORE` at once.
+
+    A peer that `trains` begins to search only when it has the mean.
+    """
     schema = Schema.of({"w": torch.zeros(100)})
     spec = RunSpec.create("run/step", schema, RunOptions(codec="fp32", part_values=256, strategy=strategy))
     await cluster.add("a", "b", "c", spec=spec)
@@ -32,17 +38,22 @@ async def search(cluster: Cluster, strategy: str, weight: float, state: StateId)
     late = runs[-1]
     late.receive = lambda peer, message: None  # type: ignore[method-assign]
     values = torch.zeros(100)
-    searching = asyncio.create_task(averaged(late, values, values.clone(), weight, 1.0, state))
-    await cluster.net.ready(spec.name, "d")
+    seeks: Awaitable[Outcome] = averaged(late, values, values.clone(), weight, 1.0, state)
+    if not trains:
+        seeks = asyncio.ensure_future(seeks)
+        await cluster.net.ready(spec.name, "d")
     got = await late.transfer.recover(
         BEFORE, 20.0, lambda: memoryview(bytearray(late.transfer.size)), frozenset("abc")
     )
     assert got.round.ok, got.round.reason
-    return await searching
+    return await seeks
 
 
-async def test_a_federated_contribution_is_late_once_its_rounds_mean_is_here(cluster: Cluster) -> None:
-    outcome = await search(cluster, "federated:grace=0,available=3", 1.0, BEFORE)
+@pytest.mark.parametrize("trains", [False, True])
+async def test_a_federated_contribution_is_late_once_its_rounds_mean_is_here(
+    cluster: Cluster, trains: bool
+) -> None:
+    outcome = await search(cluster, "federated:grace=0,available=3", 1.0, BEFORE, trains)
     assert not outcome.ok
     assert outcome.late > 0
     assert outcome.reason.startswith("too late by")
