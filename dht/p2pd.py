@@ -12,6 +12,7 @@ import contextlib
 import errno
 import importlib.util
 import os
+import random
 import re
 import shutil
 import signal
@@ -47,7 +48,9 @@ LIBP2P_PORT = 31337
 DIRECT_PORT = 31338
 """The same, for direct channels."""
 MAX_DRAWS = 16
-"""Most free ports that the system is asked for; another daemon may be about to use one."""
+"""Most ports that are drawn where none is named; some are taken, or another daemon may be about to take one."""
+DRAWN_PORTS = range(20_000, 32_768)
+"""Ports that are drawn. Systems give ports above to connections: one could take a port before p2pd listens there."""
 
 _PARENT_DEATH_SIGNAL = Path(__file__).with_name("parent_death_signal.py")
 _NAME = re.compile(r"eqp-(\d+)-\w+")
@@ -120,7 +123,7 @@ class P2pd:
         Raises ListenError if a listen address is taken or not this machine's, P2pdError if it does not start otherwise.
         """
         for address in options.listen:
-            free_port(address)
+            check_free(address)
         options.control.unlink(missing_ok=True)
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-I", "-S", str(_PARENT_DEATH_SIGNAL), str(os.getpid())),
@@ -182,18 +185,13 @@ class P2pd:
         self._begun.set()  # It has ended.
 
 
-def free_port(address: ListenAddress) -> int:
-    """Return the port of `address`, or any free one if it names none; raises ListenError if it cannot be bound.
-
-    p2pd would share a port that is taken.
-    """
+def check_free(address: ListenAddress) -> None:
+    """Raise ListenError if `address` cannot be bound: p2pd would share a port that is taken."""
     family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_STREAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((address.host, address.port))
-            port: int = probe.getsockname()[1]
-            return port
     except OSError as error:
         raise listen_error(address, error, "--listen") from None
 
@@ -231,11 +229,14 @@ def with_port(address: ListenAddress, port: int) -> ListenAddress:
 
 
 def _take(address: ListenAddress, locks: contextlib.ExitStack) -> ListenAddress:
+    check_free(address)  # Its host must be this machine's.
     for _ in range(MAX_DRAWS):
-        found = with_port(address, free_port(address))
-        if (lock := _lock(found.host, found.port)) is not None:
-            locks.enter_context(lock)
-            return found
+        found = address if address.port else with_port(address, random.choice(DRAWN_PORTS))
+        with contextlib.suppress(ListenError):
+            check_free(found)
+            if (lock := _lock(found.host, found.port)) is not None:
+                locks.enter_context(lock)
+                return found
     why = "another daemon is taking the same port"
     raise ListenError(f"cannot listen on {address.text}: {why}; choose another with --listen")
 

@@ -18,7 +18,7 @@ import pytest
 
 from equipoise.dht.address import ListenAddress
 from equipoise.dht.identity import load_or_create
-from equipoise.dht.p2pd import ListenError, P2pd, P2pdError, P2pdOptions, free_port, make_runtime_dir
+from equipoise.dht.p2pd import ListenError, P2pd, P2pdError, P2pdOptions, check_free, make_runtime_dir
 
 DAEMON = textwrap.dedent(
     """
@@ -136,4 +136,4 @@ def test_an_address_that_cannot_be_listened_on_says_what_to_give(host: str, hint
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ListenError, match=f"cannot listen on /ip4/{host}/tcp/{port}: .*; {hint}"):
-            free_port(ListenAddress(f"/ip4/{host}/tcp/{port}", host, port))
+            check_free(ListenAddress(f"/ip4/{host}/tcp/{port}", host, port))
