@@ -228,6 +228,8 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
             return f"expected 2 to {group_size} members, got {len(self.members)}"
         if any(first >= second for first, second in itertools.pairwise(self.peers)):
             return "expected members sorted by PeerID, each once, they are not"
+        if len(set(self.drawn)) < len(self.drawn):
+            return "expected each drawn peer once, one is there twice"
         for join in self.members:
             if (join.spec, join.round) != (self.spec, self.round):
                 return f"expected joins of this spec and round {self.round}, {join.peer}'s differs"

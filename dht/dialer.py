@@ -31,9 +31,9 @@ CONNECT_SECONDS = 4.0
 MAX_KNOWN_PEERS = 1024
 GREETING = b"\x13/multistream/1.0.0\n"
 """First bytes of libp2p's listeners; on a stranger's word p2pd dials nothing else."""
-FRESH_SECONDS = 0.5
-"""Shortest time between two requests for the list of connections, each of which costs p2pd milliseconds. p2pd dials a
-peer without a probe if its connection broke since."""
+FRESH_SECONDS, MAX_FRESH_SECONDS = 0.05, 0.5
+"""Time for which the list of connections is not asked for again: for a peer that it does not have, and for one that it
+has. Each costs p2pd milliseconds. If the connection broke since, p2pd dials without a probe."""
 
 
 class Unreached(ConnectionError):
@@ -94,7 +94,8 @@ class Dialer:
     async def reach(self, peer: str) -> None:
         """See to it that p2pd is connected to `peer`; raises Unreached, or P2pdClientError if p2pd is silent."""
         async with self._asking:
-            if time.monotonic() - self._asked > FRESH_SECONDS:
+            fresh = MAX_FRESH_SECONDS if peer in self.connected else FRESH_SECONDS
+            if time.monotonic() - self._asked > fresh:
                 await self.refresh()
         try:
             if peer not in self.connected:

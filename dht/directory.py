@@ -34,11 +34,12 @@ LIFETIME_SECONDS = 3 * RENEW_SECONDS
 TOLD_A_SECOND = 3
 """Most peers told in a second of a record that has not changed, as far as `MAX_RENEW_SECONDS` allows. A message costs
 4 ms of processors at both ends."""
-MAX_TOLD_AT_ONCE, PROGRESS_SECONDS = 8, 1.0
-"""Most peers, drawn anew each time, that are told at once that this peer begins to wait, or of its progress, and the
-time until the next such change is told where there are more. The others learn it by a later change or renewal. Peers
-that only keep the record, and are not in the run, are told as seldom in small runs too: fast rounds changed it twenty
-times a second, and each call costs both ends and two p2pd 4 ms."""
+MAX_TOLD_AT_ONCE = 8
+"""Most peers, drawn anew each time, that are told at once that this peer begins to wait, or of its progress. The others
+learn it by a later change or renewal."""
+PROGRESS_SECONDS = 1.0
+"""Time until the next such change is told where there are more peers. Peers that only keep the record, and are not in
+the run, are told as seldom in small runs too: each call costs both ends and two p2pd 4 ms."""
 MAX_CALLED_AT_ONCE = 2
 """Most of them that are called, in such a large run: the others have a session open, or learn it later too."""
 GAP_SECONDS = 0.1
@@ -72,6 +73,7 @@ class Publisher:
         self._newest: Kept | None = None
         self._closes = False
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._again: set[str] = set()
 
     def publish(self, newest: Kept, targets: Iterable[str]) -> None:
         """Send `newest` to `targets`, at once to those not being sent to, afterwards to the others."""
@@ -81,6 +83,7 @@ class Publisher:
         unconnected = sum(peer not in connected for peer in self._tasks)
         for peer in targets:
             if peer in self._tasks:
+                self._again.add(peer)
                 continue
             if peer not in connected:
                 if unconnected >= MAX_UNCONNECTED:
@@ -96,16 +99,17 @@ class Publisher:
         await end(set(self._tasks.values()))
 
     async def _deliver(self, peer: str) -> None:
-        told = None
         try:
-            while (newest := self._newest) is not None and newest != told:
+            while self._newest is not None:
+                self._again.discard(peer)
                 try:
-                    await self._send(peer, [newest])
+                    await self._send(peer, [self._newest])
                 except CallError:
                     if self._closes:  # No renewal follows a farewell.
                         await asyncio.sleep(RETRY_SECONDS)
                         continue
-                told = newest
+                if peer not in self._again:
+                    return
         finally:
             del self._tasks[peer]
 
@@ -117,6 +121,7 @@ class _Own:
     Attributes:
         grows: Whether a peer has come since the last search.
         for_all: Whether all peers must be told of what has changed.
+        behind: Whether peers that are not in the run have yet to be told.
         told_at: When all were told last, on the monotonic clock.
         pause: Seconds from then to the next renewal, by the number of peers that are told.
     """
@@ -127,6 +132,7 @@ class _Own:
     replicas: tuple[str, ...] = ()
     grows: bool = False
     for_all: bool = True
+    behind: bool = False
     told_at: float = float("-inf")
     pause: float = RENEW_SECONDS
     changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -273,12 +279,14 @@ class RunDirectory:
 
     async def _keep_published(self, own: _Own) -> None:
         while True:
-            await sleep_until(own.changed, own.told_at + own.pause - time.monotonic())
-            if not own.changed.is_set():
+            pause = PROGRESS_SECONDS if own.behind else own.pause
+            await sleep_until(own.changed, own.told_at + pause - time.monotonic())
+            if not own.changed.is_set() and not own.behind:
                 self._renew(own)
             own.changed.clear()
             targets, now, gap = self._targets(own), time.monotonic(), GAP_SECONDS
             own.pause = min(max(RENEW_SECONDS, len(targets) / TOLD_A_SECOND), MAX_RENEW_SECONDS)
+            own.behind = False
             if own.for_all:
                 own.for_all, own.told_at = False, now
             else:
@@ -291,6 +299,7 @@ class RunDirectory:
                     calls = MAX_CALLED_AT_ONCE
                 else:
                     members = set(self._members(own.record.run))
+                    own.behind = not members.issuperset(targets)
                     targets = [peer for peer in targets if peer in members]
                 targets = [peer for peer in targets if not self._carried(peer, own.kept)][:calls]
             own.publisher.publish(own.kept, targets)
@@ -334,9 +343,8 @@ class RunDirectory:
         own = self._own.get(record.run)
         if own is not None and entry.newcomer and record.peer != self._identity.peer:
             own.grows = True
-            if (
-                len(self._members(record.run)) <= MAX_TOLD_AT_ONCE
-            ):  # Else it finds this peer by its own search.
+            # In a large run it hears of this peer by its own search, or by this peer's next renewal.
+            if len(self._members(record.run)) <= MAX_TOLD_AT_ONCE:
                 own.publisher.publish(own.kept, [record.peer])
             if own.record.dialable != self._reach.dialable:
                 self._renew(own)

@@ -49,8 +49,8 @@ DIRECT_PORT = 31338
 """The same, for direct channels."""
 MAX_DRAWS = 16
 """Most ports that are drawn where none is named; some are taken, or another daemon may be about to take one."""
-DRAWN_PORTS = range(20_000, 32_768)
-"""Ports that are drawn. Systems give ports above to connections: one could take a port before p2pd listens there."""
+DRAWN_PORTS = range(20_000, 30_000)
+"""Ports that are drawn. Linux gives those from 32768 on to connections, which could take one before p2pd listens."""
 
 _PARENT_DEATH_SIGNAL = Path(__file__).with_name("parent_death_signal.py")
 _NAME = re.compile(r"eqp-(\d+)-\w+")
@@ -230,8 +230,9 @@ def with_port(address: ListenAddress, port: int) -> ListenAddress:
 
 def _take(address: ListenAddress, locks: contextlib.ExitStack) -> ListenAddress:
     check_free(address)  # Its host must be this machine's.
-    for _ in range(MAX_DRAWS):
-        found = address if address.port else with_port(address, random.choice(DRAWN_PORTS))
+    draws = random.sample(DRAWN_PORTS, MAX_DRAWS)
+    for port in [address.port] if address.port else draws:
+        found = with_port(address, port)
         with contextlib.suppress(ListenError):
             check_free(found)
             if (lock := _lock(found.host, found.port)) is not None:

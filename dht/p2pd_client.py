@@ -30,7 +30,7 @@ RESPONSE_BYTES = 1024 * 1024
 """Longest answer of p2pd: a connection takes some 60 bytes of the list of all."""
 MAX_DECODED = 4096
 """Most PeerIDs, and most addresses, that are kept as text: the list of connections is asked for up to 20 times a
-second, and to decode one of its entries takes 0.1 ms."""
+second where peers come, and to decode one of its entries takes 0.1 ms."""
 ERROR_CHARACTERS = 1000
 """Longest error that is shown: libp2p lists every address that it tried, with the cause."""
 

@@ -49,7 +49,7 @@ PAGE_BYTES = 64 * 1024
 
 PING, FIND, STORE = "equipoise.dht.ping", "equipoise.dht.find", "equipoise.dht.store"
 MAX_PEERS = 1024
-"""Most peers whose instances are remembered: the peers heard last."""
+"""Most peers of which it is remembered when they were heard, and their instances: the peers heard last."""
 MAX_FORMER = 4
 """Most former instances remembered of one peer."""
 DOUBLED_SECONDS = 30.0

@@ -33,7 +33,7 @@ MAX_CHANNELS_PER_PEER = 8
 has given up already. One more is refused."""
 MAX_CHANNELS = 512
 """A group has at most 64 members; several groups at once stay below. A stream costs a descriptor here and one in p2pd,
-a direct channel a descriptor and up to 1.3 MB."""
+a direct channel a descriptor and up to 2.5 MB."""
 
 _PREFIX = struct.Struct("!II")
 

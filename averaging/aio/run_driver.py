@@ -106,7 +106,7 @@ class RunDriver:
         self._compared = asyncio.Event()
         self._formed: asyncio.Future[Manifest | Outcome] | None = None
         self._offered: tuple[StateId | None, float] = (None, 0.0)
-        self._missed = Outcome(ok=False, reason="no mean has come"), 0.0
+        self._missed: tuple[Outcome, float] | None = None  # A round, and when its group closed.
         self._round: RoundDriver | None = None
         self._accumulated = 0.0
         self._announced = events.Announce(False, 0, "joined")
@@ -342,15 +342,19 @@ class RunDriver:
 
     def _note_mean(self, found: MeanOutcome) -> None:
         """Keep the round whose mean came; end the search of a federated contribution that is late for it."""
+        if not found.round.ok:
+            return
         self._missed = found.round, self._loop.time() - found.age
         if late := self._lateness():
             self.stop_search(_too_late(late), late)
 
     def _lateness(self) -> float:
         """Seconds by which the offered contribution is late for the round whose mean this peer has; 0 if it is not."""
+        if self._missed is None or not self.spec.strategy.least:
+            return 0.0
         (state, offered_at), (mean, closed_at) = self._offered, self._missed
-        overtaken = mean.ok and mean.state == state and not mean.counted(self._sessions.peer)
-        return max(offered_at - closed_at, LEAST_LATE) if overtaken and self.spec.strategy.least else 0.0
+        overtaken = mean.state == state and not mean.counted(self._sessions.peer)
+        return max(offered_at - closed_at, LEAST_LATE) if overtaken else 0.0
 
     @property
     def _bandwidth(self) -> float:

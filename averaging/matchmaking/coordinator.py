@@ -145,8 +145,8 @@ class Coordinator:
     def note_success(self, round: int) -> None:
         """Note that this peer holds the mean of a round, and which members contributed from a state of others.
 
-        A member that holds a state which this peer has held lately is only behind. A member that only attends, with
-        another state, stays where it was.
+        A member that holds a state which this peer has held lately is only behind. A member that attends with another
+        state stays where it was, as do all members with another state where this peer itself attends.
         """
         if round in self._ended:
             self._ended[round] = self._ended[round]._replace(ok=True)

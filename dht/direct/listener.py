@@ -105,7 +105,8 @@ class Gate:
     """Strangers by the address that they come from. Sans IO.
 
     A full gate ejects the oldest stranger of the address with the most strangers, so a flood from few addresses ejects
-    itself, and peers at other addresses get in. An honest handshake takes milliseconds; the oldest is slow or idle.
+    itself, and peers at other addresses get in. The oldest is slow or idle: an honest handshake takes milliseconds, or
+    seconds on busy cores.
     """
 
     def __init__(self) -> None:

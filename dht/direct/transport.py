@@ -24,9 +24,9 @@ from equipoise.dht.transport import FramedChannel, Handler, OpenChannels
 from equipoise.tasks import TaskSet
 
 OPEN_SECONDS = 10.0
-"""Longest time to dial and shake hands, over all of a peer's addresses."""
+"""Longest time to wait for a turn, dial and shake hands, over all of a peer's addresses."""
 MAX_OPENING = 8
-"""Most channels that this peer opens at once: a handshake costs each end 7 ms of a processor. Where twenty daemons of a
+"""Most peers that this one dials at once: a handshake costs each end 7 ms of a processor. Where twenty daemons of a
 machine met at once and opened all at once, all handshakes took too long, and began anew, for minutes."""
 HANDSHAKE_SECONDS = 10.0
 """Longest handshake of a peer that dials this one, from its first byte to its greeting."""
@@ -207,11 +207,11 @@ class DirectTransport:
         kept = await self.punched.take(peer)
         if kept is not None:
             return kept
-        self.channels.check_room(peer)
         failures = []
         try:
-            admitted = self._allowlist.current(peer)
-            async with self._opening, asyncio.timeout(OPEN_SECONDS):
+            async with asyncio.timeout(OPEN_SECONDS), self._opening:
+                self.channels.check_room(peer)
+                admitted = self._allowlist.current(peer)
                 for host, port in admitted.addresses:
                     try:
                         return self._enter(peer, await self._try(admitted, host, port))

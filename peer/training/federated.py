@@ -261,9 +261,10 @@ class Federated:
                 received += self.member.last.bytes_received
                 late = late or self.member.last.late
         number = number or self.epoch + 1
-        drawn = self._drawn[1] if self._drawn[0] == number else ()
-        record = Record(number=number, ok=False, reason=failure, drawn=drawn)
-        if not failure:
+        if failure:
+            drawn = self._drawn[1] if self._drawn[0] == number else ()
+            record = Record(number=number, ok=False, reason=failure, drawn=drawn)
+        else:
             record = next(one for one in reversed(self.history) if one.number == number)
         record = structs.replace(
             record,

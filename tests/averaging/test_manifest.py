@@ -116,10 +116,19 @@ def test_the_largest_manifest_fits_a_header() -> None:
     signature = b"s" * MAX_SIGNATURE_BYTES
     joins = [msgspec.structs.replace(join(peer, **extremes), signature=signature) for peer in peers]
     formed = GroupFormed(
-        "\N{OLD ITALIC LETTER A}" * 64, Manifest.of(peers[0], joins), 1.0, tuple(peers), "x" * 200
+        "\N{OLD ITALIC LETTER A}" * 64,
+        Manifest.of(peers[0], joins, tuple(peers)),
+        1.0,
+        tuple(peers),
+        "x" * 200,
     )
     assert len(MATCHMAKING_FRAME + encode(formed)) <= MAX_HEADER_BYTES
     assert decode(encode(formed)) == formed
+
+
+def test_a_peer_that_is_drawn_twice_is_refused() -> None:
+    with pytest.raises(ManifestError, match="each drawn peer once"):
+        check(Manifest.of("coordinator", [join("a"), join("b")], ("a", "a")))
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from equipoise.dht.directory import (
     MAX_CALLED_AT_ONCE,
     MAX_TOLD_AT_ONCE,
     MAX_UNCONNECTED,
+    RENEW_SECONDS,
     Publisher,
     RunDirectory,
 )
@@ -46,6 +47,26 @@ async def test_ghosts_do_not_keep_the_news_from_who_is_there(until) -> None:
     assert set(present) <= set(sent)
     assert sum(peer.startswith("ghost") for peer in sent) <= MAX_UNCONNECTED
     await publisher.close()
+
+
+async def test_news_for_others_is_not_sent_again_to_a_slow_peer_and_its_own_is(until) -> None:
+    sent: list[tuple[str, bytes]] = []
+    answer = asyncio.Event()
+
+    async def send(peer: str, records: list[bytes]) -> int:
+        sent.extend((peer, record) for record in records)
+        await answer.wait()
+        return 1
+
+    publisher = Publisher(send, lambda: {"slow", "other", "third"})
+    publisher.publish(b"first", ["slow", "other"])
+    await until(lambda: len(sent) == 2)
+    publisher.publish(b"second", ["other", "third"])
+    await until(lambda: len(sent) == 3)
+    answer.set()
+    await until(lambda: not publisher._tasks)
+    assert sent[:2] == [("slow", b"first"), ("other", b"first")]
+    assert sorted(sent[2:]) == [("other", b"second"), ("third", b"second")]
 
 
 async def test_a_farewell_that_did_not_arrive_is_sent_once_more(monkeypatch) -> None:
@@ -259,10 +280,15 @@ async def test_peers_that_only_keep_a_record_are_told_of_progress_once_a_second_
 ) -> None:
     found, protocol = directory_of(tmp_path, identity)
     told: list[str] = []
+    pauses: list[float] = []
 
     async def store(peer: str, records: list[Kept]) -> int:
         told.append(peer)
         return 1
+
+    async def sleep_until(event: asyncio.Event, seconds: float) -> None:
+        pauses.append(seconds)
+        await event.wait()
 
     async def nobody(run: str) -> tuple[str, ...]:
         return ()
@@ -282,8 +308,11 @@ async def test_peers_that_only_keep_a_record_are_told_of_progress_once_a_second_
     monkeypatch.setattr(found, "_search", nobody)
     monkeypatch.setattr(directory, "GAP_SECONDS", 0.0)
     monkeypatch.setattr(directory, "PROGRESS_SECONDS", 60.0)
+    monkeypatch.setattr(directory, "sleep_until", sleep_until)
     assert await announced(0.0) == {"mate", "keeper"}
+    assert pauses[-1] <= RENEW_SECONDS
     assert await announced(1.0) == {"mate"}
+    assert RENEW_SECONDS < pauses[-1] <= 60.0, "then the keeper is told, though nothing changes"
     monkeypatch.setattr(directory, "PROGRESS_SECONDS", 0.0)
     assert await announced(2.0) == {"mate", "keeper"}
     await found.stop()
