@@ -9,7 +9,7 @@ still be in the round of that mean.
 
 Where a draw decides which peers contribute, these few make a round, and the others may all have missed it. Then the
 peers of the circle that are not beyond the state do not count, and the quorum of such a round must offer the mean, but
-for its members that are gone.
+for its members that are gone. One member in the circle is enough: the others may have come to the state by a download.
 
 A peer that will know the mean by its digest takes it from any donor. It first tries the mean that most of its circle
 offer, so that inventions of strangers cost it no time, and last a mean that its donors offer but do not deliver. The
@@ -68,7 +68,7 @@ class UpdateQuery(Answers):
             voters = voters & self.peers.keys() - self._silent
         *_, near = self.rank(offer)
         gone = len(self._circle) - len(voters)
-        if quorum and near >= max(quorum - gone, 1):
+        if quorum and near and tally[offer] + gone >= quorum:
             voters = voters - {peer for peer in voters if self._waits(peer)}
         if 2 * near <= len(voters) and not (self._request.proved and self._settled(now)):
             return None

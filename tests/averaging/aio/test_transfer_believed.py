@@ -274,6 +274,28 @@ def test_the_few_that_a_draw_chose_are_believed_by_all_that_have_missed_their_ro
     assert fetching.end().ok
 
 
+def test_a_drawn_peer_that_came_to_the_state_by_a_download_counts_beside_one_of_the_circle() -> None:
+    behind, ahead = GENUINE.state.epoch, GENUINE.state.epoch + 1
+    fetching = Fetching(*"abcd", circle="ab", quorum=2)
+    for peer in "ad":
+        fetching.hear(peer, epoch=behind)
+    fetching.hear("c", GENUINE, epoch=ahead)
+    assert fetching.take() == []
+    fetching.hear("b", GENUINE, epoch=ahead)
+    fetching.download(GENUINE)
+    assert fetching.end().ok
+
+
+def test_strangers_make_no_round_that_nobody_of_the_circle_has() -> None:
+    fetching = Fetching(*"abxy", circle="ab", quorum=2)
+    for peer in "ab":
+        fetching.hear(peer, epoch=GENUINE.state.epoch)
+    for peer in "xy":
+        fetching.hear(peer, FORGED)
+    fetching.wait(0.0)
+    assert "0 of the 2 peers that vouch" in fetching.end().reason
+
+
 def test_they_are_not_believed_against_as_many_that_are_beyond_with_another_mean() -> None:
     fetching = Fetching(*"abcd", circle="abcd", quorum=2)
     for peer in "ab":
