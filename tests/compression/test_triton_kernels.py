@@ -78,7 +78,9 @@ def test_no_kernel_is_compiled_to_what_changes_bytes() -> None:
     [
         ('"enable_fp_fusion": False', '"enable_fp_fusion": True', "fma.rn.f32"),
         ("tl.math.div_rn(absmax, levels)", "absmax / levels", "div.full.f32"),
-        ("tl.math.div_rn(levels, absmax)", "levels / absmax", "div.full.f32"),
+        pytest.param(
+            "tl.math.div_rn(levels, absmax)", "levels / absmax", "div.full.f32", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_the_check_sees_fusion_and_approximate_division(
@@ -93,9 +95,9 @@ def test_the_check_sees_fusion_and_approximate_division(
     ("old", "new"),
     [
         ("(x * inverse[:, None] + _HALF_EVEN) - _HALF_EVEN", "tl.floor(x * inverse[:, None] + 0.5)"),
-        ("bits + 0x7FFF + ((bits >> 16) & 1)", "bits + 0x8000"),
-        ("magnitude, 0) >= _EXPONENT", "magnitude, 0) >= 0"),
-        ("range(members)", "range(members - 1, -1, -1)"),
+        pytest.param("bits + 0x7FFF + ((bits >> 16) & 1)", "bits + 0x8000", marks=pytest.mark.slow),
+        pytest.param("magnitude, 0) >= _EXPONENT", "magnitude, 0) >= 0", marks=pytest.mark.slow),
+        pytest.param("range(members)", "range(members - 1, -1, -1)", marks=pytest.mark.slow),
     ],
 )
 def test_the_probe_refuses_kernels_that_write_other_bytes(tmp_path: Path, old: str, new: str) -> None:
