@@ -152,16 +152,12 @@ class Coordinator:
             self._ended[round] = self._ended[round]._replace(ok=True)
         if round not in self._closed:
             return
-        manifest, held = self._closed[round].formed.manifest, self.held
+        manifest = self._closed[round].formed.manifest
+        held = {closed.formed.manifest.states.get(self._context.peer) for closed in self._closed.values()}
         own = next((join.bound for join in manifest.members if join.peer == self._context.peer), None)
         strange = {join.peer for join in manifest.members if own and join.bound and join.bound not in held}
         alike = {join.peer for join in manifest.members if join.state is None or join.state in held}
         self._membership.part(alike | strange, strange)
-
-    @property
-    def held(self) -> set[StateId | None]:
-        """The states that this peer has claimed in the rounds of the last groups."""
-        return {closed.formed.manifest.states.get(self._context.peer) for closed in self._closed.values()}
 
     def note_closed(self, join: Join, group: Iterable[str], at: float) -> None:
         """Note that another peer says that the group for which a contribution was made closed at a time."""

@@ -262,25 +262,16 @@ def test_a_stranger_is_not_believed_though_the_whole_circle_is_gone() -> None:
     assert "0 of the 2 peers that vouch" in fetching.end().reason
 
 
-def test_the_few_that_a_draw_chose_are_believed_by_all_that_have_missed_their_round() -> None:
+@pytest.mark.parametrize(
+    "circle", ["abcd", "bc"], ids=["all", "one of the few, the other downloaded the state"]
+)
+def test_the_few_that_a_draw_chose_are_believed_by_all_that_have_missed_their_round(circle: str) -> None:
     behind, ahead = GENUINE.state.epoch, GENUINE.state.epoch + 1
-    fetching = Fetching(*"abcd", circle="abcd", quorum=2)
+    fetching = Fetching(*"abcd", circle=circle, quorum=2)
     for peer in "cd":
         fetching.hear(peer, epoch=behind)
     fetching.hear("a", GENUINE, epoch=ahead)
     assert fetching.take() == [], "one makes no round"
-    fetching.hear("b", GENUINE, epoch=ahead)
-    fetching.download(GENUINE)
-    assert fetching.end().ok
-
-
-def test_a_drawn_peer_that_came_to_the_state_by_a_download_counts_beside_one_of_the_circle() -> None:
-    behind, ahead = GENUINE.state.epoch, GENUINE.state.epoch + 1
-    fetching = Fetching(*"abcd", circle="ab", quorum=2)
-    for peer in "ad":
-        fetching.hear(peer, epoch=behind)
-    fetching.hear("c", GENUINE, epoch=ahead)
-    assert fetching.take() == []
     fetching.hear("b", GENUINE, epoch=ahead)
     fetching.download(GENUINE)
     assert fetching.end().ok
