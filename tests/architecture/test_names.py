@@ -17,24 +17,24 @@ NOTE_TO_SELF = re.compile(r"\b(TO" + r"DO|FIX" + r"ME|XX" + r"X)\b")
 MAY_POLL = {"tests/e2e/swarm.py", "tests/dht/conftest.py"}
 """`eventually` and `until` there poll conditions of other processes; no other test sleeps."""
 
-FILES = sources(*PACKAGES, "tests", "scripts")
+FOLDERS = (*PACKAGES, "tests", "scripts")
 
 
 def test_no_module_has_a_vague_name() -> None:
-    assert not [source for source in FILES if source.path.stem in VAGUE_MODULES]
+    assert not [source for source in sources(*FOLDERS) if source.path.stem in VAGUE_MODULES]
 
 
 def test_no_class_has_a_vague_name() -> None:
     assert not [
         (source, node.name)
-        for source in FILES
+        for source in sources(*FOLDERS)
         for node in source.nodes
         if isinstance(node, ast.ClassDef) and VAGUE_CLASS.search(node.name)
     ]
 
 
 def test_no_notes_to_self() -> None:
-    assert not [source for source in FILES if NOTE_TO_SELF.search(source.text)]
+    assert not [source for source in sources(*FOLDERS) if NOTE_TO_SELF.search(source.text)]
 
 
 def test_tests_wait_for_conditions_and_do_not_sleep() -> None:

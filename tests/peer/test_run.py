@@ -35,7 +35,7 @@ def network(monkeypatch: pytest.MonkeyPatch) -> FakeNetwork:
     return network
 
 
-@pytest.fixture(params=["connect", "in-process"])
+@pytest.fixture(params=["in-process", pytest.param("connect", marks=pytest.mark.slow)])
 def peers(request: pytest.FixtureRequest, network: FakeNetwork, tmp_path: Path) -> Iterator[Peers]:
     with contextlib.ExitStack() as stack:
 

@@ -62,7 +62,7 @@ def test_who_holds_another_mean_than_the_others_chose_without_it_fetches_theirs_
 
 
 @pytest.mark.parametrize("members", [2, 3, 4, 6])
-@pytest.mark.parametrize("first", range(0, 300, 100))
+@pytest.mark.parametrize("first", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (100, 200))])
 def test_a_member_whose_network_breaks_for_less_than_a_stall_costs_nobody_one(
     members: int, first: int
 ) -> None:

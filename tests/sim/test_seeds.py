@@ -15,10 +15,10 @@ RECOVERY_SECONDS = 30.0
 """From the last fault to the core's success. Usual are 0 to 7; duelling leaders that back off take longer."""
 
 
-def blocks(first: int, by_default: int, end: int) -> pytest.MarkDecorator:
+def blocks(first: int, by_default: int, end: int, size: int = BLOCK) -> pytest.MarkDecorator:
     """Blocks of the seeds from `first` to `end`; those from `by_default` on only with `-m slow`."""
-    slow = [pytest.param(start, marks=pytest.mark.slow) for start in range(by_default, end, BLOCK)]
-    return pytest.mark.parametrize("first", [*range(first, by_default, BLOCK), *slow])
+    slow = [pytest.param(start, marks=pytest.mark.slow) for start in range(by_default, end, size)]
+    return pytest.mark.parametrize("first", [*range(first, by_default, size), *slow])
 
 
 def simulate(seed: int, sizes: tuple[int, int], live: bool, keep_story: bool = False) -> Report:
@@ -43,9 +43,9 @@ def test_a_core_that_is_spared_succeeds(first: int) -> None:
 
 
 @pytest.mark.parametrize("live", [False, True])
-@blocks(1000, 1000 + BLOCK, 1000 + 2 * BLOCK)
+@blocks(1000, 1000 + BLOCK // 2, 1000 + 2 * BLOCK, BLOCK // 2)
 def test_groups_of_up_to_sixteen(first: int, live: bool) -> None:
-    for seed in range(first, first + BLOCK):
+    for seed in range(first, first + BLOCK // 2):
         simulate(seed, (8, 16), live)
 
 
@@ -79,7 +79,7 @@ def test_scenarios_are_varied() -> None:
 
 
 def test_most_calm_rounds_succeed_at_once() -> None:
-    calm = [seed for seed in range(150) if not draw_scenario(seed, (2, 16), live=True).faults]
+    calm = [seed for seed in range(80) if not draw_scenario(seed, (2, 16), live=True).faults]
     assert len(calm) > 10
     for seed in calm:
         report = simulate(seed, (2, 16), live=True)

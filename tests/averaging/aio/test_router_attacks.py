@@ -187,14 +187,14 @@ def tap_of(script: dict[int, tuple[list[Callable[[bytes], Frame]], bool, int]]) 
     return tap
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(SCRIPTS)
 def test_no_member_can_make_the_others_crash_hang_or_differ(script) -> None:
     # What it sends as values is its own affair, and so is its share of the mean as an owner.
     play(tap_of(script), exact=False)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.dictionaries(
         st.integers(0, 60), st.tuples(st.lists(CONTROL.map(packed), max_size=6), st.booleans(), st.just(1))

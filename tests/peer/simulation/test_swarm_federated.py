@@ -50,12 +50,13 @@ def limit(pulls: list[float]) -> float:
     return sum(weight * b for weight, b in zip(weights, MINIMA, strict=True)) / sum(weights)
 
 
-@pytest.mark.parametrize("steps", [1, 5, 20, 100])
+@pytest.mark.parametrize("steps", [1, 5, 20, pytest.param(100, marks=pytest.mark.slow)])
 def test_client_drift_has_its_closed_form(steps: int) -> None:
     expected = limit([1 - (1 - ETA * a) ** steps for a in CURVES])
     assert drifted(steps) == pytest.approx([expected] * 3, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_fedprox_has_its_closed_form() -> None:
     mu = 2.0
     assert drifted(100, mu) == pytest.approx([limit([a / (a + mu) for a in CURVES])] * 3, abs=1e-5)
