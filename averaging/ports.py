@@ -19,7 +19,7 @@ MAX_BODY_BYTES = 4 * 1024 * 1024
 """Longest body, of one part: 1 Mi values in fp32."""
 
 MAX_CREDENTIAL_BYTES = 1024
-"""Longest credential: a certificate of an Ed25519 key, its owner's addresses and a signature take about 500 bytes."""
+"""Longest credential: its owner's addresses, of which two take about 50 bytes, and long host names more."""
 
 Buffer = bytes | bytearray | memoryview
 
@@ -127,13 +127,13 @@ class DirectTransport(Transport, Protocol):
 
     @property
     def credential(self) -> bytes:
-        """The signed bytes by which others reach and recognise this peer; at most `MAX_CREDENTIAL_BYTES`."""
+        """The bytes by which others reach this peer; at most `MAX_CREDENTIAL_BYTES`, and never empty."""
 
     def admit(self, peer: str, credential: bytes) -> None:
         """Accept channels from `peer`, and open them to it, from now on.
 
         Raises:
-            ValueError: The credential is not genuine, has expired, or is another peer's; says which.
+            ValueError: The credential is malformed; says how.
         """
 
     def meet(self, peer: str) -> None:

@@ -35,16 +35,19 @@ class IdentityError(Exception):
 
 
 class Identity:
-    """An Ed25519 key pair: its PeerID in base58, `peer`, and the file that p2pd reads it from, `path`."""
+    """An Ed25519 `key`, its PeerID in base58, `peer`, and the file that p2pd reads it from, `path`.
 
-    def __init__(self, private: Ed25519PrivateKey, path: Path) -> None:
-        self._private = private
+    Beside `sign`, only TLS uses the key: its signatures name TLS in what they sign (RFC 8446, section 4.4.3).
+    """
+
+    def __init__(self, key: Ed25519PrivateKey, path: Path) -> None:
+        self.key = key
         self.path = path
-        self.peer = peer_of(private.public_key().public_bytes_raw())
+        self.peer = peer_of(key.public_key().public_bytes_raw())
 
     def sign(self, domain: str, data: bytes) -> bytes:
         """Return the 64-byte signature of `data` for use in `domain` only."""
-        return self._private.sign(_message(domain, data))
+        return self.key.sign(_message(domain, data))
 
 
 def peer_of(public: bytes) -> str:

@@ -26,7 +26,7 @@ from equipoise.dht.sanitize import Malformed, decode, printable
 from equipoise.dht.state import PROTOCOL_VERSION, Part, ReachState, Tags
 
 MAX_RECORD_BYTES = 4352
-"""Longest record. A usual one takes 1,100 bytes; long addresses and reasons, a whole credential and all tags fit."""
+"""Longest record. A usual one takes 700 bytes; long addresses and reasons, a whole credential and all tags fit."""
 TTL_SECONDS = 25.0
 """Longest time that the dead are listed, counted from a record's first arrival."""
 MAX_RUN_BYTES = 128
@@ -91,7 +91,7 @@ class Readiness(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         addresses: Where it listens, in the form that `--join` takes.
         issued: The author's idea of the swarm's clock, seconds since 1970.
         name: What people call it.
-        credential: What others need to open direct channels with it (`direct.credential`); verified when it is used.
+        credential: Where others open direct channels with it (`direct.credential`); decoded when it is used.
         tags: Properties of its machine, in its user's words.
         observes: Whether it trains nothing in the run: no draw takes it.
     """

@@ -120,7 +120,7 @@ class Swarm:
         listen = [multiaddr.ListenAddress(host, host, 0) for host in hosts]
         if listen and options.direct_listen:
             listen = [multiaddr.parse_listen(text) for text in options.direct_listen]
-        direct = DirectTransport(self.identity, listen, options.channel, protocol.clock.now, policy)
+        direct = DirectTransport(self.identity, listen, options.channel, policy)
         self.direct = direct
         hidden = "" if dialable else "it was started in client mode"
         reach = self._reach = Reach(link, protocol, direct, self._runtime, hidden, options.relay)

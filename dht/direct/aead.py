@@ -2,8 +2,8 @@
 
 Threat: an attacker on the network between two members reads, alters, drops, replays, reorders and injects bytes. It
 may learn sizes and times of records. From the preface and the start of TLS, which are in the clear, it may learn both
-PeerIDs, the layer, and the fingerprint of the dialling side's certificate. It may end the connection. It learns none of
-the contents and changes none of them: the greeting inside TLS reveals an altered preface.
+PeerIDs and the layer. It may end the connection. It learns none of the contents and changes none of them: the greeting
+inside TLS reveals an altered preface.
 
 Construction: TLS 1.3 with mutual authentication comes first (`handshake`). Each direction's key is exported from it
 (RFC 8446, section 7.5), with the side that sends as context: the keys are fresh per connection, known only to the two

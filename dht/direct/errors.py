@@ -14,8 +14,6 @@ Why = Literal[
     "other peer",
     "not a member",
     "impostor",
-    "expired",
-    "replayed certificate",
     "malformed credential",
     "tls failure",
     "plain",
@@ -24,7 +22,7 @@ Why = Literal[
     "went away",
 ]
 """`other peer`: the caller wanted to dial another peer. `impostor`: the other side does not hold the expected key.
-`replayed certificate`: a credential presents another peer's certificate. `plain`: only one side wants no encryption."""
+`plain`: only one side wants no encryption."""
 
 LINE_SECONDS = 1.0
 """Shortest time between two lines of the log about one reason: refusals may come thousands of times a second."""

@@ -1,7 +1,7 @@
 """Opens a stream on a fresh TCP connection, at either side; every wait is bounded by the caller.
 
-First a preface in the clear, then TLS 1.3 with both certificates, then a greeting of each side inside TLS. The server
-needs the dialling PeerID before it can choose the certificate to trust: the preface claims it, TLS proves it. Preface
+First a preface in the clear, then TLS 1.3 with both certificates, then a greeting of each side inside TLS. The preface
+claims who dials whom, so that the accepting side shakes hands with admitted peers only; TLS proves the claim. Preface
 and greeting have fixed sizes, so there are no lengths to trust. A TLS 1.3 client's handshake returns before the server
 has judged its certificate, so a stream is open only after the other side's greeting. The dialling side greets first,
 and reads no byte more than the answer: what follows may belong to another layer.
@@ -17,8 +17,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from OpenSSL import SSL
+
 from equipoise.dht.direct import aead
-from equipoise.dht.direct.credential import OwnCertificate
 from equipoise.dht.direct.errors import Refused
 from equipoise.dht.direct.sockets import said
 from equipoise.dht.direct.streams import AeadStream, PlainStream, TlsStream
@@ -28,9 +29,9 @@ from equipoise.dht.identity import peer_of, public_key_of
 Layer = Literal["tls", "aead", "plain"]
 """The carrier of frames once TLS has proved both PeerIDs; `plain` neither proves nor encrypts, for measurements."""
 
-VERSION = 3
+VERSION = 4
 _MAGIC = b"EQPD"
-_PREFACE = struct.Struct("!4sBB32s32s32s")
+_PREFACE = struct.Struct("!4sBB32s32s")
 PREFACE_BYTES = _PREFACE.size
 HANDSHAKE_BYTES = 4096
 """Most bytes of TLS' handshake that are read at once."""
@@ -40,31 +41,30 @@ _LAYERS: tuple[Layer, ...] = get_args(Layer)
 
 @dataclass(frozen=True)
 class Preface:
-    """The claim of a dialling peer: the layer for frames, both PeerIDs, its certificate's fingerprint."""
+    """The claim of a dialling peer: the layer for frames, both PeerIDs."""
 
     layer: Layer
     dialler: str
     acceptor: str
-    fingerprint: bytes
 
     def encode(self) -> bytes:
         """Return its `PREFACE_BYTES` bytes."""
         keys = public_key_of(self.dialler), public_key_of(self.acceptor)
-        return _PREFACE.pack(_MAGIC, VERSION, _LAYERS.index(self.layer), *keys, self.fingerprint)
+        return _PREFACE.pack(_MAGIC, VERSION, _LAYERS.index(self.layer), *keys)
 
 
 def parse_preface(data: bytes | bytearray) -> Preface:
     """Decode `PREFACE_BYTES` bytes of a stranger; raises Refused if they are no preface, or have another version."""
     if len(data) != PREFACE_BYTES:
         raise Refused("malformed preface", f"expected {PREFACE_BYTES} bytes, got {len(data)}")
-    magic, version, layer, dialler, acceptor, fingerprint = _PREFACE.unpack(data)
+    magic, version, layer, dialler, acceptor = _PREFACE.unpack(data)
     if magic != _MAGIC:
         raise Refused("malformed preface", "it does not begin as a direct channel does")
     if version != VERSION:
         raise Refused("other version", f"expected version {VERSION} of direct channels, got {version}")
     if layer >= len(_LAYERS):
         raise Refused("malformed preface", f"expected a layer below {len(_LAYERS)}, got {layer}")
-    return Preface(_LAYERS[layer], peer_of(dialler), peer_of(acceptor), fingerprint)
+    return Preface(_LAYERS[layer], peer_of(dialler), peer_of(acceptor))
 
 
 async def receive_opening(connection: socket.socket) -> bytes:
@@ -80,26 +80,27 @@ async def receive_opening(connection: socket.socket) -> bytes:
 
 
 async def secure(
-    connection: socket.socket, own: OwnCertificate, expected: bytes, preface: Preface, *, dialler: bool
+    connection: socket.socket, context: SSL.Context, preface: Preface, *, dialler: bool
 ) -> PlainStream:
     """Prove both PeerIDs to the two sides, and return the stream of the layer in the preface.
 
-    Takes over the connection, which is non-blocking and past the preface, and closes it on failure. The other side must
-    hold the certificate whose DER is `expected`. The layer `plain` proves nothing: the caller has checked that the
-    connection stays on this machine. Raises Refused if the other side is not the expected peer, refuses this side, or
-    ends the connection.
+    Takes over the connection, which is non-blocking and past the preface, and closes it on failure. `context` is this
+    side's (`tls.make_context`); the other side must be the peer that the preface names. The layer `plain` proves
+    nothing: the caller has checked that the connection stays on this machine. Raises Refused if the other side is
+    another peer, refuses this side, or ends the connection.
     """
     connection = socket.socket(fileno=connection.detach())
     if preface.layer == "plain":
         return await _accepted(PlainStream(connection), dialler)
     loop = asyncio.get_running_loop()
     with _closed_if_refused(connection):
-        tls = TlsSession(own, expected, server=not dialler)
+        tls = TlsSession(context, server=not dialler)
         while not tls.shake_hands():
             await loop.sock_sendall(connection, tls.seal())
             await _read(connection, tls, HANDSHAKE_BYTES)
-        if tls.certificate != expected:
-            raise Refused("impostor", "it holds a certificate that another one vouches for, not its own")
+        expected = preface.acceptor if dialler else preface.dialler
+        if tls.peer != expected:
+            raise Refused("impostor", f"it holds the key of {tls.peer or 'no peer'}, not of {expected}")
         layer, greeting = bytes([_LAYERS.index(preface.layer)]), bytearray(1)
         most = GREETING_RECORD_BYTES
         if dialler:

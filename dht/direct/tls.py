@@ -6,12 +6,15 @@ encrypt at a quarter of the pace. (Measured with 3.0 and 4.0: 0.61 and 0.36 s pe
 
 from __future__ import annotations
 
+import datetime
+
 from cryptography import x509
-from cryptography.hazmat.primitives.serialization import Encoding
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+from cryptography.x509.oid import NameOID
 from OpenSSL import SSL, crypto
 
-from equipoise.dht.direct.credential import OwnCertificate
 from equipoise.dht.direct.errors import Refused
+from equipoise.dht.identity import Identity, peer_of
 
 _PARTIAL_WRITE = 1
 """SSL_MODE_ENABLE_PARTIAL_WRITE of OpenSSL's ssl.h, which pyOpenSSL sets: a call of Python for every record."""
@@ -25,56 +28,86 @@ EXTRA_BYTES = 32 * 1024
 """Bound above the bytes that OpenSSL sends by itself: a flight of the handshake, an alert, an answer to new keys."""
 
 _EXPORTER = b"EXPORTER-equipoise-direct"
-_EXPIRED = {9, 10}
-"""X509_V_ERR_CERT_NOT_YET_VALID, X509_V_ERR_CERT_HAS_EXPIRED."""
+_BEGINS = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
+_ENDS = datetime.datetime(9999, 12, 31, 23, 59, 59, tzinfo=datetime.UTC)
+"""The end of a certificate that does not expire (RFC 5280, section 4.1.2.5): an identity key does not expire, and the
+clocks of peers may be wrong by any amount."""
+_SELF_SIGNED = SSL.X509VerificationCodes.ERR_DEPTH_ZERO_SELF_SIGNED_CERT
 
 
-def _make_context(own: OwnCertificate, trusted: bytes, *, server: bool) -> SSL.Context:
-    """Return a context that presents `own` and trusts the certificate `trusted` (DER) only.
+def make_context(identity: Identity) -> SSL.Context:
+    """Return what all TLS sessions of `identity` share: its certificate, its key, and what it takes of others.
 
-    One context per peer, instead of one that trusts a whole group: the connection is then with that peer or with
-    nobody. No authority of the system's is trusted, for a context of pyOpenSSL begins with none. Not a single session
-    is resumed, for a resumed one would not look at certificates: servers keep none and hand out no tickets. A
-    certificate that is trusted can sign others if its extensions say so; `handshake` compares the leaf.
+    The identity key is the key of the certificate, and signs the handshake (CertificateVerify: RFC 8446, section
+    4.4.3). So TLS proves that the other side holds the key in its certificate, and `TlsSession.peer` is the PeerID that
+    is this key. Nothing else in a certificate counts, nobody vouches for another, and nothing is trusted: a context of
+    pyOpenSSL begins with no authority. Not a single session is resumed, for a resumed one would not prove a key:
+    servers keep none and hand out no tickets.
     """
-    context = SSL.Context(SSL.TLS_SERVER_METHOD if server else SSL.TLS_CLIENT_METHOD)
+    context = SSL.Context(SSL.TLS_METHOD)
     context.set_min_proto_version(SSL.TLS1_3_VERSION)
     context.set_max_proto_version(SSL.TLS1_3_VERSION)
     context.set_options(SSL.OP_NO_TICKET | SSL.OP_NO_RENEGOTIATION)
     context.set_session_cache_mode(SSL.SESS_CACHE_OFF)
     context.clear_mode(_PARTIAL_WRITE)
-    context.set_verify(SSL.VERIFY_PEER | SSL.VERIFY_FAIL_IF_NO_PEER_CERT, _verified)
-    context.use_certificate(x509.load_der_x509_certificate(own.der))
-    context.use_privatekey(own.key)
-    store = context.get_cert_store()
-    assert store is not None
-    store.add_cert(crypto.X509.from_cryptography(x509.load_der_x509_certificate(trusted)))
+    context.set_verify(SSL.VERIFY_PEER | SSL.VERIFY_FAIL_IF_NO_PEER_CERT, _takes)
+    context.use_certificate(_make_certificate(identity))
+    context.use_privatekey(identity.key)
     return context
 
 
-def _verified(connection: SSL.Connection, _: crypto.X509, error: int, depth: int, taken: int) -> bool:
-    """Leave OpenSSL's judgement as it is, and note why it refuses: its exceptions do not say."""
-    if not taken:
-        connection.set_app_data(error)
-    return bool(taken)
+def _make_certificate(identity: Identity) -> x509.Certificate:
+    """Return a certificate of the identity key that the key itself signs, and that is valid at all times."""
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, identity.peer)])
+    return (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(identity.key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(_BEGINS)
+        .not_valid_after(_ENDS)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .sign(identity.key, None)
+    )
+
+
+def _takes(connection: SSL.Connection, _: crypto.X509, error: int, depth: int, taken: int) -> bool:
+    """Take a certificate that says it is its own issuer: who holds its key is proved later, and compared by PeerID.
+
+    A certificate that another one vouches for is refused, before OpenSSL checks any signature of a chain. What OpenSSL
+    refuses is noted: its exceptions do not say.
+    """
+    if taken or error == _SELF_SIGNED:
+        return True
+    connection.set_app_data(error)
+    return False
 
 
 class TlsSession:
     """TLS 1.3 between two memory buffers."""
 
-    def __init__(self, own: OwnCertificate, trusted: bytes, *, server: bool) -> None:
-        """Present `own`, and trust the certificate `trusted` (DER) only; `server` is the side that accepts."""
-        self._tls = SSL.Connection(_make_context(own, trusted, server=server))
+    def __init__(self, context: SSL.Context, *, server: bool) -> None:
+        """Begin a session with a context of `make_context`; `server` is the side that accepts."""
+        self._tls = SSL.Connection(context)
         if server:
             self._tls.set_accept_state()
         else:
             self._tls.set_connect_state()
 
     @property
-    def certificate(self) -> bytes | None:
-        """DER of the other side's certificate, once the handshake is over."""
-        found = self._tls.get_peer_certificate(as_cryptography=True)
-        return None if found is None else found.public_bytes(Encoding.DER)
+    def peer(self) -> str:
+        """PeerID of the other side once the handshake is over; empty if its key is not Ed25519.
+
+        The key is asked of OpenSSL, not read from the certificate's bytes by another parser, which a stranger could
+        make see another key than the one that has signed the handshake.
+        """
+        found = self._tls.get_peer_certificate()
+        try:
+            key = None if found is None else found.get_pubkey().to_cryptography_key()
+        except Exception:  # Neither library documents all errors that other kinds of keys can raise.
+            key = None
+        return peer_of(key.public_bytes_raw()) if isinstance(key, Ed25519PublicKey) else ""
 
     def shake_hands(self) -> bool:
         """Go on with the handshake; return whether it is over at this side. Raises Refused if it failed."""
@@ -99,7 +132,7 @@ class TlsSession:
         """Return `plain` as bytes for the network, with whatever waited to be sent."""
         size = len(plain)
         if size:
-            # All of it: `_make_context` has OpenSSL write nothing in part, and memory takes everything.
+            # All of it: `make_context` has OpenSSL write nothing in part, and memory takes everything.
             self._tls.send(plain)
         try:
             return self._tls.bio_read(size + (size // RECORD_BYTES + 1) * OVERHEAD_BYTES + EXTRA_BYTES)
@@ -135,12 +168,11 @@ class TlsSession:
         if isinstance(error, SSL.ZeroReturnError | SSL.SysCallError):
             return Refused("went away", "closed by the other end")
         code = self._tls.get_app_data()
-        if code in _EXPIRED:
-            return Refused("expired", "its certificate is not taken: it is not valid at this time")
         if code:
-            why = f"its certificate is not taken: it is not the one announced (X.509 error {code})"
-            return Refused("impostor", why)
+            return Refused(
+                "impostor", f"its certificate is not one that it signed itself (X.509 error {code})"
+            )
         reasons = "; ".join(reason for _, _, reason in error.args[0]) if error.args else ""
         if "signature" in reasons:
-            return Refused("replayed certificate", "it does not hold the key of the certificate it shows")
+            return Refused("impostor", "it does not hold the key of the certificate it shows")
         return Refused("tls failure", reasons or "OpenSSL does not say why")

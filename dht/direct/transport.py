@@ -11,12 +11,13 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from equipoise.dht.address import ListenAddress, is_loopback
 from equipoise.dht.dialpolicy import DialPolicy, Place, private_networks
 from equipoise.dht.direct import handshake
-from equipoise.dht.direct.credential import Allowlist, Credential, Presence, fingerprint_of
+from equipoise.dht.direct.credential import Allowlist, issue
 from equipoise.dht.direct.errors import Refusals, Refused, Why
 from equipoise.dht.direct.handshake import Layer, Preface, parse_preface
 from equipoise.dht.direct.listener import ORIGIN_QUESTION, Gate, Listener, endpoints, origin_answer
 from equipoise.dht.direct.sockets import connect, keep_alive, said, shown, tune
 from equipoise.dht.direct.streams import PlainStream
+from equipoise.dht.direct.tls import make_context
 from equipoise.dht.identity import Identity
 from equipoise.dht.limits import LruDict
 from equipoise.dht.state import DirectStatus
@@ -103,6 +104,7 @@ class DirectTransport:
     Attributes:
         peer: PeerID of this peer.
         dialable: Whether others can open channels to this peer.
+        credential: Where others reach this peer; at most `MAX_CREDENTIAL_BYTES`, and never empty.
         channels: The open channels.
         punched: The open channels through holes in NATs, until a round uses them.
         on_meet: Called with the PeerID of an admitted peer with which a round begins.
@@ -113,14 +115,12 @@ class DirectTransport:
         identity: Identity,
         listen: Sequence[ListenAddress] = (),
         layer: Layer = DEFAULT_LAYER,
-        clock: Callable[[], float] = time.time,
         policy: DialPolicy | None = None,
     ) -> None:
         """Make a certificate; raises ValueError if unencrypted channels would be offered to other machines.
 
         Without `listen` addresses no peer can dial this one (client mode). `layer` carries the frames once both sides
-        have proved their PeerIDs. Credentials expire by `clock`, the swarm's time in seconds since 1970. `policy`
-        decides which addresses of credentials are dialled, and how often.
+        have proved their PeerIDs. `policy` decides which addresses of credentials are dialled, and how often.
         """
         if layer == "plain" and not all(is_loopback(one.host) for one in listen):
             raise ValueError("channels without encryption are for measurements on loopback addresses only")
@@ -128,8 +128,10 @@ class DirectTransport:
         self.dialable = bool(listen)
         self._layer = layer
         self._policy = policy or DialPolicy(private_networks)
-        self._presence = Presence(identity, clock)
-        self._allowlist = Allowlist(clock)
+        self._context = make_context(identity)
+        self._addresses: Sequence[Place] = ()
+        self.credential = issue(())
+        self._allowlist = Allowlist()
         self._listener = Listener(listen, self._accept)
         self._refusals = Refusals()
         self._gate = Gate()
@@ -140,23 +142,18 @@ class DirectTransport:
         self._opening = asyncio.Semaphore(MAX_OPENING)
         self._tasks = TaskSet()
 
-    @property
-    def credential(self) -> bytes:
-        """This peer's signed credential, by which others reach and recognise it; at most `MAX_CREDENTIAL_BYTES`."""
-        return self._presence.credential
-
     def status(self) -> DirectStatus:
         """Return a snapshot, without waiting."""
         return DirectStatus(
             channel=self._layer,
-            listening=tuple(shown(one) for one in self._presence.addresses or self._listener.bound),
+            listening=tuple(shown(one) for one in self._addresses or self._listener.bound),
             channels=len(self.channels),
             refused=dict(self._refusals.counts),
             last_refusal=self._refusals.last,
         )
 
     def admit(self, peer: str, credential: bytes) -> None:
-        """Allow channels with `peer` from now on; raises ValueError with the reason if the credential is false."""
+        """Allow channels with `peer` from now on; raises ValueError with the reason if the credential is malformed."""
         try:
             self._allowlist.admit(peer, credential)
         except Refused as error:
@@ -171,7 +168,7 @@ class DirectTransport:
     def reaches(self, peer: str) -> bool:
         """Tell whether `peer` was admitted, and either names addresses or has a channel kept here."""
         admitted = self._allowlist.get(peer)
-        return admitted is not None and (bool(admitted.addresses) or self.punched.keeps(peer))
+        return admitted is not None and (bool(admitted) or self.punched.keeps(peer))
 
     def failure(self, peer: str) -> str:
         """Return why the last dial of `peer` failed; empty if a channel opened since, or `peer` cannot be dialled."""
@@ -193,7 +190,8 @@ class DirectTransport:
 
     def tell(self, hosts: Iterable[str], *, forwarded: bool = False) -> None:
         """Tell others that this machine, or one that forwards ports here, is reached at these hosts, best first."""
-        self._presence.tell(endpoints(hosts, self._listener.bound, forwarded=forwarded))
+        self._addresses = endpoints(hosts, self._listener.bound, forwarded=forwarded)
+        self.credential = issue(self._addresses)
 
     async def stop(self) -> None:
         """Stop listening, close every channel, end every handler; idempotent."""
@@ -211,10 +209,9 @@ class DirectTransport:
         try:
             async with asyncio.timeout(OPEN_SECONDS), self._opening:
                 self.channels.check_room(peer)
-                admitted = self._allowlist.current(peer)
-                for host, port in admitted.addresses:
+                for host, port in self._allowlist.current(peer):
                     try:
-                        return self._enter(peer, await self._try(admitted, host, port))
+                        return self._enter(peer, await self._try(peer, host, port))
                     except OSError as error:
                         failures.append(f"{shown((host, port))}: {said(error)}")
         except TimeoutError:
@@ -224,14 +221,14 @@ class DirectTransport:
         reason = self._failures[peer] = "; ".join(failures) or "it listens nowhere"
         raise ConnectionError(f"cannot open a direct channel to {peer}: {reason}")
 
-    async def _try(self, admitted: Credential, host: str, port: int) -> PlainStream:
-        peer, place, failure = admitted.peer, (host, port), "it was broken off"
+    async def _try(self, peer: str, host: str, port: int) -> PlainStream:
+        place, failure = (host, port), "it was broken off"
         refusal = self._policy.begin(peer, place, time.monotonic())
         if refusal is not None:
             raise ConnectionError(refusal.reason)
         try:
             connection = await connect(host, port, self._policy.permits)
-            stream = await self._claim(connection, admitted, place)
+            stream = await self._claim(connection, peer, place)
             failure = ""
             return stream
         except OSError as error:
@@ -254,10 +251,10 @@ class DirectTransport:
         """
         try:
             keep_alive(connection)
-            admitted = self._allowlist.current(peer)
+            self._allowlist.current(peer)
             if dialled:
                 self.channels.check_room(peer)
-                return self._enter(peer, await self._claim(connection, admitted, address))
+                return self._enter(peer, await self._claim(connection, peer, address))
             preface = parse_preface(await handshake.receive_opening(connection))
             if preface.dialler != peer:
                 raise Refused("other peer", f"{preface.dialler} is where {peer} was expected")
@@ -265,19 +262,18 @@ class DirectTransport:
         finally:
             connection.close()
 
-    async def _claim(self, connection: socket.socket, admitted: Credential, address: Place) -> PlainStream:
+    async def _claim(self, connection: socket.socket, peer: str, address: Place) -> PlainStream:
         """Send the preface on a connection that this peer has opened, and prove its PeerID."""
-        own = self._presence.certificate
-        preface = Preface(self._layer, self.peer, admitted.peer, fingerprint_of(own.der))
+        preface = Preface(self._layer, self.peer, peer)
         try:
             if self._layer == "plain" and not is_loopback(address[0]):
                 raise Refused("plain", "channels without encryption are for loopback addresses only")
             tune(connection)
             await asyncio.get_running_loop().sock_sendall(connection, preface.encode())
-            return await handshake.secure(connection, own, admitted.certificate, preface, dialler=True)
+            return await handshake.secure(connection, self._context, preface, dialler=True)
         except Refused as error:
-            if error.why in ("impostor", "expired", "replayed certificate"):
-                self._refuse(error.why, f"{admitted.peer} at {shown(address)}: {error}")
+            if error.why == "impostor":
+                self._refuse(error.why, f"{peer} at {shown(address)}: {error}")
             raise
         finally:
             connection.close()
@@ -319,9 +315,8 @@ class DirectTransport:
         plain = self._layer == "plain"
         if (preface.layer == "plain") != plain or (plain and not is_loopback(host)):
             raise Refused("plain", f"{preface.dialler} wants channels as {preface.layer}, not {self._layer}")
-        admitted = await self._allowlist.expect(preface.dialler, preface.fingerprint, ADMIT_SECONDS)
-        own, theirs = self._presence.certificate, admitted.certificate
-        stream = await handshake.secure(connection, own, theirs, preface, dialler=False)
+        await self._allowlist.expect(preface.dialler, ADMIT_SECONDS)
+        stream = await handshake.secure(connection, self._context, preface, dialler=False)
         try:
             self.channels.check_room(preface.dialler)
         except ConnectionError as error:

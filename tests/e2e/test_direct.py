@@ -69,8 +69,8 @@ def _feed(address: str, daemon: str, rng: random.Random) -> None:
         said = [
             rng.randbytes(rng.randrange(1, PREFACE_BYTES)),
             rng.randbytes(PREFACE_BYTES + rng.randrange(200)),
-            Preface("aead", stranger, another, rng.randbytes(32)).encode(),
-            Preface("tls", stranger, daemon, rng.randbytes(32)).encode() + rng.randbytes(200),
+            Preface("aead", stranger, another).encode(),
+            Preface("tls", stranger, daemon).encode() + rng.randbytes(200),
         ][number % 4]
         with (
             socket.create_connection((host, int(port)), timeout=10) as connection,

@@ -24,7 +24,7 @@ class Peers:
         return load_or_create(self.path / name)
 
     def make(self, name: str, layer="aead", listen=LOOPBACK) -> DirectTransport:
-        """A transport of the identity `name`, with a certificate of its own."""
+        """A transport of the identity `name`."""
         transport = DirectTransport(self.identity(name), listen, layer)
         transport.serve(self._keep)
         transport.start()

@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from equipoise.dht.direct import listener, transport
-from equipoise.dht.direct.credential import fingerprint_of
 from equipoise.dht.direct.errors import Refusals, Refused
 from equipoise.dht.direct.handshake import PREFACE_BYTES, Preface, parse_preface
 from equipoise.dht.direct.listener import MAX_WAITING, Gate
@@ -69,7 +68,7 @@ def test_noise_is_no_preface(noise: bytes) -> None:
 
 def test_prefaces_with_any_byte_altered_are_refused_or_name_another(tmp_path) -> None:
     rng = random.Random(5)
-    genuine = Preface("aead", peer_of(rng.randbytes(32)), peer_of(rng.randbytes(32)), rng.randbytes(32))
+    genuine = Preface("aead", peer_of(rng.randbytes(32)), peer_of(rng.randbytes(32)))
     assert parse_preface(genuine.encode()) == genuine
     for number in range(3000):
         altered = bytearray(genuine.encode())
@@ -142,8 +141,7 @@ async def test_a_member_fed_with_noise_after_its_handshake_is_dropped(peers) -> 
 
 def claim(layer, member, target) -> bytes:
     """The preface that the member itself would send."""
-    fingerprint = fingerprint_of(target._allowlist[member.peer].certificate)
-    return Preface(layer, member.peer, target.peer, fingerprint).encode()
+    return Preface(layer, member.peer, target.peer).encode()
 
 
 def _noise(rng: random.Random, member, target) -> bytes:

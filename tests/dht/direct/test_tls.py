@@ -4,28 +4,43 @@ from __future__ import annotations
 
 import random
 import ssl
-import time
+from pathlib import Path
 
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric import ec, ed448
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import Encoding
 from OpenSSL import SSL
 
-from equipoise.dht.direct.credential import make_certificate
 from equipoise.dht.direct.errors import Refused
-from equipoise.dht.direct.tls import GREETING_RECORD_BYTES, TlsSession
+from equipoise.dht.direct.tls import GREETING_RECORD_BYTES, TlsSession, make_context
+from equipoise.dht.identity import Identity
+from fakes.certificates import certify, presenting
 
 
 @pytest.fixture(scope="module")
-def certificates():
-    return make_certificate("client", time.time()), make_certificate("server", time.time())
+def identities() -> tuple[Identity, Identity]:
+    """The client's and the server's."""
+    client, server = (Identity(Ed25519PrivateKey.generate(), Path()) for _ in range(2))
+    return client, server
 
 
 @pytest.fixture
-def sessions(certificates) -> tuple[TlsSession, TlsSession]:
-    client, server = certificates
-    return (
-        TlsSession(client, server.der, server=False),
-        TlsSession(server, client.der, server=True),
-    )
+def sessions(identities) -> tuple[TlsSession, TlsSession]:
+    return between(*(make_context(one) for one in identities))
+
+
+def between(client: SSL.Context, server: SSL.Context) -> tuple[TlsSession, TlsSession]:
+    return TlsSession(client, server=False), TlsSession(server, server=True)
+
+
+def altered_at_random(rng: random.Random, genuine: x509.Certificate) -> x509.Certificate:
+    """A few bytes changed; raises ValueError where nothing is left of the certificate."""
+    data = bytearray(genuine.public_bytes(Encoding.DER))
+    for _ in range(rng.randrange(1, 4)):
+        data[rng.randrange(len(data))] = rng.randrange(256)
+    return x509.load_der_x509_certificate(bytes(data))
 
 
 def meet(client: TlsSession, server: TlsSession) -> None:
@@ -43,21 +58,72 @@ def opened(session: TlsSession, size: int) -> bytes:
     return bytes(data[:got])
 
 
-def test_each_sees_the_others_certificate(certificates, sessions) -> None:
+def test_each_sees_the_others_key(identities, sessions) -> None:
     meet(*sessions)
-    assert [one.certificate for one in sessions] == [one.der for one in certificates[::-1]]
+    assert [one.peer for one in sessions] == [one.peer for one in identities[::-1]]
 
 
-def test_keys_for_what_follows_tls_are_the_twos_own_and_differ_by_side(certificates, sessions) -> None:
+@pytest.mark.parametrize("server", [False, True])
+def test_the_name_in_a_certificate_counts_for_nothing(identities, server) -> None:
+    victim, other = identities
+    thief = Ed25519PrivateKey.generate()
+    contexts = [presenting(thief, certify(thief, victim.peer)), make_context(other)]
+    own, judge = sessions = between(*contexts)
+    if server:
+        judge, own = sessions = between(*contexts[::-1])
+    meet(*sessions)
+    assert judge.peer == Identity(thief, Path()).peer
+    assert own.peer == other.peer
+
+
+@pytest.mark.parametrize("key", [ec.generate_private_key(ec.SECP256R1()), ed448.Ed448PrivateKey.generate()])
+def test_a_key_of_another_kind_is_nobodys(identities, key) -> None:
+    sessions = between(presenting(key, certify(key, "client")), make_context(identities[1]))
+    meet(*sessions)
+    assert sessions[1].peer == ""
+
+
+@pytest.mark.parametrize("chain", [False, True])
+@pytest.mark.parametrize("server", [False, True])
+def test_a_certificate_that_another_one_vouches_for_is_refused(identities, server, chain) -> None:
+    """Whoever vouches, a member or nobody, and whether or not the voucher comes along."""
+    client, other = identities
+    authority = certify(other.key, "authority", authority=True)
+    vouched = certify(client.key, "client", issuer="authority", signer=other.key)
+    contexts = [presenting(client.key, vouched, [authority] * chain), make_context(other)]
+    with pytest.raises(Refused, match="not one that it signed itself") as fault:
+        meet(*between(*(contexts[::-1] if server else contexts)))
+    assert fault.value.why == "impostor"
+
+
+@pytest.mark.filterwarnings("ignore:Parsed a serial number")
+def test_an_altered_certificate_is_refused_or_of_the_same_key(identities) -> None:
+    """Only the key counts, and no alteration makes it another one that the other side holds."""
+    client, server = identities
+    rng, genuine, taken = random.Random(8), certify(client.key, client.peer), 0
+    for _ in range(300):
+        try:
+            context = presenting(client.key, altered_at_random(rng, genuine))
+        except (
+            Exception
+        ):  # It is no certificate, or not of this key: who would send it has to write TLS anew.
+            continue
+        sessions = between(context, make_context(server))
+        try:
+            meet(*sessions)
+        except Refused:
+            continue
+        taken += 1
+        assert sessions[1].peer == client.peer
+    assert taken > 0
+
+
+def test_keys_for_what_follows_tls_are_the_twos_own_and_differ_by_side(identities, sessions) -> None:
     meet(*sessions)
     sides = (b"dialler", b"acceptor")
     keys = [[one.export_key(side, 32) for side in sides] for one in sessions]
     assert keys[0] == keys[1]
-    client, server = certificates
-    again = (
-        TlsSession(client, server.der, server=False),
-        TlsSession(server, client.der, server=True),
-    )
+    again = between(*(make_context(one) for one in identities))
     meet(*again)
     assert len({*keys[0], *(again[0].export_key(side, 32) for side in sides)}) == 4
 
