@@ -1,4 +1,5 @@
-"""Raw libp2p streams through p2pd: a unix socket each, read into and written from the caller's buffers.
+"""Streams of bytes, read into and written from the caller's buffers: TCP connections, and libp2p streams through p2pd,
+a unix socket each.
 
 p2pd's control protocol (libp2p/go-libp2p-daemon, specs/CONTROL.md): on an outbound stream we write a
 varint-delimited Request and read a Response, on an inbound one p2pd connects to our socket and writes a
@@ -9,9 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import logging
 import math
 import socket
+import struct
+import termios
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -31,8 +35,18 @@ READ_COST_BYTES = 64 * 1024
 """Least that a read counts for among `YIELD_BYTES`: many small frames take their time too."""
 HEAD_BYTES = 4096
 """Most bytes that are read ahead: a control frame whole, in one call."""
+WAKE_BYTES = 64 * 1024
+"""Most missing bytes that the kernel collects before it wakes the loop: a wake-up costs as much as these bytes, and
+links deliver segments of 1.4 KB. This is half of the receive buffer with which Linux begins."""
 PAUSE_SECONDS = 0.5
 """Time without accepting after the system had no descriptor left."""
+
+_INFO_BYTES = 128
+_ROUND_TRIP_US = struct.Struct("=68xI")
+"""tcp_info.tcpi_rtt: the smoothed round-trip time in microseconds."""
+_ACKNOWLEDGED_BYTES = struct.Struct("=120xQ")
+"""tcp_info.tcpi_bytes_acked (RFC 4898, tcpEStatsAppHCThruOctetsAcked), in Linux since 4.1."""
+_INT = struct.Struct("=i")
 
 Buffer = bytes | bytearray | memoryview
 
@@ -69,23 +83,30 @@ class Stream:
         self._head = memoryview(bytearray(HEAD_BYTES))
         self._ahead = memoryview(b"")
         self._unyielded = 0
+        self._wakes_at = 1
+        self._acknowledged: int | None = None
+        self._arrived = 0
         self.sent = 0
         self.received = 0
 
     @property
     def delivered(self) -> int:
-        """Bytes that have left here, as far as is known."""
-        return self.sent
+        """Bytes that the other end's kernel has acknowledged, encryption and handshake included; else `sent`."""
+        if not self.closed:
+            self._acknowledged = _tcp_info(self._socket, _ACKNOWLEDGED_BYTES)
+        return self.sent if self._acknowledged is None else self._acknowledged
 
     @property
     def rtt(self) -> float:
-        """Round-trip time in seconds; 0 as p2pd does not tell it."""
-        return 0.0
+        """Smoothed round-trip time, in seconds; 0 where that cannot be told, as through p2pd."""
+        return 0.0 if self.closed else (_tcp_info(self._socket, _ROUND_TRIP_US) or 0) / 1e6
 
     @property
     def arrived(self) -> int:
-        """Bytes that have come in so far, as far as is known."""
-        return self.received
+        """Bytes that have come in so far, `received` and those that wait in the kernel."""
+        if not self.closed:
+            self._arrived = self.received + _waiting(self._socket)
+        return max(self._arrived, self.received)
 
     @property
     def closed(self) -> bool:
@@ -177,7 +198,14 @@ class Stream:
         return taken
 
     def _wake_at(self, count: int) -> None:
-        """Wait to read until `count` bytes are there, if the socket can; this kind wakes at the first."""
+        """Have the socket readable only once `count` bytes wait, or it has ended, or its window is full.
+
+        Linux does so for TCP; a unix socket is readable at the first byte.
+        """
+        count = min(count, WAKE_BYTES)
+        if count != self._wakes_at and not self.closed:
+            self._wakes_at = count
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, count)
 
     def _attempt(self, operation: Callable[[Any], int], argument: Any) -> int | None:
         if self._why is not None:
@@ -235,12 +263,30 @@ class Stream:
 
     def _watch(self) -> None:
         """End the waits whose time is over. One timer serves all: to set one for each wait would cost as much as it."""
+        if self._reading is not None and self._wakes_at > 1 and _waiting(self._socket):
+            wake(self._reading)  # Bytes that are too few to go on with are progress all the same.
         now = self._loop.time()
         for waiter, until in self._waiters.items():
             if now >= until and not waiter.done():
                 waiter.set_exception(StreamClosed(f"no progress within {STALL_SECONDS:.0f} s"))
         bounded = any(until < math.inf for until in self._waiters.values())
         self._watchdog = self._loop.call_later(WATCH_SECONDS, self._watch) if bounded else None
+
+
+def _tcp_info(connection: socket.socket, field: struct.Struct) -> int | None:
+    """Return a field of the kernel's `tcp_info` of a TCP connection; None where the kernel does not tell."""
+    try:
+        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
+    except OSError:  # Not TCP.
+        return None
+    return None if len(info) < _INFO_BYTES else int(field.unpack_from(info)[0])
+
+
+def _waiting(connection: socket.socket) -> int:
+    """Return how many bytes have come in and wait to be read."""
+    count = bytearray(_INT.size)
+    fcntl.ioctl(connection, termios.FIONREAD, count)
+    return int(_INT.unpack(count)[0])
 
 
 _Opened = TypeVar("_Opened", socket.socket, Stream)

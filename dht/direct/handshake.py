@@ -22,9 +22,10 @@ from OpenSSL import SSL
 from equipoise.dht.direct import aead
 from equipoise.dht.direct.errors import Refused
 from equipoise.dht.direct.sockets import said
-from equipoise.dht.direct.streams import AeadStream, PlainStream, TlsStream
+from equipoise.dht.direct.streams import AeadStream, TlsStream
 from equipoise.dht.direct.tls import GREETING_RECORD_BYTES, TlsSession
 from equipoise.dht.identity import peer_of, public_key_of
+from equipoise.dht.streams import Stream
 
 Layer = Literal["tls", "aead", "plain"]
 """The carrier of frames once TLS has proved both PeerIDs; `plain` neither proves nor encrypts, for measurements."""
@@ -81,7 +82,7 @@ async def receive_opening(connection: socket.socket) -> bytes:
 
 async def secure(
     connection: socket.socket, context: SSL.Context, preface: Preface, *, dialler: bool
-) -> PlainStream:
+) -> Stream:
     """Prove both PeerIDs to the two sides, and return the stream of the layer in the preface.
 
     Takes over the connection, which is non-blocking and past the preface, and closes it on failure. `context` is this
@@ -91,7 +92,7 @@ async def secure(
     """
     connection = socket.socket(fileno=connection.detach())
     if preface.layer == "plain":
-        return await _accepted(PlainStream(connection), dialler)
+        return await _accepted(Stream(connection, buffer_bytes=0), dialler)
     loop = asyncio.get_running_loop()
     with _closed_if_refused(connection):
         tls = TlsSession(context, server=not dialler)
@@ -120,7 +121,7 @@ async def secure(
 
 
 @contextlib.contextmanager
-def _closed_if_refused(opened: socket.socket | PlainStream) -> Iterator[None]:
+def _closed_if_refused(opened: socket.socket | Stream) -> Iterator[None]:
     """Close `opened` if the context fails; raises Refused if the connection broke."""
     try:
         yield
@@ -142,7 +143,7 @@ async def _read(connection: socket.socket, tls: TlsSession, most: int) -> None:
         tls.end()
 
 
-async def _accepted(stream: PlainStream, dialler: bool) -> PlainStream:
+async def _accepted(stream: Stream, dialler: bool) -> Stream:
     """Have the accepting side of a plain stream accept it, by one byte."""
     with _closed_if_refused(stream):
         if dialler:

@@ -1,14 +1,11 @@
-"""The TCP sockets that carry direct channels: opened, with their options, and what the kernel tells of them."""
+"""The TCP sockets that carry direct channels: opened, with their options."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import functools
 import socket
-import struct
-import termios
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -31,12 +28,6 @@ A connection that was opened under BBR is paced for ever, so every connection is
 
 _NAME_BYTES = 16
 """TCP_CA_NAME_MAX."""
-_INFO_BYTES = 128
-_INT = struct.Struct("=i")
-ROUND_TRIP_US = struct.Struct("=68xI")
-"""tcp_info.tcpi_rtt: the smoothed round-trip time in microseconds."""
-ACKNOWLEDGED_BYTES = struct.Struct("=120xQ")
-"""tcp_info.tcpi_bytes_acked (RFC 4898, tcpEStatsAppHCThruOctetsAcked), in Linux since 4.1."""
 DIAL_SECONDS = 1.5
 """Longest dial of one address, so that three are tried: packets to another network vanish without an answer."""
 
@@ -75,27 +66,6 @@ def _usual_congestion_control(family: int) -> bytes:
     with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as fresh:
         return fresh.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, _NAME_BYTES).rstrip(b"\0")
     return b""
-
-
-def tcp_info(connection: socket.socket, field: struct.Struct) -> int | None:
-    """Return a field of the kernel's `tcp_info` of a TCP connection; None where the kernel does not tell."""
-    try:
-        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
-    except OSError:  # Not TCP.
-        return None
-    return None if len(info) < _INFO_BYTES else int(field.unpack_from(info)[0])
-
-
-def waiting(connection: socket.socket) -> int:
-    """Return how many bytes have come in and wait to be read."""
-    count = bytearray(_INT.size)
-    fcntl.ioctl(connection, termios.FIONREAD, count)
-    return int(_INT.unpack(count)[0])
-
-
-def wake_at(connection: socket.socket, count: int) -> None:
-    """Let the connection become readable only once `count` bytes wait, or it has ended, or its window is full."""
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, count)
 
 
 async def connect(host: str, port: int, permits: Callable[[str], bool] = lambda host: True) -> socket.socket:

@@ -1,6 +1,6 @@
-"""Byte streams on a TCP connection that `handshake` has opened: plain, of TLS records, of our AEAD records.
+"""Byte streams on a TCP connection that `handshake` has opened: of TLS records, of our AEAD records.
 
-All three are `equipoise.dht.streams.Stream`s: `FramedChannel` puts frames on them. A frame is sent as a head
+Both are `equipoise.dht.streams.Stream`s: `FramedChannel` puts frames on them. A frame is sent as a head
 (prefix and header) and a body, and what is read ahead stays below `HEAD_BYTES`, so that bodies go from and to the
 caller's memory.
 """
@@ -14,67 +14,22 @@ import socket
 from equipoise.dht import streams
 from equipoise.dht.direct import aead
 from equipoise.dht.direct.errors import Refused
-from equipoise.dht.direct.sockets import ACKNOWLEDGED_BYTES, ROUND_TRIP_US, tcp_info, waiting, wake_at
 from equipoise.dht.direct.tls import RECORD_BYTES, TlsSession
-from equipoise.dht.streams import HEAD_BYTES, YIELD_BYTES, Buffer, BytesRefused, Stream, StreamClosed, wake
+from equipoise.dht.streams import HEAD_BYTES, YIELD_BYTES, Buffer, BytesRefused, Stream, StreamClosed
 
 JOINED_BYTES = 16 * 1024
 """A frame up to this size is joined and sent in one call, one record: copying is cheaper than a second one."""
-WAKE_BYTES = 64 * 1024
-"""Most of a record's missing bytes that the kernel collects before it wakes the loop: a wake-up costs as much as these
-bytes, and links deliver segments of 1.4 KB. This is half of the receive buffer with which Linux begins."""
 TLS_PIECE_BYTES = 128 * 1024
 """Most bytes that are encrypted at once, as eight records: larger copies no longer fit the cache."""
 TLS_READ_BYTES = 256 * 1024
 """Most bytes that are read from the socket at once."""
 
 
-class PlainStream(Stream):
-    """The socket's bytes as they are."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        super().__init__(connection, buffer_bytes=0)
-        self._acknowledged = 0
-        self._arrived = 0
-        self._wakes_at = 1
-
-    @property
-    def arrived(self) -> int:
-        """Bytes that have come in so far, `received` and those that wait in the kernel."""
-        if not self.closed:
-            self._arrived = self.received + waiting(self._socket)
-        return self._arrived
-
-    @property
-    def delivered(self) -> int:
-        """Bytes that the other end's kernel has acknowledged, encryption and handshake included; else `sent`."""
-        if not self.closed:
-            count = tcp_info(self._socket, ACKNOWLEDGED_BYTES)
-            self._acknowledged = self.sent if count is None else count
-        return self._acknowledged
-
-    @property
-    def rtt(self) -> float:
-        """Smoothed round-trip time, in seconds; 0 where that cannot be told."""
-        return 0.0 if self.closed else (tcp_info(self._socket, ROUND_TRIP_US) or 0) / 1e6
-
-    def _watch(self) -> None:
-        if self._reading is not None and self._wakes_at > 1 and waiting(self._socket):
-            wake(self._reading)  # Bytes that are too few to go on with are progress all the same.
-        super()._watch()
-
-    def _wake_at(self, count: int) -> None:
-        count = min(count, WAKE_BYTES)
-        if count != self._wakes_at and not self.closed:
-            self._wakes_at = count
-            wake_at(self._socket, count)
-
-
-class TlsStream(PlainStream):
+class TlsStream(Stream):
     """Through OpenSSL, between memory and the socket: two calls of the system per 16 KiB record would cost as much."""
 
     def __init__(self, connection: socket.socket, tls: TlsSession) -> None:
-        super().__init__(connection)
+        super().__init__(connection, buffer_bytes=0)
         self._tls = tls
         self._raw = memoryview(bytearray(TLS_READ_BYTES))
 
@@ -104,11 +59,11 @@ class TlsStream(PlainStream):
         return opened
 
 
-class AeadStream(PlainStream):
+class AeadStream(Stream):
     """Through records of `aead`."""
 
     def __init__(self, connection: socket.socket, sealer: aead.Sealer, opener: aead.Opener) -> None:
-        super().__init__(connection)
+        super().__init__(connection, buffer_bytes=0)
         self._sealer = sealer
         self._opener = opener
         self._out = _pages(aead.MAX_HEAD_RECORD_BYTES + aead.MAX_RECORD_BYTES)

@@ -16,11 +16,11 @@ from equipoise.dht.direct.errors import Refusals, Refused, Why
 from equipoise.dht.direct.handshake import Layer, Preface, parse_preface
 from equipoise.dht.direct.listener import ORIGIN_QUESTION, Gate, Listener, endpoints, origin_answer
 from equipoise.dht.direct.sockets import connect, keep_alive, said, shown, tune
-from equipoise.dht.direct.streams import PlainStream
 from equipoise.dht.direct.tls import make_context
 from equipoise.dht.identity import Identity
 from equipoise.dht.limits import LruDict
 from equipoise.dht.state import DirectStatus
+from equipoise.dht.streams import Stream
 from equipoise.dht.transport import FramedChannel, Handler, OpenChannels
 from equipoise.tasks import TaskSet
 
@@ -221,7 +221,7 @@ class DirectTransport:
         reason = self._failures[peer] = "; ".join(failures) or "it listens nowhere"
         raise ConnectionError(f"cannot open a direct channel to {peer}: {reason}")
 
-    async def _try(self, peer: str, host: str, port: int) -> PlainStream:
+    async def _try(self, peer: str, host: str, port: int) -> Stream:
         place, failure = (host, port), "it was broken off"
         refusal = self._policy.begin(peer, place, time.monotonic())
         if refusal is not None:
@@ -237,7 +237,7 @@ class DirectTransport:
         finally:
             self._policy.end(peer, place, time.monotonic(), failure)
 
-    def _enter(self, peer: str, stream: PlainStream) -> FramedChannel:
+    def _enter(self, peer: str, stream: Stream) -> FramedChannel:
         self._failures.pop(peer, None)
         return self.channels.enter(peer, stream)
 
@@ -262,7 +262,7 @@ class DirectTransport:
         finally:
             connection.close()
 
-    async def _claim(self, connection: socket.socket, peer: str, address: Place) -> PlainStream:
+    async def _claim(self, connection: socket.socket, peer: str, address: Place) -> Stream:
         """Send the preface on a connection that this peer has opened, and prove its PeerID."""
         preface = Preface(self._layer, self.peer, peer)
         try:

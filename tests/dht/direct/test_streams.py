@@ -11,7 +11,7 @@ import pytest
 from equipoise.dht import streams as base
 from equipoise.dht.direct import aead, streams
 from equipoise.dht.direct.aead import Opener, Sealer
-from equipoise.dht.streams import StreamClosed
+from equipoise.dht.streams import WAKE_BYTES, Stream, StreamClosed
 from equipoise.dht.transport import FramedChannel
 
 KEY = bytes(32)
@@ -78,13 +78,13 @@ async def ends():
 def reads(monkeypatch):
     """The sizes of what is read from a socket."""
     sizes: list[int] = []
-    take = streams.PlainStream._take
+    take = Stream._take
 
     async def noted(self, view: memoryview, lacking: int, bound: float | None) -> int:
         sizes.append(await take(self, view, lacking, bound))
         return sizes[-1]
 
-    monkeypatch.setattr(streams.PlainStream, "_take", noted)
+    monkeypatch.setattr(Stream, "_take", noted)
     return sizes
 
 
@@ -94,7 +94,7 @@ async def test_drops_of_a_record_wake_nobody(ends, reads) -> None:
     await ends.drip(ends.frame(b"header", BODY))
     assert await receiving == (b"header", BODY)
     records = 1 + -(-len(BODY) // aead.PIECE_BYTES)
-    assert len(reads) <= len(BODY) // streams.WAKE_BYTES + 3 * records < len(BODY) // DROP // 10
+    assert len(reads) <= len(BODY) // WAKE_BYTES + 3 * records < len(BODY) // DROP // 10
 
 
 async def test_what_the_kernel_holds_counts_as_received(ends) -> None:
@@ -113,7 +113,7 @@ async def test_a_small_frame_behind_a_large_one_does_not_wait(ends) -> None:
     receiving = ends.receiving()
     await ends.drip(ends.frame(b"large", BODY))
     await receiving
-    for body in (b"", b"x", bytes(streams.WAKE_BYTES - DROP)):
+    for body in (b"", b"x", bytes(WAKE_BYTES - DROP)):
         receiving = ends.receiving()
         await ends.drip(ends.frame(b"small", body))
         assert receiving.done()

@@ -16,9 +16,9 @@ from equipoise.dht.direct import handshake, transport
 from equipoise.dht.direct.credential import issue
 from equipoise.dht.direct.errors import Refused
 from equipoise.dht.direct.handshake import Preface, parse_preface
-from equipoise.dht.direct.streams import PlainStream
 from equipoise.dht.direct.tls import make_context
 from equipoise.dht.identity import Identity
+from equipoise.dht.streams import Stream
 from fakes.certificates import certify, presenting
 from fakes.direct import port_of, refused
 
@@ -158,13 +158,13 @@ async def test_who_alters_the_layer_asked_for_is_found_out_before_a_frame(peers,
 @pytest.mark.parametrize("dialler", [True, False])
 @pytest.mark.parametrize("cancelled", [True, False])
 async def test_who_forgoes_encryption_leaves_no_socket_behind(monkeypatch, dialler, cancelled) -> None:
-    made: list[PlainStream] = []
+    made: list[Stream] = []
 
-    def make(connection: socket.socket) -> PlainStream:
-        made.append(PlainStream(connection))
+    def make(connection: socket.socket, buffer_bytes: int) -> Stream:
+        made.append(Stream(connection, buffer_bytes))
         return made[-1]
 
-    monkeypatch.setattr(handshake, "PlainStream", make)
+    monkeypatch.setattr(handshake, "Stream", make)
     own, other = socket.socketpair()
     with own, other:
         if not dialler:
