@@ -10,10 +10,9 @@ from __future__ import annotations
 import functools
 import logging
 
-from hivemind.dht.node import Blacklist as Blacklist
-from hivemind.dht.node import DHTNode as DHTNode
 from hivemind.dht.routing import DHTID as DHTID
 from hivemind.dht.routing import RoutingTable as RoutingTable
+from hivemind.dht.traverse import traverse_dht as traverse_dht
 from hivemind.p2p import P2P as P2P
 from hivemind.p2p import PeerID as PeerID
 from hivemind.proto import p2pd_pb2 as p2pd_pb2

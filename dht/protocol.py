@@ -2,7 +2,7 @@
 
 hivemind's own handlers decode values of strangers recursively and without bounds, keep any value for as long as its
 sender likes, and compare clocks. Here every handler knows its caller (authenticated by libp2p), limits its rate,
-decodes within bounds, and keeps only signed readiness records. `DHTNode` uses some attributes and `call_find`.
+decodes within bounds, and keeps only signed readiness records.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import msgspec
 from equipoise.dht import sanitize
 from equipoise.dht.clock import SwarmClock
 from equipoise.dht.dialer import Dialer
-from equipoise.dht.hivemind_imports import DHTID, Blacklist, DHTNode, RoutingTable, peer_id_of
+from equipoise.dht.hivemind_imports import DHTID, RoutingTable, traverse_dht
 from equipoise.dht.identity import public_key_of
 from equipoise.dht.limits import LruDict, RateLimit, Scrutiny, Tally
 from equipoise.dht.p2pd_client import CallHandler, P2pdClient
@@ -58,9 +58,6 @@ CALL_SECONDS = 3.0
 """Longest wait for an answer; a look-up goes on without a peer that does not answer in time."""
 BUCKET_DEPTH_MODULO = 5
 """hivemind's default (Kademlia paper, section 4.2, b)."""
-BLACKLIST_SECONDS = 2.0
-BLACKLIST_GROWTH = 1.5
-"""First time for which look-ups leave out a peer that does not answer, and its growth at each further failure."""
 MAX_ACQUAINTED = 4096
 HELD_SECONDS = 2.0
 """Time that a refused caller waits for its answer, which comes before `CALL_SECONDS` are over."""
@@ -74,10 +71,11 @@ REPLICAS = 5
 BEAM = 8
 """Number of peers nearest to a key that a look-up asks; a few more than the peers that keep its records."""
 WORKERS = 4
+"""Most peers that a look-up asks at once."""
+KEYS_PER_CALL = 2
+"""Most keys for which a look-up asks one peer at a time: peers near to one key are seldom near to the others."""
 LOOKUP_SECONDS = 6.0
 """Longest look-up: the time of two calls in a row that time out."""
-MAX_BANS = 4096
-"""Most peers whose failures are remembered."""
 
 _log = logging.getLogger(__name__)
 
@@ -240,13 +238,10 @@ class RecordProtocol:
         doubled_until: Monotonic time until which another daemon counts as speaking with this daemon's identity.
     """
 
-    bucket_size = MAX_NEAREST
-
     def __init__(self, peer: str, serves: bool, link: P2pdClient, dialer: Dialer) -> None:
         self.peer = peer
         self.node_id = node_id_of(peer)
-        self.routing_table = RoutingTable(self.node_id, self.bucket_size, BUCKET_DEPTH_MODULO)
-        self.blacklist = Blacklist(BLACKLIST_SECONDS, BLACKLIST_GROWTH)
+        self.routing_table = RoutingTable(self.node_id, MAX_NEAREST, BUCKET_DEPTH_MODULO)
         self.clock = SwarmClock()
         self.record_store = RecordStore()
         self.acquainted: set[str] = set()
@@ -267,12 +262,6 @@ class RecordProtocol:
         self._verifier = ThreadPoolExecutor(1, "signatures")
         self._held = Tally()
         self._heard_at: LruDict[str, float] = LruDict(MAX_PEERS)
-        # Not DHTNode.create: that registers hivemind's own handlers, and ends in an error without a bootstrap peer.
-        self._dht: Any = DHTNode(_initialized_with_create=True)
-        self._dht.node_id, self._dht.peer_id = self.node_id, peer_id_of(peer)
-        self._dht.protocol, self._dht.blacklist = self, self.blacklist
-        self._dht.num_replicas, self._dht.num_workers = REPLICAS, WORKERS
-        self._dht.is_alive = True
         self.traversals = TaskSet()
         self.handlers: dict[str, CallHandler] = {
             PING: self._guarded(Hello, self._on_ping),
@@ -283,7 +272,7 @@ class RecordProtocol:
     @property
     def peers(self) -> list[str]:
         """PeerIDs in the routing table."""
-        return [str(peer) for peer in self.routing_table.peer_id_to_uid]
+        return list(self.routing_table.peer_id_to_uid)
 
     async def ping(self, peer: str) -> None:
         """Make acquaintance with `peer`; raises CallError if no daemon of this version answers."""
@@ -318,29 +307,32 @@ class RecordProtocol:
 
         This peer is left out. An unreachable network is not an error: then no peers are returned.
         """
-        if len(self.blacklist.ban_counter) > MAX_BANS:
-            self.blacklist.clear()
         # hivemind's traversal leaves tasks behind if it is cancelled. So it is never cancelled: it ends by itself.
-        nodes = [DHTID.from_bytes(key) for key in keys]
-        search = self._dht.find_nearest_nodes(nodes, k_nearest=REPLICAS, beam_size=BEAM, exclude_self=True)
-        task = self.traversals.spawn(search)
+        task = self.traversals.spawn(self._traverse([DHTID.from_bytes(key) for key in keys]))
         await asyncio.wait({task}, timeout=LOOKUP_SECONDS)
         if not task.done():
             _log.info("a look-up takes more than %.0f s", LOOKUP_SECONDS)
             return dict.fromkeys(keys, ())
-        return {key.to_bytes(): tuple(map(str, nearest.values())) for key, nearest in task.result().items()}
+        return task.result()
 
-    async def call_find(self, peer: Any, keys: Collection[Any]) -> dict[Any, Any] | None:
-        """Ask `peer` (a hivemind `PeerID`) for the records and neighbours of `keys`; called by `DHTNode`.
+    async def _traverse(self, keys: Sequence[Any]) -> dict[bytes, tuple[str, ...]]:
+        """Ask peers nearer and nearer to `keys` (hivemind's DHTID), until none nearer is named; return the nearest."""
+        table = self.routing_table
+        known = {node: peer for key in keys for node, peer in table.get_nearest_neighbors(key, BEAM)}
 
-        The records go to the record store, not to hivemind. None if there is no usable answer.
-        """
-        keys = tuple(keys)
-        answer = await self.ask(str(peer), [key.to_bytes() for key in keys])
-        if answer is None:
-            return None
-        found = zip(keys, answer.nearest, strict=False)
-        return {key: (None, self._neighbours(nearest)) for key, nearest in found}
+        async def ask(node: Any, wanted: Collection[Any]) -> dict[Any, tuple[tuple[Any, ...], bool]]:
+            answer = await self.ask(known[node], [key.to_bytes() for key in wanted])
+            pairs = () if answer is None else zip(wanted, answer.nearest, strict=False)
+            found = {key: self._neighbours(named) for key, named in pairs}
+            for near in found.values():
+                known.update(near)
+            return {key: (tuple(near), False) for key, near in found.items()}
+
+        own = {key: {self.node_id} for key in keys}
+        nearest, _ = await traverse_dht(
+            keys, list(known), BEAM, WORKERS, KEYS_PER_CALL, ask, visited_nodes=own
+        )
+        return {key.to_bytes(): tuple(known[node] for node in nearest[key][:REPLICAS]) for key in keys}
 
     async def ask(self, peer: str, keys: Sequence[bytes]) -> Found | None:
         """Take the records under `keys` (20 bytes each) that `peer` keeps; None if it gives no usable answer."""
@@ -460,11 +452,10 @@ class RecordProtocol:
 
     def _nearest(self, key: bytes, asker: str) -> tuple[Neighbour, ...]:
         place, own = DHTID.from_bytes(key), node_id_of(asker)
-        found = self.routing_table.get_nearest_neighbors(place, self.bucket_size, own)
-        peers = (str(peer) for _, peer in found)
-        return tuple(Neighbour(peer, self.dialer.addresses_of(peer)) for peer in peers)
+        found = self.routing_table.get_nearest_neighbors(place, MAX_NEAREST, own)
+        return tuple(Neighbour(peer, self.dialer.addresses_of(peer)) for _, peer in found)
 
-    def _neighbours(self, nearest: Iterable[Neighbour]) -> dict[Any, Any]:
+    def _neighbours(self, nearest: Iterable[Neighbour]) -> dict[Any, str]:
         found = {}
         for neighbour in nearest:
             try:
@@ -473,7 +464,7 @@ class RecordProtocol:
                 continue
             if neighbour.peer != self.peer:
                 self.dialer.hear(neighbour.peer, neighbour.addresses)
-                found[node_id_of(neighbour.peer)] = peer_id_of(neighbour.peer)
+                found[node_id_of(neighbour.peer)] = neighbour.peer
         return found
 
     def _meet(self, peer: str, hello: Hello) -> None:
@@ -490,10 +481,9 @@ class RecordProtocol:
             self._forget(peer)
             return
         self.on_hello(peer, hello.relays)
-        node_id, peer_id = node_id_of(peer), peer_id_of(peer)
+        node_id = node_id_of(peer)
         new = node_id not in self.routing_table
-        self.routing_table.add_or_update_node(node_id, peer_id)
-        self.blacklist.register_success(peer_id)
+        self.routing_table.add_or_update_node(node_id, peer)
         if new and node_id in self.routing_table:
             _log.info("met %s", peer)
             self.on_peer(peer)
