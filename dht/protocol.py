@@ -1,7 +1,7 @@
-"""This peer's node of the DHT: hivemind's look-ups over ping, find and store of our own, in place of `DHTProtocol`.
+"""This peer's node of the DHT: hivemind's look-ups over one call of our own, in place of `DHTProtocol`.
 
 hivemind's own handlers decode values of strangers recursively and without bounds, keep any value for as long as its
-sender likes, and compare clocks. Here every handler knows its caller (authenticated by libp2p), limits its rate,
+sender likes, and compare clocks. Here the handler knows its caller (authenticated by libp2p), limits its rate,
 decodes within bounds, and keeps only signed readiness records.
 """
 
@@ -15,7 +15,7 @@ import random
 import secrets
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any, TypeVar
 
@@ -47,7 +47,8 @@ MAX_MESSAGE_BYTES = 128 * 1024
 PAGE_BYTES = 64 * 1024
 """Most bytes of all records in one answer: about 140 usual records."""
 
-PING, FIND, STORE = "equipoise.dht.ping", "equipoise.dht.find", "equipoise.dht.store"
+CALL = "equipoise.dht.ping"
+"""Name of the only call. Daemons of earlier versions have it too, so each side is told that their versions differ."""
 MAX_PEERS = 1024
 """Most peers of which it is remembered when they were heard, and their instances: the peers heard last."""
 MAX_FORMER = 4
@@ -79,7 +80,7 @@ LOOKUP_SECONDS = 6.0
 
 _log = logging.getLogger(__name__)
 
-_Message = TypeVar("_Message", bound="Versioned")
+_Versioned = TypeVar("_Versioned", bound="Versioned")
 
 
 class VersionError(Malformed):
@@ -92,31 +93,6 @@ class Versioned(msgspec.Struct, frozen=True, kw_only=True):
     version: int = PROTOCOL_VERSION
 
 
-class Hello(Versioned, frozen=True, kw_only=True):
-    """A ping, and part of every other message.
-
-    Attributes:
-        serves: Whether the author answers look-ups (False in client mode).
-        time: The author's clock, seconds since 1970.
-        addresses: Addresses where the author listens.
-        relays: Whether it relays for peers that cannot be dialled.
-        instance: Random bytes drawn at the author's start; see `Instances`.
-        doubled: Whether the author has heard two daemons that speak as the recipient.
-    """
-
-    serves: bool
-    time: float
-    addresses: Addresses = ()
-    relays: bool = False
-    instance: Annotated[bytes, msgspec.Meta(max_length=MAX_INSTANCE_BYTES)] = b""
-    doubled: bool = False
-
-    @property
-    def hello(self) -> Hello:
-        """This message: every other message of the DHT has a `hello` attribute too."""
-        return self
-
-
 class Neighbour(msgspec.Struct, frozen=True):
     """A peer that may be nearer to a key; its addresses are another peer's word."""
 
@@ -125,37 +101,36 @@ class Neighbour(msgspec.Struct, frozen=True):
 
 
 Key = Annotated[bytes, msgspec.Meta(min_length=20, max_length=20)]
-Records = Annotated[tuple[Kept, ...], msgspec.Meta(max_length=MAX_RECORDS)]
 Neighbours = Annotated[tuple[Neighbour, ...], msgspec.Meta(max_length=MAX_NEAREST)]
 
 
-class Find(Versioned, frozen=True, kw_only=True):
-    """Ask for the records under some keys, and for peers nearer to them."""
+class Message(Versioned, frozen=True, kw_only=True):
+    """A question to another peer, or its answer: each tells of its author first. A question for nothing is a ping.
 
-    hello: Hello
-    keys: Annotated[tuple[Key, ...], msgspec.Meta(max_length=MAX_KEYS)]
+    Attributes:
+        serves: Whether the author answers look-ups (False in client mode).
+        time: The author's clock, seconds since 1970.
+        addresses: Addresses where the author listens.
+        relays: Whether it relays for peers that cannot be dialled.
+        instance: Random bytes drawn at the author's start; see `Instances`.
+        doubled: Whether the author has heard two daemons that speak as the recipient.
+        keys: In a question: ask for the records under these keys, and for peers nearer to them.
+        records: In a question: ask to keep these records; the invalid ones are dropped. In an answer: records under
+            any of the question's keys.
+        nearest: In an answer: for each key of the question, the nearest peers known, in its order.
+        accepted: In an answer: number of the question's records that are valid.
+    """
 
-
-class Found(Versioned, frozen=True, kw_only=True):
-    """Answer to `Find`: records under any of the keys, and for each key the nearest peers known, in its order."""
-
-    hello: Hello
-    records: Records
-    nearest: Annotated[tuple[Neighbours, ...], msgspec.Meta(max_length=MAX_KEYS)]
-
-
-class Store(Versioned, frozen=True, kw_only=True):
-    """Ask the receiver to keep some records; it drops invalid records."""
-
-    hello: Hello
-    records: Records
-
-
-class Stored(Versioned, frozen=True, kw_only=True):
-    """Answer to `Store`."""
-
-    hello: Hello
-    accepted: int
+    serves: bool
+    time: float
+    addresses: Addresses = ()
+    relays: bool = False
+    instance: Annotated[bytes, msgspec.Meta(max_length=MAX_INSTANCE_BYTES)] = b""
+    doubled: bool = False
+    keys: Annotated[tuple[Key, ...], msgspec.Meta(max_length=MAX_KEYS)] = ()
+    records: Annotated[tuple[Kept, ...], msgspec.Meta(max_length=MAX_RECORDS)] = ()
+    nearest: Annotated[tuple[Neighbours, ...], msgspec.Meta(max_length=MAX_KEYS)] = ()
+    accepted: int = 0
 
 
 class _Version(msgspec.Struct, frozen=True):
@@ -166,7 +141,7 @@ _versions = msgspec.msgpack.Decoder(_Version)
 encode = msgspec.msgpack.Encoder().encode
 
 
-def decode(data: bytes, kind: type[_Message]) -> _Message:
+def decode(data: bytes, kind: type[_Versioned]) -> _Versioned:
     """Decode a stranger's message; raises Malformed if it is malformed, too large, or of another version."""
     version = sanitize.decode(_versions, data, MAX_MESSAGE_BYTES).version
     if version != PROTOCOL_VERSION:
@@ -175,12 +150,9 @@ def decode(data: bytes, kind: type[_Message]) -> _Message:
         both = f"protocol version {version}, this machine version {PROTOCOL_VERSION}"
         raise VersionError(f"its equipoise is {age} ({both}): {hint} with pip install --upgrade equipoise")
     message = sanitize.decode(msgspec.msgpack.Decoder(kind), data, MAX_MESSAGE_BYTES)
-    if isinstance(message, Store | Found) and sum(len(one.data) for one in message.records) > PAGE_BYTES:
+    if isinstance(message, Message) and sum(len(one.data) for one in message.records) > PAGE_BYTES:
         raise Malformed(f"malformed message: expected at most {PAGE_BYTES} bytes of records")
     return message
-
-
-_Answer = TypeVar("_Answer", Hello, Found, Stored)
 
 
 class Instances:
@@ -221,7 +193,7 @@ def node_id_of(peer: str) -> Any:
 
 
 class RecordProtocol:
-    """Answers the DHT's calls, makes them, and finds the peers nearest to keys.
+    """Answers the DHT's call, makes it, and finds the peers nearest to keys.
 
     Attributes:
         dialer: Knows the addresses of peers, and which peers are connected.
@@ -263,11 +235,7 @@ class RecordProtocol:
         self._held = Tally()
         self._heard_at: LruDict[str, float] = LruDict(MAX_PEERS)
         self.traversals = TaskSet()
-        self.handlers: dict[str, CallHandler] = {
-            PING: self._guarded(Hello, self._on_ping),
-            FIND: self._guarded(Find, self._on_find),
-            STORE: self._guarded(Store, self._on_store),
-        }
+        self.handlers: dict[str, CallHandler] = {CALL: self._answer}
 
     @property
     def peers(self) -> list[str]:
@@ -276,16 +244,15 @@ class RecordProtocol:
 
     async def ping(self, peer: str) -> None:
         """Make acquaintance with `peer`; raises CallError if no daemon of this version answers."""
-        await self._call(peer, PING, self._hello(peer), Hello)
+        await self._call(peer)
 
     async def store(self, peer: str, records: Sequence[Kept]) -> int:
         """Ask `peer` to keep `records`; return how many it found valid. Raises CallError if it does not answer."""
-        request = Store(hello=self._hello(peer), records=tuple(records))
-        return (await self._call(peer, STORE, request, Stored)).accepted
+        return (await self._call(peer, records=records)).accepted
 
     def pack(self, peer: str, records: Sequence[Kept]) -> bytes:
         """Return the request of `store`, to be sent another way."""
-        return encode(Store(hello=self._hello(peer), records=tuple(records)))
+        return encode(self._message(peer, records=tuple(records)))
 
     def receive(self, peer: str, packed: bytes) -> None:
         """Take such a request of an authenticated peer, within the bounds of its calls."""
@@ -293,7 +260,7 @@ class RecordProtocol:
 
     async def _received(self, peer: str, packed: bytes) -> None:
         try:
-            await self.handlers[STORE](peer, packed)
+            await self._answer(peer, packed)
         except Malformed as error:
             _log.debug("%s: %s", peer, error)
 
@@ -334,11 +301,10 @@ class RecordProtocol:
         )
         return {key.to_bytes(): tuple(known[node] for node in nearest[key][:REPLICAS]) for key in keys}
 
-    async def ask(self, peer: str, keys: Sequence[bytes]) -> Found | None:
+    async def ask(self, peer: str, keys: Sequence[bytes]) -> Message | None:
         """Take the records under `keys` (20 bytes each) that `peer` keeps; None if it gives no usable answer."""
-        request = Find(hello=self._hello(peer), keys=tuple(keys))
         try:
-            answer = await self._call(peer, FIND, request, Found)
+            answer = await self._call(peer, keys)
         except CallError as error:
             _log.debug("%s", error)
             return None
@@ -381,7 +347,9 @@ class RecordProtocol:
         self.dialer.learn(kept.subkey, entry.record.addresses)
         self.on_record(entry)
 
-    async def _call(self, peer: str, name: str, request: Any, kind: type[_Answer]) -> _Answer:
+    async def _call(self, peer: str, keys: Sequence[bytes] = (), records: Sequence[Kept] = ()) -> Message:
+        """Ask `peer`; return its answer. Raises CallError without a usable one."""
+        question = self._message(peer, keys=tuple(keys), records=tuple(records))
         asked, began = time.time(), time.monotonic()
         if not self._link.attached:
             raise CallError("p2pd is not running")
@@ -390,8 +358,8 @@ class RecordProtocol:
         try:
             async with asyncio.timeout(CALL_SECONDS):
                 await self.dialer.reach(peer)
-                data = await self._link.call(peer, name, encode(request), CALL_SECONDS)
-            answer = decode(data, kind)
+                data = await self._link.call(peer, CALL, encode(question), CALL_SECONDS)
+            answer = decode(data, Message)
         except TimeoutError:
             if self._heard_at.get(peer, began) <= began:
                 self.lose(peer)
@@ -399,27 +367,27 @@ class RecordProtocol:
         except (ConnectionError, Malformed) as error:
             self.lose(peer)
             raise CallError(f"{peer}: {str(error).removeprefix(f'call {peer}: ')}") from error
-        self.clock.learn(peer, answer.hello.time, asked, time.time())
-        self._meet(peer, answer.hello)
+        self.clock.learn(peer, answer.time, asked, time.time())
+        self._meet(peer, answer)
         return answer
 
-    def _guarded(self, kind: type[Any], handle: Callable[[str, Any], Awaitable[Any]]) -> CallHandler:
-        async def guarded(peer: str, data: bytes) -> bytes:
-            public_key_of(peer)
-            now = time.monotonic()
-            distrusted = self._scrutiny.distrusts(peer, now)
-            if distrusted or not self._limit.allow(peer, now):
-                await self._hold(peer)
-                raise Malformed(f"{peer} {FORGER}" if distrusted else "too many calls; wait a second")
-            try:
-                request = decode(data, kind)
-            except VersionError:
-                # The bare version suffices: the caller itself words the error that says which side is older.
-                return encode(Versioned())
-            self._meet(peer, request.hello)
-            return encode(await handle(peer, request))
-
-        return guarded
+    async def _answer(self, peer: str, data: bytes) -> bytes:
+        public_key_of(peer)
+        now = time.monotonic()
+        distrusted = self._scrutiny.distrusts(peer, now)
+        if distrusted or not self._limit.allow(peer, now):
+            await self._hold(peer)
+            raise Malformed(f"{peer} {FORGER}" if distrusted else "too many calls; wait a second")
+        try:
+            asked = decode(data, Message)
+        except VersionError:
+            # The bare version suffices: the caller itself words the error that says which side is older.
+            return encode(Versioned())
+        self._meet(peer, asked)
+        accepted, now = await self.take(asked.records, peer), time.monotonic()
+        found = [kept for key in dict.fromkeys(asked.keys) for kept in self.record_store.under(key, now)]
+        nearest = tuple(self._nearest(key, peer) for key in asked.keys)
+        return encode(self._message(peer, records=_page(found), nearest=nearest, accepted=accepted))
 
     async def _hold(self, peer: str) -> None:
         """Delay a refusal, because a caller that is refused at once calls again at once."""
@@ -428,26 +396,16 @@ class RecordProtocol:
         with self._held.counting(peer):
             await asyncio.sleep(HELD_SECONDS)
 
-    async def _on_ping(self, peer: str, request: Hello) -> Hello:
-        return self._hello(peer)
-
-    async def _on_find(self, peer: str, request: Find) -> Found:
-        now = time.monotonic()
-        records = [kept for key in dict.fromkeys(request.keys) for kept in self.record_store.under(key, now)]
-        nearest = tuple(self._nearest(key, peer) for key in request.keys)
-        return Found(hello=self._hello(peer), records=_page(records), nearest=nearest)
-
-    async def _on_store(self, peer: str, request: Store) -> Stored:
-        return Stored(hello=self._hello(peer), accepted=await self.take(request.records, peer))
-
-    def _hello(self, peer: str) -> Hello:
-        return Hello(
+    def _message(self, peer: str, **content: Any) -> Message:
+        """Return a message to `peer`, with what it must know of this peer."""
+        return Message(
             serves=self.serves,
             time=time.time(),
             addresses=self.addresses,
             relays=self.relays,
             instance=self._instance,
             doubled=self._instances.doubled(peer, time.monotonic()),
+            **content,
         )
 
     def _nearest(self, key: bytes, asker: str) -> tuple[Neighbour, ...]:
@@ -467,20 +425,20 @@ class RecordProtocol:
                 found[node_id_of(neighbour.peer)] = neighbour.peer
         return found
 
-    def _meet(self, peer: str, hello: Hello) -> None:
+    def _meet(self, peer: str, said: Message) -> None:
         now = time.monotonic()
         self._heard_at[peer] = now
         self.on_heard(peer)
-        self._instances.hear(peer, hello.instance, now)
-        if hello.doubled:
+        self._instances.hear(peer, said.instance, now)
+        if said.doubled:
             self.doubled_until = now + DOUBLED_SECONDS
-        self.dialer.learn(peer, hello.addresses)
+        self.dialer.learn(peer, said.addresses)
         if len(self.acquainted) < MAX_ACQUAINTED:
             self.acquainted.add(peer)
-        if not hello.serves:
+        if not said.serves:
             self._forget(peer)
             return
-        self.on_hello(peer, hello.relays)
+        self.on_hello(peer, said.relays)
         node_id = node_id_of(peer)
         new = node_id not in self.routing_table
         self.routing_table.add_or_update_node(node_id, peer)

@@ -91,8 +91,8 @@ async def test_another_peer_at_the_address(members, until, stranger) -> None:
 
 async def test_another_protocol_version(members, until) -> None:
     first = await members.start("first")
-    later = wire.Hello(version=PROTOCOL_VERSION + 1, serves=True, time=0.0)
-    first._protocol._hello = lambda peer: later
+    later = wire.Message(version=PROTOCOL_VERSION + 1, serves=True, time=0.0)
+    first._protocol._message = lambda peer, **content: later
     member = await members.start("member", join=first.addresses)
     await until(lambda: member.status().bootstrap[0].state == "other version")
     assert "its equipoise is newer" in member.status().reason
@@ -103,8 +103,8 @@ async def test_a_newer_caller_is_told_which_side_is_older(members, until) -> Non
     first = await members.start("first")
     member = await members.start("member", join=first.addresses)
     await until(lambda: first.peer in member.status().connected)
-    newer = wire.encode(wire.Hello(version=PROTOCOL_VERSION + 1, serves=True, time=0.0))
-    answer = await member._link.call(first.peer, wire.PING, newer)
+    newer = wire.encode(wire.Message(version=PROTOCOL_VERSION + 1, serves=True, time=0.0))
+    answer = await member._link.call(first.peer, wire.CALL, newer)
     assert msgspec.msgpack.decode(answer) == {"version": PROTOCOL_VERSION}
 
 
@@ -114,7 +114,7 @@ def test_which_side_is_older_is_said() -> None:
         (PROTOCOL_VERSION - 1, "older.*have it"),
     ):
         with pytest.raises(wire.VersionError, match=said):
-            wire.decode(wire.encode(wire.Versioned(version=version)), wire.Hello)
+            wire.decode(wire.encode(wire.Versioned(version=version)), wire.Message)
 
 
 async def test_the_real_cause_outlasts_pauses_of_libp2p(members, until, stranger) -> None:

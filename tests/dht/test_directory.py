@@ -20,7 +20,7 @@ from equipoise.dht.directory import (
 )
 from equipoise.dht.identity import Identity
 from equipoise.dht.p2pd_client import P2pdClient
-from equipoise.dht.protocol import REPLICAS, CallError, Hello, RecordProtocol
+from equipoise.dht.protocol import REPLICAS, CallError, Message, RecordProtocol
 from equipoise.dht.records import SHARDS, TTL_SECONDS, Kept, Readiness, key_of, seal, unseal
 from equipoise.dht.state import PROTOCOL_VERSION, ReachStatus
 
@@ -343,12 +343,12 @@ async def test_a_late_answer_loses_only_a_peer_that_says_nothing_meanwhile(
     tmp_path: Path, identity: Identity, stranger: Identity, monkeypatch, heard: bool
 ) -> None:
     _, protocol = directory_of(tmp_path, identity)
-    hello = Hello(serves=True, time=time.time())
-    protocol._meet(stranger.peer, hello)
+    said = Message(serves=True, time=time.time())
+    protocol._meet(stranger.peer, said)
 
     async def reach(peer: str) -> None:
         if heard:
-            protocol._meet(stranger.peer, hello)
+            protocol._meet(stranger.peer, said)
         raise TimeoutError
 
     monkeypatch.setattr(P2pdClient, "attached", True)

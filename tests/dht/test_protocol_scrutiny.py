@@ -112,10 +112,9 @@ def store(identity: Identity, author: str, sequence: int = 1) -> Kept:
 
 
 async def send(protocol: RecordProtocol, sender: str, kept: list[Kept]) -> int:
-    hello = wire.Hello(serves=False, time=time.time())
-    request = wire.encode(wire.Store(hello=hello, records=tuple(kept)))
-    answer = await protocol.handlers[wire.STORE](sender, request)
-    return wire.decode(answer, wire.Stored).accepted
+    request = wire.encode(wire.Message(serves=False, time=time.time(), records=tuple(kept)))
+    answer = await protocol.handlers[wire.CALL](sender, request)
+    return wire.decode(answer, wire.Message).accepted
 
 
 def test_forged_records_cost_one_signature_for_each_sender(
