@@ -10,11 +10,12 @@ import socket
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from equipoise.dht.streams import Acceptor
 from equipoise.peer.control import messages
 from equipoise.peer.control.messages import CONTROL_VERSION, Hello, Request, RunRequest
 from equipoise.peer.control.socket import SEND_SECONDS, FrameSocket
 from equipoise.peer.errors import ControlError, EquipoiseError, Refused
-from equipoise.peer.home import peer_credentials
+from equipoise.peer.home import BACKLOG, peer_credentials
 from equipoise.peer.session import Session
 from equipoise.peer.shared_memory import SharedMemory
 from equipoise.tasks import end
@@ -27,9 +28,6 @@ MAX_CONNECTIONS = 64
 
 Where so many are connected, a new client takes the place of the oldest that has not said hello.
 """
-
-ACCEPT_PAUSE = 1.0
-"""Seconds until the next try where the process is out of descriptors; others may be closed meanwhile."""
 
 MAX_PENDING = 64
 """Requests of one client that are worked on at once, at most one round for each of its runs; more have to wait."""
@@ -236,7 +234,7 @@ class ControlServer:
     def __init__(self, daemon: Daemon) -> None:
         self._daemon = daemon
         self._connections: dict[Connection, asyncio.Task[None]] = {}
-        self._accepting: asyncio.Task[None] | None = None
+        self._acceptor: Acceptor | None = None
 
     @property
     def clients(self) -> int:
@@ -245,7 +243,7 @@ class ControlServer:
 
     def start(self, listener: socket.socket) -> None:
         """Accept clients on `listener`, which is taken over."""
-        self._accepting = asyncio.create_task(self._accept(listener))
+        self._acceptor = Acceptor(listener, BACKLOG, lambda connected, _: self.adopt(connected))
 
     def adopt(self, connected: socket.socket) -> None:
         """Serve the client at the other end of a connected socket, which is taken over."""
@@ -268,24 +266,12 @@ class ControlServer:
 
     async def stop(self, reason: str) -> None:
         """Leave all runs, answer what is open, and close all connections, whose clients are told the reason."""
-        if self._accepting is not None:
-            self._accepting.cancel()
+        if self._acceptor is not None:
+            self._acceptor.close()
         serving = dict(self._connections)
         await asyncio.gather(*(connection.leave_all("this daemon is stopping") for connection in serving))
         await asyncio.gather(*(connection.dismiss(reason) for connection in serving))
         await asyncio.gather(*serving.values(), return_exceptions=True)
-
-    async def _accept(self, listener: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        with contextlib.closing(listener):
-            while True:
-                try:
-                    connected, _ = await loop.sock_accept(listener)
-                except OSError as error:
-                    log.error("cannot accept a client: %s", error)
-                    await asyncio.sleep(ACCEPT_PAUSE)
-                    continue
-                self.adopt(connected)
 
 
 @contextlib.contextmanager
