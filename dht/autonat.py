@@ -1,10 +1,10 @@
 """How others reach this peer: it asks peers to dial it, finds relays if they cannot, and relays for others if told to.
 
 Peers dial each other back on request. So a peer behind a NAT learns that it is. libp2p's AutoNAT does the same, but
-p2pd takes a quarter of a minute before it asks, and asks for public addresses only. The asker names ports and
-addresses, but a witness dials only the asker's own machine: the IP address of its connection and, if that is private,
-others in the same private networks. A try is one TCP connection and the greeting that libp2p's listeners send, or, at
-the direct port, one question of `direct.listener`. So no peer can make another dial a third party.
+p2pd takes a quarter of a minute before it asks, and asks for public addresses only. The asker names ports, which a
+witness dials at the hosts from which the asker is connected to it. A try is one TCP connection and the greeting that
+libp2p's listeners send, or, at the direct port, one question of `direct.listener`. So no peer can make another dial a
+third party.
 """
 
 from __future__ import annotations
@@ -25,14 +25,13 @@ from humanfriendly.text import pluralize
 
 from equipoise.dht.address import AddressError, parse_listen, well_formed
 from equipoise.dht.dialer import GREETING, direct_hosts, probe, told
-from equipoise.dht.dialpolicy import network_of
 from equipoise.dht.direct.listener import ask_origin
 from equipoise.dht.direct.sockets import connect
 from equipoise.dht.direct.transport import DirectTransport
 from equipoise.dht.limits import LruDict, RateLimit
 from equipoise.dht.p2pd_client import CallHandler, P2pdClient, StreamListener
 from equipoise.dht.protocol import RecordProtocol, Versioned, decode, encode
-from equipoise.dht.records import MAX_ADDRESSES, Addresses, Readiness
+from equipoise.dht.records import Readiness
 from equipoise.dht.relay.client import MAX_CANDIDATES, TRIAL_PROTOCOL, RelayClient, Trials
 from equipoise.dht.relay.service import HOP_PROTOCOL, RelayService
 from equipoise.dht.sanitize import Malformed, printable
@@ -44,14 +43,15 @@ WITNESSES = 3
 TRUSTED_SECONDS = 300.0
 """Longest time for which an answer counts; then this peer asks again: routers forget mappings, machines move."""
 UNANSWERED_SECONDS = 10.0
-"""Seconds after which this peer asks a peer again that gave no answer or was too busy to try."""
+"""Seconds after which this peer asks a peer again that gave no answer, or refused to try."""
 MAX_ASKED = 1024
 DIALBACK = "equipoise.dht.dialback"
 DIALBACK_SECONDS = 4.0
 """Longest wait for an answer: a try takes at most 2 s, the rest is for the way there and back."""
 MAX_TARGETS = 6
+"""Most places that are tried for one asker, and most ports that it names."""
 MAX_AT_ONCE = 8
-"""Most dial-backs under way for others; further askers get the answer busy."""
+"""Most dial-backs under way for others; further askers are refused."""
 CALLS_PER_SECOND = 0.5
 BURST = 5.0
 """Most questions of one peer: a daemon asks three peers, and again after its addresses have changed."""
@@ -70,13 +70,14 @@ _log = logging.getLogger(__name__)
 Verdict = Literal["unknown", "direct", "private"]
 Probe = Callable[[str, int], Awaitable[None]]
 Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
+Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 
 
 class Ask(Versioned, frozen=True, kw_only=True):
-    """Ask the receiver to dial the author at its addresses, and at its `direct` port, if any, on the hosts seen."""
+    """Ask the receiver to dial `ports`, and the `direct` port if any, on the hosts where it sees the author."""
 
-    addresses: Addresses
-    direct: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
+    ports: Annotated[tuple[Port, ...], msgspec.Meta(max_length=MAX_TARGETS)]
+    direct: Port = 0
 
 
 class Answer(Versioned, frozen=True, kw_only=True):
@@ -85,15 +86,13 @@ class Answer(Versioned, frozen=True, kw_only=True):
     Attributes:
         reached: Addresses that led to the asker, in the form that `--listen` takes.
         failed: Why no address did, if no address did.
-        busy: Whether the author was too busy to try.
         direct: TCP port of the author's direct listener, which tells askers where they come from; 0: none.
         blocked: Why the asker's direct port could not be opened; empty if it was, or not tried.
     """
 
     reached: Annotated[tuple[Text, ...], msgspec.Meta(max_length=MAX_TARGETS)] = ()
     failed: Text = ""
-    busy: bool = False
-    direct: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
+    direct: Port = 0
     blocked: Text = ""
 
 
@@ -279,18 +278,17 @@ class Reach:
             return
         finally:
             suspicion.cancel()
-        if finding is not None and self._verdict.hear(peer, finding, time.monotonic()):
+        if self._verdict.hear(peer, finding, time.monotonic()):
             _log.info("reachability: %s (%s)", self._verdict.verdict, self._verdict.reason)
             self._follow()
             self.on_change()
 
-    async def ask(self, peer: str) -> Answer | None:
-        """Ask `peer` to dial back; None if it did not try. Raises ConnectionError or Malformed without an answer."""
-        question = Ask(addresses=tuple(self.listening())[:MAX_ADDRESSES], direct=self._direct.port)
+    async def ask(self, peer: str) -> Answer:
+        """Ask `peer` to dial back; raises ConnectionError or Malformed if it did not try."""
+        ports = dict.fromkeys(address.port for address in well_formed(self.listening()))
+        question = Ask(ports=tuple(ports)[:MAX_TARGETS], direct=self._direct.port)
         data = await self._link.call(peer, DIALBACK, encode(question), DIALBACK_SECONDS)
         answer = decode(data, Answer)
-        if answer.busy:
-            return None
         reached = []
         for text in answer.reached:
             with contextlib.suppress(AddressError):
@@ -301,13 +299,12 @@ class Reach:
     async def _answer(self, peer: str, data: bytes) -> bytes:
         """Dial `peer` back at its request."""
         if self._under_way >= MAX_AT_ONCE or not self._limit.allow(peer, time.monotonic()):
-            return encode(Answer(busy=True))
+            raise Malformed("too many questions")
         ask = decode(data, Ask)
         self._under_way += 1
         try:
             seen = direct_hosts((await self._link.connections()).get(peer, ()))
-            where = targets(seen, ask.addresses)
-            # The direct port only on hosts that the asker's connection comes from: named neighbours did not ask.
+            where = [(host, port) for host in seen for port in ask.ports][:MAX_TARGETS]
             hosts = seen[:MAX_TARGETS] if where and ask.direct else []
             answer, other = await asyncio.gather(
                 _try_all(where, partial(probe, greeting=GREETING)),
@@ -341,16 +338,6 @@ def stands_in(mates: Iterable[Readiness]) -> bool:
     return bool(mates) and not any(mate.dialable and mate.reach != "relayed" for mate in mates)
 
 
-def targets(seen: list[str], addresses: Iterable[str]) -> list[tuple[str, int]]:
-    """Return the places to dial for a peer that is seen at the hosts `seen` and says that it listens at `addresses`."""
-    found: dict[tuple[str, int], None] = {}
-    for address in well_formed(addresses):
-        if not address.relayed:
-            near = [address.host] if any(_neighbours(host, address.host) for host in seen) else []
-            found |= dict.fromkeys((host, address.port) for host in (*seen, *near))
-    return list(found)[:MAX_TARGETS]
-
-
 async def answered(host: str, port: int) -> None:
     """Open a connection on which a direct listener must answer a question; raises Unreached without an answer."""
     async with told(host, port):
@@ -365,20 +352,3 @@ async def _try_all(where: list[tuple[str, int]], attempt: Probe) -> Answer:
         reached=tuple(f"/ip{ipaddress.ip_address(host).version}/{host}/tcp/{port}" for host, port in reached),
         failed=str(next(filter(None, failures), "it listens nowhere that could be tried"))[:MAX_TEXT],
     )
-
-
-def _neighbours(seen: str, host: str) -> bool:
-    """Tell whether both are of one private network: the asker is a neighbour, and may be dialled there.
-
-    Another network of this machine does not count, nor this machine itself unless the asker is on it: the reason why a
-    dial failed would let a neighbour explore places that it has no right to see.
-    """
-    try:
-        one, other = ipaddress.ip_address(seen), ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    if one.version != other.version or one.is_global or other.is_global or other.is_multicast:
-        return False
-    if one.is_loopback or other.is_loopback:
-        return one.is_loopback and other.is_loopback
-    return other in network_of(one)

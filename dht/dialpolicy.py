@@ -154,14 +154,12 @@ def behind_router(hosts: Iterable[str]) -> bool:
 
 
 def private_networks() -> list[Network]:
-    """Return the private networks that this machine is in."""
+    """Return the private networks that this machine is in: a company or a cloud routes between its subnets."""
     private = [one for one in own_addresses() if not one.is_global and not one.is_loopback]
-    return [OVERLAYS if one in OVERLAYS else network_of(one) for one in private]
-
-
-def network_of(own: Address) -> Network:
-    """Return the private network that `own` is taken to be in: a company or a cloud routes between its subnets."""
-    return ipaddress.ip_network((own, NETWORK_BITS[own.version]), strict=False)
+    return [
+        OVERLAYS if one in OVERLAYS else ipaddress.ip_network((one, NETWORK_BITS[one.version]), strict=False)
+        for one in private
+    ]
 
 
 def own_addresses() -> list[Address]:

@@ -1,12 +1,11 @@
-"""Who can be dialled: judged from what others found, who dial nobody but the asker."""
+"""Who can be dialled: judged from what others found."""
 
 from __future__ import annotations
 
 import pytest
 from msgspec.structs import replace
 
-from equipoise.dht.autonat import TRUSTED_SECONDS, UNANSWERED_SECONDS, Answer, Reachability, targets
-from equipoise.dht.identity import Identity
+from equipoise.dht.autonat import TRUSTED_SECONDS, UNANSWERED_SECONDS, Answer, Reachability
 
 YES = Answer(reached=("/ip4/44.0.0.1/tcp/4001",))
 NO = Answer(failed="nobody answers")
@@ -73,29 +72,3 @@ def test_one_in_client_mode_asks_nobody() -> None:
     found = Reachability("it was started in client mode")
     assert (found.verdict, found.reason) == ("private", "it was started in client mode")
     assert found.whom("abc", 0.0) == []
-
-
-@pytest.mark.parametrize(
-    ("seen", "hosts", "dialled"),
-    [
-        (["44.0.0.1"], ["44.0.0.1"], [("44.0.0.1", 4001)]),
-        # Behind a NAT that may forward the port.
-        (["44.0.0.1"], ["192.168.1.2"], [("44.0.0.1", 4001)]),
-        # Neither a third party nor the witness's own network.
-        (["44.0.0.1"], ["44.0.0.99", "127.0.0.1", "10.0.0.1"], [("44.0.0.1", 4001)]),
-        # A neighbour.
-        (["192.168.1.2"], ["192.168.1.2", "192.168.9.9"], [("192.168.1.2", 4001), ("192.168.9.9", 4001)]),
-        (["192.168.1.2"], ["44.0.0.99"], [("192.168.1.2", 4001)]),
-        # Neither the witness itself, nor what else it is connected to, nor any machine at all.
-        (["192.168.1.2"], ["127.0.0.1", "172.17.0.2", "0.0.0.0", "224.0.0.1"], [("192.168.1.2", 4001)]),
-        (["127.0.0.1"], ["127.0.0.2", "10.0.0.1"], [("127.0.0.1", 4001), ("127.0.0.2", 4001)]),
-        # Seen through a relay only.
-        ([], ["44.0.0.1"], []),
-    ],
-)
-def test_only_the_asker_is_dialled(
-    identity: Identity, seen: list[str], hosts: list[str], dialled: list[tuple[str, int]]
-) -> None:
-    addresses = [f"/ip4/{host}/tcp/4001/p2p/{identity.peer}" for host in hosts]
-    relayed = f"/ip4/44.0.0.7/tcp/4001/p2p/{identity.peer}/p2p-circuit/p2p/{identity.peer}"
-    assert targets(seen, [relayed, "nonsense", *addresses]) == dialled
