@@ -209,7 +209,6 @@ class Directory(Protocol):
         ready: bool,
         round: int,
         accumulated: float,
-        reason: str,
         bandwidth: float = 0.0,
         left: bool = False,
         observes: bool = False,

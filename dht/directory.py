@@ -173,7 +173,6 @@ class RunDirectory:
         ready: bool,
         round: int,
         accumulated: float,
-        reason: str,
         bandwidth: float = 0.0,
         left: bool = False,
         observes: bool = False,
@@ -188,7 +187,6 @@ class RunDirectory:
                 spec=spec,
                 round=round,
                 accumulated=accumulated,
-                reason=reason[: records.MAX_REASON_CHARACTERS],
                 bandwidth=bandwidth,
                 observes=observes,
             ),
@@ -309,7 +307,7 @@ class RunDirectory:
         return self.carry(peer, self._protocol.pack(peer, [kept]))
 
     def _renew(self, own: _Own) -> None:
-        names = ["state", "spec", "round", "accumulated", "reason", "bandwidth", "observes"]
+        names = ["state", "spec", "round", "accumulated", "bandwidth", "observes"]
         if own.record.ready:
             # The join that this peer has signed says so too: others must not see the two differ.
             names.append("dialable")

@@ -26,11 +26,10 @@ from equipoise.dht.sanitize import Malformed, decode, printable
 from equipoise.dht.state import PROTOCOL_VERSION, Part, ReachState, Tags
 
 MAX_RECORD_BYTES = 4352
-"""Longest record. A usual one takes 700 bytes; long addresses and reasons, a whole credential and all tags fit."""
+"""Longest record. A usual one takes 700 bytes; long addresses, a whole credential and all tags fit."""
 TTL_SECONDS = 25.0
 """Longest time that the dead are listed, counted from a record's first arrival."""
 MAX_RUN_BYTES = 128
-MAX_REASON_CHARACTERS = 200
 MAX_WHY_CHARACTERS = 160
 MAX_NAME_CHARACTERS = 64
 MAX_SPEC_CHARACTERS = 128
@@ -81,7 +80,6 @@ class Readiness(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         state: `ready` waits for a group now, `joined` computes, `left` has left the run and serves what it kept,
             `offline` has left the run.
         spec: Hash of its RunSpec in hex.
-        reason: Why it is in this state.
         round: Number of its next round.
         accumulated: Weight accumulated towards its next contribution.
         bandwidth: Bytes per second that it can send; 0 if unknown.
@@ -103,7 +101,6 @@ class Readiness(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     state: Part
     issued: _Finite
     spec: Annotated[str, msgspec.Meta(max_length=MAX_SPEC_CHARACTERS)] = ""
-    reason: Annotated[str, msgspec.Meta(max_length=MAX_REASON_CHARACTERS)] = ""
     round: _Count = 0
     accumulated: _Finite = 0.0
     bandwidth: _Finite = 0.0

@@ -109,7 +109,7 @@ class RunDriver:
         self._missed: tuple[Outcome, float] | None = None  # A round, and when its group closed.
         self._round: RoundDriver | None = None
         self._accumulated = 0.0
-        self._announced = events.Announce(False, 0, "joined")
+        self._announced = events.Announce(False, 0)
         self._driver = Driver(self._machine, self._perform, events.Woke)
         self._differ = Driver(self._spec_diff, self._perform)
         is_mute = context.membership.is_mute
@@ -441,7 +441,6 @@ class RunDriver:
             ready=not left and self._announced.ready,
             round=self._machine.round,
             accumulated=0.0 if left else self._accumulated,
-            reason=self._left or self._announced.reason,
             bandwidth=0.0 if left else self._bandwidth,
             left=left,
             observes=self.observes,

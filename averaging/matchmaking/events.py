@@ -102,7 +102,6 @@ class Announce(msgspec.Struct, frozen=True):
 
     ready: bool
     round: int
-    reason: str
 
 
 Action = Send | Form | Late | Decline | Announce

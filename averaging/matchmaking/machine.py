@@ -179,7 +179,7 @@ class Matchmaking(Matchmaker):
         stands = self._joiner.ready, self._context.round
         if stands != self._announced and now >= self._announced_at + ANNOUNCE_PERIOD:
             self._announced, self._announced_at = stands, now
-            self._context.out.append(events.Announce(*stands, self.reason))
+            self._context.out.append(events.Announce(*stands))
         return float("inf") if stands == self._announced else self._announced_at + ANNOUNCE_PERIOD
 
 

@@ -23,7 +23,7 @@ def port() -> int:
 
 
 async def announce(member: Swarm) -> None:
-    await member.directory.announce("digits", spec="ab", ready=True, round=1, accumulated=0.0, reason="")
+    await member.directory.announce("digits", spec="ab", ready=True, round=1, accumulated=0.0)
 
 
 def sees(member: Swarm, count: int):

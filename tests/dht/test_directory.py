@@ -118,7 +118,7 @@ async def test_a_later_record_of_a_copied_identity_ends_no_renewals(
 
     monkeypatch.setattr(protocol, "store", store)
     assert await protocol.take([record_of(stranger, 1), record_of(identity, 2**62)], stranger.peer) == 2
-    await announced.announce("digits", spec="ab", ready=False, round=1, accumulated=0.0, reason="stays")
+    await announced.announce("digits", spec="ab", ready=False, round=1, accumulated=0.0)
     own = announced._own["digits"]
     await until(lambda: len(sent) >= 3)
     await announced.withdraw("digits")
@@ -146,7 +146,7 @@ async def test_searches_that_find_nobody_new_are_rarer_and_rarer(
     monkeypatch.setattr(protocol, "look_up", look_up)
     monkeypatch.setattr(directory, "sleep_until", sleep_until)
     monkeypatch.setattr(directory, "GAP_SECONDS", 0.0)
-    await found.announce("digits", spec="ab", ready=False, round=1, accumulated=0.0, reason="stays")
+    await found.announce("digits", spec="ab", ready=False, round=1, accumulated=0.0)
     await until(lambda: len(pauses) >= 9)
     await found.stop()
     assert pauses[:9] == [4.0, 8.0, 16.0, 30.0, 30.0, 2.0, 4.0, 8.0, 16.0]
@@ -170,7 +170,7 @@ async def test_a_new_peer_of_a_large_swarm_is_asked_itself_and_no_others(
     monkeypatch.setattr(protocol, "look_up", look_up)
     monkeypatch.setattr(protocol, "ask", ask)
     monkeypatch.setattr(directory, "GAP_SECONDS", 0.0)
-    await found.announce("digits", spec="ab", ready=False, round=1, accumulated=0.0, reason="stays")
+    await found.announce("digits", spec="ab", ready=False, round=1, accumulated=0.0)
     await until(lambda: searches == 1)
     replicas.append("replica of the swarm that has grown")
     found.meet(stranger.peer)
@@ -217,7 +217,7 @@ async def test_a_record_is_renewed_less_often_where_many_are_told_but_within_its
     monkeypatch.setattr(protocol, "look_up", look_up)
     monkeypatch.setattr(directory, "sleep_until", sleep_until)
     monkeypatch.setattr(directory, "GAP_SECONDS", 0.0)
-    await found.announce("digits", spec="ab", ready=False, round=1, accumulated=0.0, reason="stays")
+    await found.announce("digits", spec="ab", ready=False, round=1, accumulated=0.0)
     for count, pause in ((15, 5.0), (24, 8.0), (100, TTL_SECONDS / 2)):
         replicas = tuple(f"peer {number}" for number in range(count))
         await until(lambda count=count, pause=pause: pauses.get(count) == pytest.approx(pause, abs=0.5))
@@ -239,9 +239,7 @@ async def test_progress_is_told_to_few_at_once_and_that_a_peer_leaves_to_all(
 
     async def announce(accumulated: float, left: bool = False) -> list[str]:
         told.clear()
-        await found.announce(
-            "digits", spec="ab", ready=False, round=1, accumulated=accumulated, reason="computes", left=left
-        )
+        await found.announce("digits", spec="ab", ready=False, round=1, accumulated=accumulated, left=left)
         await until(lambda: bool(told))
         for _ in range(10):
             await asyncio.sleep(0)
@@ -295,7 +293,7 @@ async def test_peers_that_only_keep_a_record_are_told_of_progress_once_a_second_
 
     async def announced(accumulated: float) -> set[str]:
         told.clear()
-        values = {"spec": "ab", "ready": False, "round": 1, "reason": "computes"}
+        values = {"spec": "ab", "ready": False, "round": 1}
         await found.announce("digits", accumulated=accumulated, **values)
         await until(lambda: "mate" in told)
         for _ in range(10):
@@ -330,7 +328,7 @@ async def test_a_newcomer_is_told_at_once_in_a_small_run_only(
 
     monkeypatch.setattr(found, "_search", nobody)
     monkeypatch.setattr(found, "_members", lambda run: [f"mate {number}" for number in range(members)])
-    await found.announce("digits", spec="ab", ready=False, round=1, accumulated=0.0, reason="computes")
+    await found.announce("digits", spec="ab", ready=False, round=1, accumulated=0.0)
     publisher = found._own["digits"].publisher
     monkeypatch.setattr(publisher, "publish", lambda kept, peers: published.append(list(peers)))
     await protocol.take([record_of(stranger, 1)], stranger.peer)

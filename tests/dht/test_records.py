@@ -16,7 +16,6 @@ from equipoise.dht.records import (
     MAX_ADDRESSES,
     MAX_CREDENTIAL_BYTES,
     MAX_NAME_CHARACTERS,
-    MAX_REASON_CHARACTERS,
     MAX_RECORD_BYTES,
     MAX_RUN_BYTES,
     MAX_RUNS_PER_PEER,
@@ -86,7 +85,7 @@ def states(record_store: RecordStore, now: float = NOW) -> dict[str, tuple[int, 
 
 
 def test_round_trip(identity: Identity) -> None:
-    one = record(identity, reason="waits", round=3, accumulated=2.5, addresses=("/ip4/127.0.0.1/tcp/1",))
+    one = record(identity, round=3, accumulated=2.5, addresses=("/ip4/127.0.0.1/tcp/1",))
     assert verified(seal(one, identity)) == one
 
 
@@ -94,7 +93,6 @@ def test_the_largest_record_fits(identity: Identity) -> None:
     longest = {
         "run": "r" * MAX_RUN_BYTES,
         "spec": "f" * 64,
-        "reason": "x" * MAX_REASON_CHARACTERS,
         "round": MAX_SEQUENCE,
         "accumulated": 0.1,
         "bandwidth": 0.1,
@@ -118,7 +116,6 @@ async def test_what_a_peer_can_send_is_announced_and_renewed(members) -> None:
         ready=True,
         round=1,
         accumulated=0.0,
-        reason="waits",
         bandwidth=5e6,
         observes=True,
     )
@@ -173,7 +170,7 @@ def test_signed_by_another_is_refused(identity: Identity, stranger: Identity) ->
         {"issued": math.nan},
         {"round": -1},
         {"sequence": 2**63},
-        {"reason": "x" * 201},
+        {"why": "x" * 161},
         {"run": "x" * 129},
         {"run": ""},
         {"spec": "x" * 129},
@@ -365,7 +362,7 @@ def test_a_run_that_was_left_makes_room_for_another(identity: Identity) -> None:
     "contents",
     [
         pytest.param({}, id="small"),
-        pytest.param({"reason": "x" * 200, "credential": bytes(700)}, id="usual"),
+        pytest.param({"why": "x" * 160, "credential": bytes(740)}, id="usual"),
         pytest.param(
             {"addresses": ("x" * 511 + "\N{GRINNING FACE}",) * 4, "credential": bytes(900)}, id="large"
         ),

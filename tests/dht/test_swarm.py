@@ -27,7 +27,7 @@ SPEC = "ab12"
 
 
 async def announce(member: Swarm, run: str = "digits", **changes) -> None:
-    values = {"spec": SPEC, "ready": True, "round": 1, "accumulated": 0.0, "reason": "waits"}
+    values = {"spec": SPEC, "ready": True, "round": 1, "accumulated": 0.0}
     await member.directory.announce(run, **(values | changes))
 
 
@@ -50,7 +50,7 @@ async def test_three_find_each_other_and_follow_changes(members, until) -> None:
         await until(sees(member, *everyone))
         assert member.status().state == "ready"
         assert "digits" in member.status().reason
-    await announce(others[0], ready=False, round=7, accumulated=2.5, reason="computes")
+    await announce(others[0], ready=False, round=7, accumulated=2.5)
     for member in everyone:
         await until(lambda member=member: followed(member, others[0]))
     found = {one.peer: one for one in await first.directory.peers("digits")}
@@ -78,14 +78,14 @@ async def test_a_run_is_seen_by_who_is_not_in_it(members, until) -> None:
 async def test_records_are_renewed_before_they_expire(members, until, monkeypatch) -> None:
     monkeypatch.setattr("equipoise.dht.directory.RENEW_SECONDS", 0.2)
     first = await members.start("first")
-    await announce(first, reason="stays")
+    await announce(first, accumulated=2.5)
     before = (await first.directory.peers("digits"))[0]
     await until(lambda: renewed(first, before))
 
 
 async def renewed(member: Swarm, before: Readiness) -> bool:
     [now] = await member.directory.peers("digits")
-    return now.sequence > before.sequence and (now.reason, now.round) == ("stays", 1)
+    return now.sequence > before.sequence and (now.accumulated, now.round) == (2.5, 1)
 
 
 async def test_client_mode_takes_part_but_cannot_be_dialled(members, until) -> None:

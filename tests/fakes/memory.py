@@ -189,7 +189,6 @@ class MemoryDirectory:
         ready: bool,
         round: int,
         accumulated: float,
-        reason: str,
         bandwidth: float = 0.0,
         left: bool = False,
         observes: bool = False,

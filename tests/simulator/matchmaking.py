@@ -143,7 +143,7 @@ class Peer(Driver):
                 self.form(manifest)
             case events.Late():
                 self.on_idle()
-            case events.Announce(ready, round, _):
+            case events.Announce(ready, round):
                 record = Record(
                     self.name,
                     ready=ready,

@@ -42,9 +42,7 @@ class Hostile:
         self.asked = 0
 
     async def come(self) -> None:
-        await self._directory.announce(
-            SPEC.name, spec=SPEC.hash, ready=False, round=0, accumulated=0.0, reason=""
-        )
+        await self._directory.announce(SPEC.name, spec=SPEC.hash, ready=False, round=0, accumulated=0.0)
 
     async def _serve(self, channel: Channel) -> None:
         speaker = Speaker(channel)

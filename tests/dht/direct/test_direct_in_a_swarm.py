@@ -15,7 +15,7 @@ RUN = "digits"
 
 async def announce(*members) -> None:
     for member in members:
-        await member.directory.announce(RUN, spec="ab", ready=True, round=0, accumulated=0.0, reason="test")
+        await member.directory.announce(RUN, spec="ab", ready=True, round=0, accumulated=0.0)
 
 
 async def admit_from_records(until, *members) -> None:

@@ -27,7 +27,7 @@ class Trio:
     async def meet(self, until) -> None:
         """Be in one round."""
         for member in (self.first, self.second):
-            await member.directory.announce(RUN, spec="ab", ready=True, round=0, accumulated=0.0, reason="")
+            await member.directory.announce(RUN, spec="ab", ready=True, round=0, accumulated=0.0)
         for one, other in ((self.first, self.second), (self.second, self.first)):
             await until(lambda one=one: knows_another(one))
             one.direct.admit(other.peer, other.direct.credential)
