@@ -43,14 +43,12 @@ MAX_RUNS_PER_PEER = 132
 SHARDS = 4
 """A run's records are spread over so many keys: one key with 300 records takes 0.3 s to read."""
 MAX_BYTES = 10 * 1024 * 1024
-"""Most memory of all records: about 3,600 usual ones. The record renewed longest ago goes first."""
+"""Most memory of all records: about 3,600 usual ones. The record renewed longest ago goes first. Void records stay as
+long as there is memory: their sequences refuse replays, and without them `issued` refuses replays of some days ago."""
 ENTRY_BYTES = 1700
 """Memory of one record besides its own bytes: its names, and its places in three indices."""
 CLOCK_TOLERANCE_SECONDS = 2 * MAX_OFFSET_SECONDS + 600.0
 """Most that an author's idea of the swarm's clock may be off this peer's: a day off here and a day off there."""
-REMEMBER_SECONDS = 2 * CLOCK_TOLERANCE_SECONDS
-"""After so long a replay of a forgotten author's record is refused by its `issued`. Until then, and as long as there
-is memory, the author's void record is kept, whose sequence refuses it."""
 
 Addresses = Annotated[
     tuple[Annotated[str, msgspec.Meta(max_length=MAX_ADDRESS_CHARACTERS)], ...],
@@ -225,7 +223,7 @@ class Entry:
 
 
 class RecordStore:
-    """The newest record of every author in every run, void ones included for as long as a replay could revive them."""
+    """The newest record of every author in every run, void ones included."""
 
     def __init__(self) -> None:
         self._entries: OrderedDict[tuple[str, str], Entry] = OrderedDict()
@@ -310,11 +308,6 @@ class RecordStore:
             entry = self._entries[peer, run]
             arrived = min(entry.arrived, now - TTL_SECONDS)
             self._entries[peer, run] = replace(entry, arrived=arrived, expires=min(entry.expires, now))
-
-    def forget(self, now: float) -> None:
-        """Drop what no replay can revive any more."""
-        for name in [name for name, entry in self._entries.items() if entry.arrived + REMEMBER_SECONDS < now]:
-            self._remove(name)
 
     def knows(self, found: Kept, now: float) -> bool:
         """Tell whether this very record is kept, which needs no signature; take over what is left of its life."""

@@ -37,7 +37,7 @@ from equipoise.tasks import TaskSet
 DEFAULT_LISTEN = ("/ip4/0.0.0.0/tcp/0",)
 """Every IPv4 address of this machine, at the usual port if it is free."""
 HOUSEKEEPING_SECONDS = 5.0
-"""Time after which good peers are written down with their addresses again, and old records dropped."""
+"""Time after which good peers are written down with their addresses again."""
 WAYS_BACK = 4
 """Most peers that are written down as soon as they are met; further ones wait for housekeeping."""
 
@@ -358,7 +358,6 @@ class Swarm:
     async def _keep_house(self) -> None:
         while True:
             await asyncio.sleep(HOUSEKEEPING_SECONDS)
-            self._protocol.record_store.forget(time.monotonic())
             warning = self._protocol.clock.warning
             if bool(warning) != self._clock_warned:
                 self._clock_warned = bool(warning)

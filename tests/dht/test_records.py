@@ -21,7 +21,6 @@ from equipoise.dht.records import (
     MAX_RUNS_PER_PEER,
     MAX_SEQUENCE,
     MAX_WHY_CHARACTERS,
-    REMEMBER_SECONDS,
     TTL_SECONDS,
     Entry,
     Kept,
@@ -311,21 +310,15 @@ def test_clocks_a_day_off_take_part_and_old_replays_do_not(identity: Identity) -
         accept(RecordStore(), kept(identity), NOW, SWARM_TIME + CLOCK_TOLERANCE_SECONDS + 1)
 
 
-def test_nothing_can_be_revived_by_forgetting(identity: Identity) -> None:
+def test_nothing_void_can_be_revived(identity: Identity) -> None:
     record_store = RecordStore()
     accept(record_store, kept(identity, sequence=1), NOW, SWARM_TIME)
     accept(record_store, kept(identity, sequence=2), NOW, SWARM_TIME)
-    record_store.forget(NOW + REMEMBER_SECONDS - 1)
-    assert len(record_store._entries) == 1
-    record_store.forget(NOW + REMEMBER_SECONDS + 1)
-    assert len(record_store._entries) == 0
-    with pytest.raises(Malformed, match="swarm's clock"):
-        accept(
-            record_store,
-            kept(identity, sequence=1),
-            NOW + REMEMBER_SECONDS + 1,
-            SWARM_TIME + REMEMBER_SECONDS + 1,
-        )
+    for replayed in (kept(identity, sequence=1), kept(identity, sequence=2)):
+        with pytest.raises(Malformed, match="is not after 2"):
+            record_store.examine(replayed, SWARM_TIME + CLOCK_TOLERANCE_SECONDS)
+        with pytest.raises(Malformed, match="swarm's clock"):
+            RecordStore().examine(replayed, SWARM_TIME + CLOCK_TOLERANCE_SECONDS + 1)
 
 
 def test_the_departed_are_gone_at_once_but_their_farewell_is_passed_on(identity: Identity) -> None:
