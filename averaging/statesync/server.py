@@ -9,7 +9,7 @@ makes an image of a mean when a newcomer asks for it. The driver adds the known 
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -18,12 +18,16 @@ from equipoise.averaging.state import StateId
 from equipoise.averaging.statesync import events, messages
 from equipoise.averaging.statesync.chunks import ImageId
 from equipoise.averaging.statesync.messages import Answer, Ask, Bulk, Offer, Refusal
-from equipoise.averaging.statesync.upload_queue import MAX_SERVINGS, Quota, Serving
+from equipoise.averaging.statesync.upload_queue import Serving
 from equipoise.averaging.timing import ASKER_SECONDS
 
 KEPT_MEANS = 8
 """Most means that a donor keeps. A peer that is further behind takes a snapshot instead: eight means in int8 are as
 large as the image of a state with Adam's two moments."""
+
+MAX_SNAPSHOTS, SNAPSHOTS_SECONDS = 8, 60.0
+"""Most snapshots that newcomers may ask a trainer for, and the time for them: each copies the trainer's memory. The
+bound is for all newcomers together, because identities are free; a snapshot is offered to all of them."""
 
 MAX_ASKERS = 64
 """Most newcomers served at once: as many as a group has members."""
@@ -81,7 +85,7 @@ class Server:
         self._taking: int | None = None
         self._fetching = self._left = False
         self._held_until: dict[bytes, float] = {}
-        self._wear = Quota()
+        self._taken: deque[float] = deque(maxlen=MAX_SNAPSHOTS)
         self._now = 0.0
         self._out: list[events.DonorAction] = []
 
@@ -125,8 +129,7 @@ class Server:
                 self._fetching = fetching
             case events.SnapshotTaken(state):
                 self._taking = state.epoch
-                wished = [peer for peer, one in self._askers.items() if state.epoch in one.ask.wanted]
-                self._wear.took(wished, now)
+                self._taken.append(now)
             case events.SnapshotReady(state, image):
                 self._on_snapshot(Offer(state, image))
             case events.RoundBegan(before):
@@ -193,15 +196,12 @@ class Server:
         if image is None:
             return "it holds that image no longer"
         asker.reading = message.digest
-        room = self._wear.room(peer, message.digest, image.chunks, self._now)
-        if room <= 0:
-            return f"it was sent {MAX_SERVINGS} times already"
         name = message.run, message.ticket, message.digest
         bodies: list[Bulk] = [messages.Digests(*name)]
         if isinstance(message, messages.AskChunks):
             chunks = [chunk for chunk in dict.fromkeys(message.chunks) if chunk < image.chunks]
             bodies = [messages.Chunk(*name, chunk) for chunk in chunks]
-        self._wear.served(peer, message.digest, self._serving.add(peer, bodies[:room]), self._now)
+        self._serving.add(peer, bodies)
         return ""
 
     def _on_epoch(self, epoch: int) -> None:
@@ -298,7 +298,7 @@ class Server:
         """The epochs of which the donor asks its trainer for a snapshot for this newcomer."""
         read = {asker.reading for asker in self._askers.values() if self._holds(asker.reading)}
         full = sum(offer.image.digest in read for offer in self._snapshots) > 1
-        worn = self._wear.worn(self._now) or not self._wear.may_wish(peer, self._now)
+        worn = len(self._taken) == MAX_SNAPSHOTS and self._now < self._taken[0] + SNAPSHOTS_SECONDS
         if full or worn or self._fetching or self._left:
             return []
         ask = self._askers[peer].ask

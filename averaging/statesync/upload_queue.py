@@ -1,14 +1,14 @@
-"""The order in which a donor sends bodies, its pauses during rounds, and the quota of each newcomer.
+"""The order in which a donor sends bodies, and its pauses during rounds.
 
 Newcomers take turns, chunk by chunk. While a round goes on at this donor, at most one body is on its way. After each
-body the donor pauses for a multiple of the body's time, so rounds keep most of the link at any speed. No single
-newcomer can use up the share of all.
+body the donor pauses for a multiple of the body's time, so rounds keep most of the link at any speed. A newcomer that
+asks for the same bodies again and again takes only its turns.
 """
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, deque
-from collections.abc import Collection
+from collections import OrderedDict, deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from equipoise.averaging.statesync.messages import Bulk
@@ -33,21 +33,6 @@ STUCK_SECONDS, STUCK_IN_ROUND_SECONDS = 2.0, 20.0
 """Longest time for which an unsent body holds back other newcomers: after that, its newcomer does not read. During
 rounds the link is more likely slow, and a second body would take bandwidth from the round."""
 
-MAX_SNAPSHOTS, SNAPSHOTS_SECONDS = 8, 60.0
-"""Most snapshots that newcomers may ask a trainer for, and the time for them: each copies the trainer's memory."""
-
-MAX_SNAPSHOTS_EACH = 3
-"""Most snapshots for one newcomer in that time: it needs one, and more if it comes too late or a donor fails."""
-
-MAX_SERVINGS = 4
-"""Most times that one newcomer may download the chunks of one image: faults explain two downloads, not many."""
-
-DOWNLOAD_SECONDS = 600.0
-"""Longest time after its last body for which a download counts: a newcomer that comes back later was restarted."""
-
-MAX_DOWNLOADS = 1024
-"""Most downloads remembered, with any ticket: some for each member of a group and each held image."""
-
 
 @dataclass
 class _Line:
@@ -65,13 +50,11 @@ class _Line:
     took: float = 0.0
     resumes_at: float = float("-inf")
 
-    def add(self, body: Bulk) -> bool:
-        """Queue a body; returns False if the queue is full, or the body waits or is on its way already."""
+    def add(self, body: Bulk) -> None:
+        """Queue a body, unless the queue is full, or the body waits or is on its way already."""
         full = len(self.waiting) + len(self.sending) >= MAX_QUEUED
-        if full or body in self.waiting or any(body == one for one, _ in self.sending):
-            return False
-        self.waiting.append(body)
-        return True
+        if not full and body not in self.waiting and all(body != one for one, _ in self.sending):
+            self.waiting.append(body)
 
 
 class Serving:
@@ -91,13 +74,11 @@ class Serving:
         """Number of newcomers with bodies that wait or are on their way."""
         return len(self._lines)
 
-    def add(self, peer: str, bodies: list[Bulk]) -> int:
-        """Queue bodies for `peer`, except those that it has asked for already and those beyond `MAX_QUEUED`.
-
-        Returns:
-            The number of bodies queued.
-        """
-        return sum(map(self._lines.setdefault(peer, _Line()).add, bodies))
+    def add(self, peer: str, bodies: Iterable[Bulk]) -> None:
+        """Queue bodies for `peer`, except those that it has asked for already and those beyond `MAX_QUEUED`."""
+        line = self._lines.setdefault(peer, _Line())
+        for body in bodies:
+            line.add(body)
 
     def sent(self, peer: str, busy: bool, now: float) -> None:
         """Note that a body has left for `peer`; `busy` says whether a round exchanges here."""
@@ -148,43 +129,6 @@ class Serving:
             times += [now + LOOK_SECONDS, self._resumes_at]
             times += [line.resumes_at for line in self._lines.values()]
         return min((time for time in times if time > now), default=float("inf"))
-
-
-class Quota:
-    """Counts snapshots and bodies by newcomer. Times are the seconds of one monotonic clock."""
-
-    def __init__(self) -> None:
-        self._taken: deque[tuple[float, frozenset[str]]] = deque(maxlen=MAX_SNAPSHOTS)
-        self._served: OrderedDict[tuple[str, bytes], tuple[int, float]] = OrderedDict()
-
-    def took(self, peers: Collection[str], now: float) -> None:
-        """Note that the trainer has taken a snapshot for the wishes of these newcomers."""
-        self._taken.append((now, frozenset(peers)))
-
-    def worn(self, now: float) -> bool:
-        """True if the trainer has taken `MAX_SNAPSHOTS` within `SNAPSHOTS_SECONDS`."""
-        return len(self._taken) == MAX_SNAPSHOTS and now < self._taken[0][0] + SNAPSHOTS_SECONDS
-
-    def may_wish(self, peer: str, now: float) -> bool:
-        """True if this newcomer's wishes still go to the trainer."""
-        recent = Counter(one for at, peers in self._taken if now < at + SNAPSHOTS_SECONDS for one in peers)
-        return recent[peer] < MAX_SNAPSHOTS_EACH
-
-    def room(self, peer: str, digest: bytes, chunks: int, now: float) -> int:
-        """Return how many more bodies of an image of `chunks` chunks this newcomer may get."""
-        return MAX_SERVINGS * (chunks + 1) - self._count(peer, digest, now)
-
-    def served(self, peer: str, digest: bytes, bodies: int, now: float) -> None:
-        """Count bodies of an image that are sent to this newcomer."""
-        if bodies:
-            self._served[peer, digest] = self._count(peer, digest, now) + bodies, now
-            self._served.move_to_end((peer, digest))
-        if len(self._served) > MAX_DOWNLOADS:
-            self._served.popitem(last=False)
-
-    def _count(self, peer: str, digest: bytes, now: float) -> int:
-        count, last = self._served.get((peer, digest), (0, now))
-        return count if now < last + DOWNLOAD_SECONDS else 0
 
 
 def _pause(took: float) -> float:

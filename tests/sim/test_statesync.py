@@ -9,8 +9,7 @@ import pytest
 
 from equipoise.averaging.statesync.answers import LONE_SECONDS
 from equipoise.averaging.statesync.chunks import CHUNK_BYTES
-from equipoise.averaging.statesync.server import KEPT_MEANS
-from equipoise.averaging.statesync.upload_queue import MAX_SNAPSHOTS, SNAPSHOTS_SECONDS
+from equipoise.averaging.statesync.server import KEPT_MEANS, MAX_SNAPSHOTS, SNAPSHOTS_SECONDS
 from equipoise.averaging.timing import ASKER_SECONDS
 from simulator.statesync import MEAN, Result, Scenario, Trouble, World, image_of, state_of
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import msgspec
 import pytest
 
 from equipoise.averaging.statesync import messages, upload_queue
 from equipoise.averaging.statesync import server as donors
 from equipoise.averaging.statesync.events import (
     AskReceived,
-    BodySent,
     DonorEvent,
     EpochReached,
     FetchChanged,
@@ -156,45 +154,6 @@ def test_nothing_is_served_to_whom_has_not_asked() -> None:
     assert isinstance(gone, Refusal)
 
 
-def test_one_newcomer_is_not_served_for_ever() -> None:
-    giver = Giver()
-    giver.offer(offer_of(1, chunks=2))
-    giver.ask(ask(0))
-    digest = offer_of(1).image.digest
-    served = 0
-    for _ in range(100):
-        for one in giver.ask(AskChunks(RUN, TICKET, digest, (0, 1))):
-            served += isinstance(one, Chunk)
-        while any(isinstance(one, Chunk) for one in giver.tell(BodySent("new", False))):
-            served += 1
-    assert served <= upload_queue.MAX_SERVINGS * 3
-
-
-def test_who_comes_back_after_a_long_time_is_served_again() -> None:
-    giver = Giver()
-    giver.offer(offer_of(1, chunks=2))
-    digest = offer_of(1, chunks=2).image.digest
-    for _ in range(3 * upload_queue.MAX_SERVINGS):
-        giver.now += upload_queue.DOWNLOAD_SECONDS
-        giver.ask(ask(0))
-        assert any(isinstance(one, Chunk) for one in giver.ask(AskChunks(RUN, TICKET, digest, (0, 1))))
-        giver.tell(BodySent("new", False))
-        giver.ask(Finished(RUN, TICKET))
-
-
-def test_a_new_ticket_is_no_new_download() -> None:
-    giver = Giver()
-    giver.offer(offer_of(1, chunks=2))
-    digest, served = offer_of(1, chunks=2).image.digest, 0
-    for index in range(100):
-        ticket = index.to_bytes(8, "big")
-        giver.ask(msgspec.structs.replace(ask(0), ticket=ticket))
-        served += sum(isinstance(one, Chunk) for one in giver.ask(AskChunks(RUN, ticket, digest, (0, 1))))
-        served += sum(isinstance(one, Chunk) for one in giver.tell(BodySent("new", False)))
-        giver.ask(Finished(RUN, ticket))
-    assert 0 < served <= upload_queue.MAX_SERVINGS * 3
-
-
 def test_no_more_newcomers_than_a_group_has_members_are_served() -> None:
     giver = Giver()
     for index in range(donors.MAX_ASKERS):
@@ -207,30 +166,15 @@ def test_no_more_newcomers_than_a_group_has_members_are_served() -> None:
 
 def test_trainers_are_not_asked_for_snapshots_without_end() -> None:
     giver = Giver(epoch=0)
-    for epoch in range(1, upload_queue.MAX_SNAPSHOTS + 1):
+    for epoch in range(1, donors.MAX_SNAPSHOTS + 1):
         giver.ask(ask(epoch, wanted=(epoch,)), f"new{epoch}")
         assert giver.machine.wanted == epoch
         giver.offer(offer_of(epoch))
     giver.ask(ask(50, wanted=(50,)))
     assert giver.machine.wanted is None
-    giver.now += upload_queue.SNAPSHOTS_SECONDS
+    giver.now += donors.SNAPSHOTS_SECONDS
     giver.ask(ask(50, wanted=(50,)))
     assert giver.machine.wanted == 50
-
-
-def test_one_newcomer_does_not_use_up_the_snapshots_of_all() -> None:
-    giver, taken = Giver(epoch=0), 0
-    for epoch in range(1, 20):
-        giver.ask(Finished(RUN, TICKET), "greedy")
-        greedy = giver.ask(ask(epoch, wanted=(epoch,)), "greedy")
-        if giver.machine.wanted is None:
-            assert all(not one.noted for one in greedy if isinstance(one, Answer))
-            break
-        giver.offer(offer_of(epoch))
-        taken += 1
-    assert taken == upload_queue.MAX_SNAPSHOTS_EACH
-    assert giver.ask(ask(30, wanted=(30,)), "honest") == [answer(taken, noted=(30,))]
-    assert giver.machine.wanted == 30
 
 
 def test_a_wish_that_cannot_be_fulfilled_for_want_of_room_is_not_noted() -> None:
