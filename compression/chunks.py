@@ -62,10 +62,5 @@ def first_non_finite(values: torch.Tensor) -> int | None:
     """Return the index of the first NaN or infinity in `values`, f32 [n], or None."""
     for span in spans(values.numel(), values.device):
         if not within(*extremes(values[span])):
-            return int(span.start) + locate(~torch.isfinite(values[span]))
+            return int(span.start) + int((~torch.isfinite(values[span])).to(torch.uint8).argmax())
     return None
-
-
-def locate(faulty: torch.Tensor) -> int:
-    """Return the index of the first True of `faulty`, bool [n], which has one."""
-    return int(faulty.to(torch.uint8).argmax())

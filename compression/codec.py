@@ -119,8 +119,8 @@ class Codec(ABC):
             self.math.decode(given, array)
             return
         out = _vector(out)
+        self.check(payload, out.numel())
         source = self._source(payload, out)
-        self._check(source, out.numel())
         if fused := self._fused(out):
             fused.decode(source, out, self.kind)
         else:
@@ -236,8 +236,9 @@ class Codec(ABC):
             return kernels().tensors if os.environ.get(INTERPRETER) == "1" else None
         return kernels(str(values.device)).tensors
 
-    @abstractmethod
-    def _check(self, payload: torch.Tensor, count: int) -> None: ...
+    def _check(self, payload: torch.Tensor, count: int) -> None:
+        assert self.math is not None, "a codec without `math` has a check of its own"
+        self.math.check(payload.cpu().numpy(), count)
 
     def __eq__(self, other: object) -> bool:
         return self.spec == other.spec if isinstance(other, Codec) else NotImplemented

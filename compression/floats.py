@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from equipoise.compression.array_math import FORMATS, FloatMath
 from equipoise.compression.choice import compiled
-from equipoise.compression.chunks import extremes, first_non_finite, locate, scratch, spans, within
+from equipoise.compression.chunks import extremes, first_non_finite, scratch, spans, within
 from equipoise.compression.codec import Codec, EncodeReport
-from equipoise.compression.errors import CodecError, NonFiniteError
+from equipoise.compression.errors import NonFiniteError
 from equipoise.compression.late_torch import torch
 
 
@@ -62,20 +62,3 @@ class FloatCodec(Codec):
                 # A product of half-precision values would be rounded to half precision.
                 weighted.copy_(encoded[span]).mul_(weight)
             into[span].add_(weighted)
-
-    def _check(self, payload: torch.Tensor, count: int) -> None:
-        encoded = payload.view(self.kind)
-        for span in spans(count, payload.device):
-            if not self._finite(encoded[span]):
-                index = span.start + locate(~torch.isfinite(encoded[span]))
-                raise CodecError(
-                    f"{self.spec}: value {index} of {count} is {encoded[index].item()}, not finite"
-                )
-
-    def _finite(self, encoded: torch.Tensor) -> bool:
-        if encoded.dtype == torch.float32:
-            return within(*extremes(encoded))
-        # Twice as fast as comparing half-precision values, which CPUs widen first.
-        exponents = scratch(encoded.numel(), encoded.device).view(torch.int16)[: encoded.numel()]
-        torch.bitwise_and(encoded.view(torch.int16), self._format.exponent, out=exponents)
-        return int(exponents.amax()) != self._format.exponent
