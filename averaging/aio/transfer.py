@@ -27,9 +27,9 @@ from equipoise.averaging.spec import RunSpec
 from equipoise.averaging.state import StateId
 from equipoise.averaging.statesync import events, messages
 from equipoise.averaging.statesync.answers import Request
-from equipoise.averaging.statesync.chunks import DIGEST_BYTES, MAX_IMAGE_BYTES, Image, ImageId, is_chunk
+from equipoise.averaging.statesync.chunks import MAX_IMAGE_BYTES, Image, ImageId, is_chunk
 from equipoise.averaging.statesync.client import Fetch
-from equipoise.averaging.statesync.messages import Ask, Bulk, Chunk, Digests, TransferMessage, encode
+from equipoise.averaging.statesync.messages import Ask, AskItems, Item, TransferMessage, encode
 from equipoise.averaging.statesync.server import Server
 from equipoise.averaging.statesync.update import MAX_MANIFEST_BYTES, EncodedMean, read_head
 from equipoise.tasks import Driver, TaskSet
@@ -110,7 +110,7 @@ class Download:
                 self._sessions.admit(peer, credential)  # A donor opens a channel before it answers.
         self.driver.tell(events.PeersSeen(tuple(self._credentials)))
 
-    def place(self, peer: str, message: Bulk, size: int) -> memoryview:
+    def place(self, peer: str, message: Item, size: int) -> memoryview:
         """Return memory for a body: a buffer of its own if it is wanted, else scratch.
 
         A body never goes straight into the image: a donor that stalled in the middle of a chunk could write over one
@@ -127,14 +127,14 @@ class Download:
         image = self._image
         if image is None or not self.machine.expects(peer, message):
             return self._sessions.scratch(size)
-        expected = image.length(message.chunk) if isinstance(message, Chunk) else image.chunks * DIGEST_BYTES
+        expected = image.length(message.item)
         if size != expected:
-            raise self._broken(peer, f"expected {expected} bytes of a {type(message).__name__}, got {size}")
+            raise self._broken(peer, f"expected {expected} bytes of item {message.item}, got {size}")
         return self._sessions.pool.take(size)
 
     def frame(self, peer: str, message: messages.ToNewcomer, body: memoryview) -> None:
         """Take a frame from a donor."""
-        if not isinstance(message, Bulk):
+        if not isinstance(message, Item):
             self.driver.tell(events.AnswerReceived(peer, message))
             return
         image = self._image
@@ -142,11 +142,11 @@ class Download:
             return
         if not self.machine.expects(peer, message):
             return  # Another donor has sent it since it began to come in.
-        if isinstance(message, Digests):
+        if message.item == 0:
             if genuine := image.genuine(body):
                 self._digests = bytes(body)
-        elif genuine := is_chunk(body, self._digests, message.chunk):
-            self._memory[image.span(message.chunk)] = body
+        elif genuine := is_chunk(body, self._digests, message.item):
+            self._memory[image.span(message.item)] = body
         self.driver.tell(events.BodyReceived(peer, message, genuine))
 
     def _perform(self, action: events.FetchAction) -> None:
@@ -167,11 +167,11 @@ class Download:
 
     def _send(self, peer: str, message: TransferMessage) -> None:
         self._sessions.post(peer, TRANSFER_FRAME + encode(message))
-        if isinstance(message, messages.AskBulk):
+        if isinstance(message, AskItems):
             if peer not in self._due:
                 # By now it has admitted this peer: it has answered.
                 self._sessions.enter(flow_of(self._ticket, peer), {peer: self._credentials.get(peer, b"")})
-            self._due[peer] += len(message.chunks) if isinstance(message, messages.AskChunks) else 1
+            self._due[peer] += len(message.items)
 
     async def _make_room(self, image: ImageId) -> None:
         try:
@@ -413,7 +413,7 @@ class Transfer:
         Raises:
             FrameRefused: It is not what was asked for.
         """
-        if self._download is None or not isinstance(message, Bulk):
+        if self._download is None or not isinstance(message, Item):
             return self._sessions.scratch(size)
         return self._download.place(peer, message, size)
 
@@ -492,7 +492,7 @@ class Transfer:
     def _post(self, peer: str, message: TransferMessage) -> None:
         self._sessions.post(peer, TRANSFER_FRAME + encode(message))
 
-    def _post_body(self, peer: str, message: Bulk) -> None:
+    def _post_body(self, peer: str, message: Item) -> None:
         def sent() -> None:
             # This call takes its turn right after the body, so the server learns that the body has left.
             self._loop.call_soon(self._driver.tell, events.BodySent(peer, self._rounds.busy))
@@ -501,11 +501,11 @@ class Transfer:
         self._sessions.post_bulk(peer, flow, lambda: self._make(message), late=True)
         self._sessions.post_bulk(peer, flow, sent, late=True)
 
-    def _make(self, message: Bulk) -> Frame | None:
+    def _make(self, message: Item) -> Frame | None:
         image = self._held.get(message.digest)
         if image is None:
             return None
-        body = image.digests if isinstance(message, Digests) else image.data[image.name.span(message.chunk)]
+        body = image.data[image.name.span(message.item)] if message.item else image.digests
         return TRANSFER_FRAME + encode(message), body
 
     def _leave(self, peer: str) -> None:

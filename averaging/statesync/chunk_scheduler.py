@@ -1,12 +1,12 @@
 """Schedules which donor is asked for which chunk. A donor's window follows its speed; others take over if it stalls.
 
-The list of digests is scheduled in the same way, as a single item.
+The list of digests, item 0 of an image, is scheduled in the same way, by itself.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 
 from equipoise.averaging.timing import STALL_SECONDS
@@ -91,11 +91,11 @@ class ChunkScheduler:
         delivered: PeerID -> number of chunks delivered; includes donors that are gone.
     """
 
-    def __init__(self, chunks: int, donors: Iterable[str] = ()) -> None:
+    def __init__(self, chunks: Sequence[int], donors: Iterable[str] = ()) -> None:
         self.donors = {peer: Source() for peer in donors}
         self.delivered: dict[str, int] = {}
-        self._missing = set(range(chunks))
-        self._waiting = deque(range(chunks))
+        self._missing = set(chunks)
+        self._waiting = deque(chunks)
 
     @property
     def left(self) -> int:

@@ -30,7 +30,7 @@ Size = Annotated[int, msgspec.Meta(ge=1, le=MAX_IMAGE_BYTES)]
 
 
 class ImageId(msgspec.Struct, frozen=True, array_like=True):
-    """Names an image: equal ids, equal bytes.
+    """Names an image: equal ids, equal bytes. Its items are the list of digests, item 0, and the chunks, from 1 on.
 
     Attributes:
         digest: BLAKE3 over the size and the digests of all chunks.
@@ -52,16 +52,18 @@ class ImageId(msgspec.Struct, frozen=True, array_like=True):
 
     def span(self, chunk: int) -> slice:
         """The place of a chunk in the image."""
-        return slice(chunk * CHUNK_BYTES, min((chunk + 1) * CHUNK_BYTES, self.size))
+        return slice((chunk - 1) * CHUNK_BYTES, min(chunk * CHUNK_BYTES, self.size))
 
-    def length(self, chunk: int) -> int:
-        """Bytes of a chunk; all have `CHUNK_BYTES` but the last."""
-        span = self.span(chunk)
+    def length(self, item: int) -> int:
+        """Bytes of an item; all chunks have `CHUNK_BYTES` but the last."""
+        if item == 0:
+            return self.chunks * DIGEST_BYTES
+        span = self.span(item)
         return int(span.stop - span.start)
 
     def genuine(self, digests: Buffer) -> bool:
         """True if these are the digests of this image's chunks."""
-        return len(digests) == self.chunks * DIGEST_BYTES and ImageId.of(self.size, digests) == self
+        return len(digests) == self.length(0) and ImageId.of(self.size, digests) == self
 
 
 class Image(NamedTuple):
@@ -92,5 +94,5 @@ def digests_of(image: memoryview) -> bytes:
 
 def is_chunk(body: memoryview, digests: bytes, chunk: int) -> bool:
     """True if `body` is that chunk of the image whose chunks have these digests."""
-    start = chunk * DIGEST_BYTES
-    return blake3(body).digest() == digests[start : start + DIGEST_BYTES]
+    end = chunk * DIGEST_BYTES
+    return blake3(body).digest() == digests[end - DIGEST_BYTES : end]

@@ -20,7 +20,7 @@ from equipoise.averaging.statesync.answers import Agreement, Request
 from equipoise.averaging.statesync.chunk_scheduler import ChunkScheduler
 from equipoise.averaging.statesync.chunks import CHUNK_BYTES, ImageId
 from equipoise.averaging.statesync.events import FetchAction, FetchEvent, Finish
-from equipoise.averaging.statesync.messages import Bulk, Chunk, Offer
+from equipoise.averaging.statesync.messages import Item, Offer
 from equipoise.averaging.statesync.snapshot_quorum import SnapshotQuorum
 from equipoise.averaging.statesync.update_query import UpdateQuery
 from equipoise.averaging.timing import RENEW_SECONDS, STALL_SECONDS
@@ -46,7 +46,7 @@ class Fetch:
         self._missed = None if request.after is None else UpdateQuery(request)
         self._poll = self._missed or SnapshotQuorum(request.at_least, request.circle)
         self._agreement: Agreement | None = None
-        self._sources = ChunkScheduler(0)
+        self._sources = ChunkScheduler(())
         self._image: ImageId | None = None
         self._digests_known = False
         self._memory = 0
@@ -74,12 +74,11 @@ class Fetch:
             f"from {count} peers ({self._agreement.reason})"
         )
 
-    def expects(self, peer: str, message: Bulk) -> bool:
+    def expects(self, peer: str, message: Item) -> bool:
         """True if the newcomer wants the body of this message of `peer`."""
         if self.ended or self._agreement is None or message.digest != self._agreement.offer.image.digest:
             return False
-        is_next = isinstance(message, Chunk) == self._digests_known
-        return is_next and self._sources.expects(peer, _index(message))
+        return self._sources.expects(peer, message.item)
 
     def handle(self, event: FetchEvent, now: float) -> list[FetchAction]:
         """Take an event; return the actions, in order."""
@@ -118,22 +117,21 @@ class Fetch:
             case messages.Refusal(reason=reason):
                 self._lose(peer, f"refuses: {reason}")
 
-    def _on_body(self, peer: str, message: Bulk, genuine: bool, now: float) -> None:
+    def _on_body(self, peer: str, message: Item, genuine: bool, now: float) -> None:
         if not self.expects(peer, message) or self._image is None:
             return
-        if not genuine and isinstance(message, Chunk):
-            self._bar(peer, f"chunk {message.chunk} from it has not the digest it should have")
-        elif not genuine:
-            self._bar(peer, "its list of digests is not that of the image it offered")
-        else:
-            self._sources.receive(peer, _index(message), now)
-            self._slow.discard(peer)
-            if not self._digests_known:
-                self._digests_known = True
-                self._sources = ChunkScheduler(self._image.chunks, self._sources.donors)
+        if not genuine:
+            what = f"chunk {message.item}" if message.item else "the list of digests"
+            self._bar(peer, f"{what} from it has not the digest it should have")
+            return
+        self._sources.receive(peer, message.item, now)
+        self._slow.discard(peer)
+        if not self._digests_known:
+            self._digests_known = True
+            self._sources = ChunkScheduler(range(1, self._image.chunks + 1), self._sources.donors)
 
     def _lose(self, peer: str, reason: str) -> None:
-        if not self._digests_known and self._sources.expects(peer, 0):
+        if self._sources.expects(peer, 0):
             self._slow.add(peer)  # The donor broke off before it sent the digests.
         self._poll.forget(peer)
         self._leave_out(peer, reason)
@@ -205,7 +203,7 @@ class Fetch:
         self._agreement = agreement
         if image != self._image:
             self._image = image
-            self._sources = ChunkScheduler(1)  # The list of digests is one item.
+            self._sources = ChunkScheduler([0])
             self._digests_known, self._memory = False, 0
             self._slow.clear()
             self._out.append(events.Allocate(image))
@@ -220,9 +218,8 @@ class Fetch:
         self._note_slow(now)
         image = agreement.offer.image
         if self._memory == image.size or not self._digests_known:
-            for peer, chunks in self._sources.requests(now):
-                name = self._request.run, self._request.ticket, image.digest
-                ask = messages.AskChunks(*name, chunks) if self._digests_known else messages.AskDigests(*name)
+            for peer, items in self._sources.requests(now):
+                ask = messages.AskItems(self._request.run, self._request.ticket, image.digest, items)
                 self._out.append(events.Send(peer, ask))
 
     def _ask(self, peers: list[str]) -> None:
@@ -257,8 +254,3 @@ class Fetch:
         self.ended = True
         bye = messages.Finished(self._request.run, self._request.ticket)
         self._out += [*(events.Send(peer, bye) for peer in self._poll.peers), Finish(outcome)]
-
-
-def _index(message: Bulk) -> int:
-    """The index of the item that a message carries; the list of digests is item 0."""
-    return message.chunk if isinstance(message, Chunk) else 0

@@ -11,7 +11,7 @@ import msgspec
 from equipoise.averaging.outcome import FetchOutcome
 from equipoise.averaging.state import StateId
 from equipoise.averaging.statesync.chunks import ImageId
-from equipoise.averaging.statesync.messages import Bulk, ToDonor, ToNewcomer, TransferMessage
+from equipoise.averaging.statesync.messages import Item, ToDonor, ToNewcomer, TransferMessage
 
 
 class PeerLost(msgspec.Struct, frozen=True):
@@ -121,7 +121,7 @@ class SendBody(msgspec.Struct, frozen=True):
     """Send a message with its body, after the frames of rounds; report `BodySent`, unless the body is lost."""
 
     to: str
-    message: Bulk
+    message: Item
 
 
 class Release(msgspec.Struct, frozen=True):
@@ -180,7 +180,7 @@ class BodyReceived(msgspec.Struct, frozen=True):
     """
 
     peer: str
-    message: Bulk
+    message: Item
     genuine: bool
 
 

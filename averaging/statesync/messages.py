@@ -1,9 +1,10 @@
 """The messages between a newcomer and its donors: msgpack structs, each the header of a frame.
 
 A newcomer sends `Ask` to every peer of its run. Each peer sends an `Answer`, and another whenever its answer changes.
-When enough peers offer the same image, the newcomer sends `AskDigests` to one of them and `AskChunks` to all. Each
-message carries the newcomer's ticket, which sets it apart from messages of an earlier download. A peer that has missed
-means asks for each in the same way: the image of a mean is the same at all donors.
+When enough peers offer the same image, the newcomer asks one of them for item 0, the list of digests, then all of them
+for the chunks, the other items. Each message carries the newcomer's ticket, which sets it apart from messages of an
+earlier download. A peer that has missed means asks for each in the same way: the image of a mean is the same at all
+donors.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ MAX_WISHES = 2
 MAX_OFFERS = 2
 """Most images that a donor offers: the last one, and one that is being downloaded."""
 
-MAX_CHUNKS_ASKED = 16
-"""Most chunks that one message asks for; a newcomer has at most 8 on their way from one donor."""
+MAX_ITEMS_ASKED = 16
+"""Most items that one message asks for; a newcomer has at most 8 on their way from one donor."""
 
 Epoch = Annotated[int, msgspec.Meta(ge=0, le=MAX_EPOCH)]
 Epochs = Annotated[tuple[Epoch, ...], msgspec.Meta(max_length=MAX_WISHES)]
-ChunkIndex = Annotated[int, msgspec.Meta(ge=0, lt=MAX_CHUNKS)]
+ItemIndex = Annotated[int, msgspec.Meta(ge=0, le=MAX_CHUNKS)]
 
 
 class Offer(msgspec.Struct, frozen=True, array_like=True):
@@ -55,12 +56,6 @@ class _Message(msgspec.Struct, frozen=True, tag=True):
 
     run: RunName
     ticket: Ticket
-
-
-class _ImageMessage(_Message, frozen=True, tag=True):
-    """A message about one image."""
-
-    digest: Digest
 
 
 class Ask(_Message, frozen=True, tag=True):
@@ -103,36 +98,26 @@ class Refusal(_Message, frozen=True, tag=True):
     reason: Detail
 
 
-class AskDigests(_ImageMessage, frozen=True, tag=True):
-    """The newcomer asks for the digests of the image's chunks."""
+class AskItems(_Message, frozen=True, tag=True):
+    """The newcomer asks for items of the image of this digest; see `ImageId`."""
+
+    digest: Digest
+    items: Annotated[tuple[ItemIndex, ...], msgspec.Meta(min_length=1, max_length=MAX_ITEMS_ASKED)]
 
 
-class Digests(_ImageMessage, frozen=True, tag=True):
-    """The body holds the digests of all chunks, 32 bytes each."""
+class Item(_Message, frozen=True, tag=True):
+    """The body is that item of that image."""
 
-
-class AskChunks(_ImageMessage, frozen=True, tag=True):
-    """The newcomer asks for chunks of the image."""
-
-    chunks: Annotated[tuple[ChunkIndex, ...], msgspec.Meta(min_length=1, max_length=MAX_CHUNKS_ASKED)]
-
-
-class Chunk(_ImageMessage, frozen=True, tag=True):
-    """The body is that chunk of that image."""
-
-    chunk: ChunkIndex
+    digest: Digest
+    item: ItemIndex
 
 
 class Finished(_Message, frozen=True, tag=True):
     """The newcomer needs nothing more of the donor, which may forget its wishes."""
 
 
-AskBulk = AskDigests | AskChunks
-ToDonor = Ask | AskBulk | Finished
-ToNewcomer = Answer | Refusal | Digests | Chunk
-Bulk = Digests | Chunk
-"""The messages that have a body."""
-
+ToDonor = Ask | AskItems | Finished
+ToNewcomer = Answer | Refusal | Item
 TransferMessage = ToDonor | ToNewcomer
 
 encode: Callable[[TransferMessage], bytes] = msgspec.msgpack.Encoder().encode

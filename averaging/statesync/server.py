@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 from equipoise.averaging.matchmaking.messages import MAX_PATIENCE
 from equipoise.averaging.state import StateId
-from equipoise.averaging.statesync import events, messages
+from equipoise.averaging.statesync import events
 from equipoise.averaging.statesync.chunks import ImageId
-from equipoise.averaging.statesync.messages import Answer, Ask, Bulk, Offer, Refusal
+from equipoise.averaging.statesync.messages import Answer, Ask, AskItems, Finished, Item, Offer, Refusal
 from equipoise.averaging.statesync.upload_queue import Serving
 from equipoise.averaging.timing import ASKER_SECONDS
 
@@ -177,10 +177,10 @@ class Server:
         else:  # The answer follows when that round has ended, or when the image is made.
             self._make_image(ask.after)
 
-    def _on_reading(self, peer: str, message: messages.AskBulk | messages.Finished) -> None:
+    def _on_reading(self, peer: str, message: AskItems | Finished) -> None:
         asker = self._askers.get(peer)
         known = asker is not None and asker.ask.ticket == message.ticket
-        if isinstance(message, messages.Finished):
+        if isinstance(message, Finished):
             if known:
                 self._forget(peer)
             return
@@ -188,8 +188,8 @@ class Server:
         if problem:
             self._out.append(events.Send(peer, Refusal(message.run, message.ticket, problem)))
 
-    def _serve(self, peer: str, asker: _Asker, message: messages.AskBulk) -> str:
-        """Queue the bodies that a newcomer asks for; returns the reason if it is refused, else an empty string."""
+    def _serve(self, peer: str, asker: _Asker, message: AskItems) -> str:
+        """Queue the items that a newcomer asks for; returns the reason if it is refused, else an empty string."""
         asker.expires = self._now + ASKER_SECONDS
         images = [*(one.image for one in self._snapshots), *(mean.image for mean in self._means.values())]
         image = next((one for one in images if one is not None and one.digest == message.digest), None)
@@ -197,11 +197,7 @@ class Server:
             return "it holds that image no longer"
         asker.reading = message.digest
         name = message.run, message.ticket, message.digest
-        bodies: list[Bulk] = [messages.Digests(*name)]
-        if isinstance(message, messages.AskChunks):
-            chunks = [chunk for chunk in dict.fromkeys(message.chunks) if chunk < image.chunks]
-            bodies = [messages.Chunk(*name, chunk) for chunk in chunks]
-        self._serving.add(peer, bodies)
+        self._serving.add(peer, (Item(*name, item) for item in message.items if item <= image.chunks))
         return ""
 
     def _on_epoch(self, epoch: int) -> None:

@@ -11,7 +11,7 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from equipoise.averaging.statesync.messages import Bulk
+from equipoise.averaging.statesync.messages import Item
 
 MAX_QUEUED = 32
 """Most bodies that one newcomer may have asked for and not received; an honest newcomer asks for 8 at once."""
@@ -45,12 +45,12 @@ class _Line:
         resumes_at: When the donor may send it more during rounds.
     """
 
-    waiting: deque[Bulk] = field(default_factory=deque)
-    sending: deque[tuple[Bulk, float]] = field(default_factory=deque)
+    waiting: deque[Item] = field(default_factory=deque)
+    sending: deque[tuple[Item, float]] = field(default_factory=deque)
     took: float = 0.0
     resumes_at: float = float("-inf")
 
-    def add(self, body: Bulk) -> None:
+    def add(self, body: Item) -> None:
         """Queue a body, unless the queue is full, or the body waits or is on its way already."""
         full = len(self.waiting) + len(self.sending) >= MAX_QUEUED
         if not full and body not in self.waiting and all(body != one for one, _ in self.sending):
@@ -74,7 +74,7 @@ class Serving:
         """Number of newcomers with bodies that wait or are on their way."""
         return len(self._lines)
 
-    def add(self, peer: str, bodies: Iterable[Bulk]) -> None:
+    def add(self, peer: str, bodies: Iterable[Item]) -> None:
         """Queue bodies for `peer`, except those that it has asked for already and those beyond `MAX_QUEUED`."""
         line = self._lines.setdefault(peer, _Line())
         for body in bodies:
@@ -93,7 +93,7 @@ class Serving:
         """Send `peer` nothing more."""
         self._lines.pop(peer, None)
 
-    def next(self, now: float) -> tuple[str, Bulk] | None:
+    def next(self, now: float) -> tuple[str, Item] | None:
         """Return the next newcomer and the body to send it now; None if nothing may be sent."""
         limit = 1 if self.busy else MAX_SENDING
         sending = sum(now < at + self._stuck for line in self._lines.values() for _, at in line.sending)

@@ -176,7 +176,7 @@ class Intruder:
         await _closed(channel)
 
     def _stray(self, size: int) -> Frame:
-        chunk = transfers.Chunk("unknown", bytes(8), bytes(32), 0)
+        chunk = transfers.Item("unknown", bytes(8), bytes(32), 1)
         return TRANSFER_FRAME + transfers.encode(chunk), self._rng.randbytes(size)
 
     def _unasked(self) -> Frame:
@@ -268,8 +268,7 @@ def _messages(me: str, daemon: str, spec: RunSpec) -> dict[bytes, list[bytes]]:
                 transfers.Ask(run, ticket, spec.hash, 0, (0,)),
                 transfers.Answer(run, ticket, 3),
                 transfers.Refusal(run, ticket, "no"),
-                transfers.AskDigests(run, ticket, bytes(32)),
-                transfers.AskChunks(run, ticket, bytes(32), (0,)),
+                transfers.AskItems(run, ticket, bytes(32), (0, 1)),
                 transfers.Finished(run, ticket),
             )
         ],

@@ -5,7 +5,7 @@ from __future__ import annotations
 from equipoise.averaging.state import StateId
 from equipoise.averaging.statesync.chunks import CHUNK_BYTES, ImageId
 from equipoise.averaging.statesync.events import BodyReceived
-from equipoise.averaging.statesync.messages import Answer, Ask, Chunk, Digests, Offer
+from equipoise.averaging.statesync.messages import Answer, Ask, Item, Offer
 
 RUN, SPEC, TICKET = "run/step", "5" * 64, b"ticket.."
 
@@ -23,11 +23,6 @@ def answer(epoch: int | None, *offers: Offer, noted: tuple[int, ...] = (), ticke
     return Answer(RUN, ticket, epoch, noted, offers)
 
 
-def digests_came(peer: str, offer: Offer, genuine: bool = True) -> BodyReceived:
-    """The digests of what `peer` offers."""
-    return BodyReceived(peer, Digests(RUN, TICKET, offer.image.digest), genuine)
-
-
-def chunk_came(peer: str, offer: Offer, chunk: int, genuine: bool = True) -> BodyReceived:
-    """A chunk of what `peer` offers."""
-    return BodyReceived(peer, Chunk(RUN, TICKET, offer.image.digest, chunk), genuine)
+def item_came(peer: str, offer: Offer, item: int, genuine: bool = True) -> BodyReceived:
+    """An item of what `peer` offers: the list of digests, 0, or a chunk."""
+    return BodyReceived(peer, Item(RUN, TICKET, offer.image.digest, item), genuine)

@@ -73,7 +73,7 @@ def right(scenario: Scenario, world: World, name: str, result: Result) -> bool:
         and state == state_of(state.epoch)
         and result.image == image_of(state, scenario.chunks)
         and outcome.size == result.image.size
-        and set(result.chunks) == set(range(scenario.chunks))
+        and set(result.chunks) == set(range(1, scenario.chunks + 1))
         and state.epoch >= world.newcomers[name].request.at_least
         and sum(-(-size // CHUNK_BYTES) for size in outcome.sources.values()) == scenario.chunks
     )
@@ -172,7 +172,7 @@ def has_the_mean(scenario: Scenario, world: World, name: str, result: Result) ->
         and result.outcome.ok
         and result.outcome.state == after
         and result.image == image_of(after, scenario.chunks, MEAN)
-        and set(result.chunks) == set(range(scenario.chunks))
+        and set(result.chunks) == set(range(1, scenario.chunks + 1))
     )
 
 

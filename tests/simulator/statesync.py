@@ -290,12 +290,12 @@ class SimDonor(Driver):
                 return messages.Answer(answer.run, answer.ticket, answer.epoch, answer.noted or (1,), ())
         return answer
 
-    def _send_body(self, to: str, message: messages.Bulk) -> None:
+    def _send_body(self, to: str, message: messages.Item) -> None:
         if self.trouble.lies != "silent":
             self._free_at = max(self._free_at, self._world.now) + self._world.scenario.chunk
             self._world.at(self._free_at, self.happen, False, self._sent, to, message)
 
-    def _sent(self, to: str, message: messages.Bulk) -> None:
+    def _sent(self, to: str, message: messages.Item) -> None:
         genuine = self._world.random.random() >= self.trouble.flips
         take = self._world.newcomers[to].take
         self._world.transmit(self._name, to, take, self._name, message, genuine, bulk=True)
@@ -354,9 +354,9 @@ class SimNewcomer(Driver):
         """The connection to a peer broke."""
         self.tell(events.PeerLost(other, reason))
 
-    def take(self, peer: str, message: messages.Bulk, genuine: bool) -> None:
+    def take(self, peer: str, message: messages.Item, genuine: bool) -> None:
         """A body has come: as the driver does."""
         if self.machine.expects(peer, message):
-            if genuine and isinstance(message, messages.Chunk):
-                self._chunks[message.chunk] = True
+            if genuine and message.item:
+                self._chunks[message.item] = True
             self.tell(events.BodyReceived(peer, message, genuine))

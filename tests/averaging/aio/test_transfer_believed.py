@@ -24,13 +24,13 @@ from equipoise.averaging.statesync.events import (
     Send,
     Woke,
 )
-from equipoise.averaging.statesync.messages import Ask, AskChunks, AskDigests, Offer
+from equipoise.averaging.statesync.messages import Ask, AskItems, Offer
 from equipoise.averaging.statesync.update import EncodedMean
 from equipoise.averaging.timing import STALL_SECONDS
 from fakes.cluster import SPEC, Cluster, Memory
 from fakes.memory import FakeIdentity
 from fakes.missed import mean_of, recovered
-from fakes.transfer import RUN, TICKET, answer, chunk_came, digests_came, offer_of
+from fakes.transfer import RUN, TICKET, answer, item_came, offer_of
 from fakes.transfer import SPEC as HASH
 
 BEFORE = StateId(7, "ab" * 32)
@@ -185,10 +185,8 @@ class Fetching:
     def tell(self, event: FetchEvent, now: float = 0.0) -> None:
         for action in self.machine.handle(event, now):
             match action:
-                case Send(to, AskDigests()):
-                    self.asked.append((to, -1))
-                case Send(to, AskChunks(chunks=chunks)):
-                    self.asked += [(to, chunk) for chunk in chunks]
+                case Send(to, AskItems(items=items)):
+                    self.asked += [(to, item) for item in items]
                 case Send():
                     pass
                 case _:
@@ -210,8 +208,8 @@ class Fetching:
         assert self.take() == [Allocate(offer.image)]
         self.tell(MemoryReady(offer.image.size), now)
         while self.asked:
-            peer, chunk = self.asked.pop(0)
-            self.tell(digests_came(peer, offer) if chunk < 0 else chunk_came(peer, offer, chunk), now)
+            peer, item = self.asked.pop(0)
+            self.tell(item_came(peer, offer, item), now)
 
     def take(self) -> list[object]:
         done, self.done = self.done, []
@@ -334,16 +332,14 @@ def test_a_liar_that_offers_at_once_and_gives_nothing_does_not_keep_anybody_from
     assert fetching.end().ok
 
 
-@pytest.mark.parametrize("given", [-1, 0, 1], ids=["nothing", "the digests", "a chunk"])
+@pytest.mark.parametrize("given", [0, 1, 2], ids=["nothing", "the digests", "a chunk"])
 def test_nor_does_one_of_the_circle(given: int) -> None:
     fetching = Fetching(*"xab", circle="xab", proved=True)
     fetching.hear("x", FORGED)
     fetching.wait(0.0)
     fetching.tell(MemoryReady(FORGED.image.size), 1.1)
-    if given >= 0:
-        fetching.tell(digests_came("x", FORGED), 1.1)
-    if given > 0:
-        fetching.tell(chunk_came("x", FORGED, 0), 1.1)
+    for item in range(given):
+        fetching.tell(item_came("x", FORGED, item), 1.1)
     fetching.hear("a", GENUINE, now=1.2)
     assert fetching.take() == [Allocate(FORGED.image)], "one of them each: it goes on"
     now = fetching.wait(1.2)

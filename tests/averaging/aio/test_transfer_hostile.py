@@ -13,10 +13,8 @@ from equipoise.averaging.statesync.chunks import ImageId, digests_of
 from equipoise.averaging.statesync.messages import (
     Answer,
     Ask,
-    AskChunks,
-    AskDigests,
-    Chunk,
-    Digests,
+    AskItems,
+    Item,
     Offer,
     TransferMessage,
     decode,
@@ -28,7 +26,7 @@ from fakes.speaker import Speaker
 DIGESTS = digests_of(memoryview(IMAGE))
 NAME = ImageId.of(len(IMAGE), DIGESTS)
 
-Deed = Callable[["Hostile", AskChunks], list[tuple[TransferMessage | bytes, bytes]]]
+Deed = Callable[["Hostile", AskItems], list[tuple[TransferMessage | bytes, bytes]]]
 """What it sends when it is asked for chunks: messages or headers, and bodies."""
 
 
@@ -61,42 +59,42 @@ class Hostile:
         match message:
             case Ask(run, ticket):
                 return [(Answer(run, ticket, STATE.epoch, (), (Offer(STATE, NAME),)), b"")]
-            case AskDigests(run, ticket, digest):
-                return [(Digests(run, ticket, digest), DIGESTS)]
-            case AskChunks():
+            case AskItems(run, ticket, digest, (0,)):
+                return [(Item(run, ticket, digest, 0), DIGESTS)]
+            case AskItems():
                 self.asked += 1
                 return self._deed(self, message)
         return []
 
 
-def genuine(message: AskChunks) -> list[tuple[TransferMessage | bytes, bytes]]:
+def genuine(message: AskItems) -> list[tuple[TransferMessage | bytes, bytes]]:
     return [
-        (Chunk(message.run, message.ticket, message.digest, chunk), IMAGE[NAME.span(chunk)])
-        for chunk in message.chunks
+        (Item(message.run, message.ticket, message.digest, item), IMAGE[NAME.span(item)])
+        for item in message.items
     ]
 
 
-def too_long(evil: Hostile, message: AskChunks) -> list[tuple[TransferMessage | bytes, bytes]]:
+def too_long(evil: Hostile, message: AskItems) -> list[tuple[TransferMessage | bytes, bytes]]:
     return [(head, body + b"more") for head, body in genuine(message)]
 
 
-def too_short(evil: Hostile, message: AskChunks) -> list[tuple[TransferMessage | bytes, bytes]]:
+def too_short(evil: Hostile, message: AskItems) -> list[tuple[TransferMessage | bytes, bytes]]:
     return [(head, body[:-1]) for head, body in genuine(message)]
 
 
-def endless(evil: Hostile, message: AskChunks) -> list[tuple[TransferMessage | bytes, bytes]]:
+def endless(evil: Hostile, message: AskItems) -> list[tuple[TransferMessage | bytes, bytes]]:
     return genuine(message) * 100
 
 
-def flipped(evil: Hostile, message: AskChunks) -> list[tuple[TransferMessage | bytes, bytes]]:
+def flipped(evil: Hostile, message: AskItems) -> list[tuple[TransferMessage | bytes, bytes]]:
     return [(head, bytes([body[0] ^ 1]) + body[1:]) for head, body in genuine(message)]
 
 
-def garbage(evil: Hostile, message: AskChunks) -> list[tuple[TransferMessage | bytes, bytes]]:
+def garbage(evil: Hostile, message: AskItems) -> list[tuple[TransferMessage | bytes, bytes]]:
     return [(TRANSFER_FRAME + b"\xff\xff", b"")]
 
 
-def silent(evil: Hostile, message: AskChunks) -> list[tuple[TransferMessage | bytes, bytes]]:
+def silent(evil: Hostile, message: AskItems) -> list[tuple[TransferMessage | bytes, bytes]]:
     return []
 
 

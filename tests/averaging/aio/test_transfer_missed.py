@@ -28,7 +28,7 @@ from equipoise.averaging.statesync.events import (
     Send,
     SendBody,
 )
-from equipoise.averaging.statesync.messages import Answer, Ask, AskDigests, Offer
+from equipoise.averaging.statesync.messages import Answer, Ask, AskItems, Offer
 from equipoise.averaging.statesync.server import KEPT_MEANS, Server
 from equipoise.averaging.statesync.update import MAX_MANIFEST_BYTES, EncodedMean
 from equipoise.averaging.statesync.update_query import UpdateQuery
@@ -250,7 +250,7 @@ def test_what_is_being_downloaded_goes_last() -> None:
     assert donor.handle(ask, 0.0) == [MakeImage(state(0))]
     assert donor.handle(ask, 0.0) == [], "the image is being made"
     assert offered(donor, MeanReady(state(0), image)) == (Offer(state(0), image),)
-    [sent] = donor.handle(AskReceived("c", AskDigests(RUN, TICKET, image.digest)), 0.0)
+    [sent] = donor.handle(AskReceived("c", AskItems(RUN, TICKET, image.digest, (0,))), 0.0)
     assert isinstance(sent, SendBody)
     assert dropped(donor, 2, 1) == [state(1)]
     assert dropped(donor, 3, MOST) == [state(2), state(0)]

@@ -16,7 +16,14 @@ from equipoise.averaging.state import MAX_EPOCH, StateId
 from equipoise.averaging.statesync import answers, messages, snapshot_quorum
 from equipoise.averaging.statesync.answers import Request
 from equipoise.averaging.statesync.chunk_scheduler import ChunkScheduler
-from equipoise.averaging.statesync.chunks import CHUNK_BYTES, MAX_IMAGE_BYTES, ImageId, digests_of, is_chunk
+from equipoise.averaging.statesync.chunks import (
+    CHUNK_BYTES,
+    DIGEST_BYTES,
+    MAX_IMAGE_BYTES,
+    ImageId,
+    digests_of,
+    is_chunk,
+)
 from equipoise.averaging.statesync.client import Fetch
 from equipoise.averaging.statesync.events import (
     Allocate,
@@ -31,16 +38,14 @@ from equipoise.averaging.statesync.events import (
 )
 from equipoise.averaging.statesync.messages import (
     Ask,
-    AskChunks,
-    AskDigests,
-    Chunk,
-    Digests,
+    AskItems,
     Finished,
+    Item,
     Offer,
     Refusal,
 )
 from equipoise.averaging.timing import STALL_SECONDS
-from fakes.transfer import RUN, SPEC, TICKET, answer, ask, chunk_came, digests_came, offer_of
+from fakes.transfer import RUN, SPEC, TICKET, answer, ask, item_came, offer_of
 
 # ---- messages ----
 
@@ -52,10 +57,8 @@ from fakes.transfer import RUN, SPEC, TICKET, answer, ask, chunk_came, digests_c
         answer(7, offer_of(7), noted=(8,)),
         answer(None),
         Refusal(RUN, TICKET, "no"),
-        AskDigests(RUN, TICKET, b"d" * 32),
-        Digests(RUN, TICKET, b"d" * 32),
-        AskChunks(RUN, TICKET, b"d" * 32, (0, 7)),
-        Chunk(RUN, TICKET, b"d" * 32, 7),
+        AskItems(RUN, TICKET, b"d" * 32, (0, 7)),
+        Item(RUN, TICKET, b"d" * 32, 7),
         Finished(RUN, TICKET),
     ],
 )
@@ -73,10 +76,10 @@ def test_messages_come_back_as_they_were(message: messages.TransferMessage) -> N
         Ask(RUN, TICKET, SPEC, MAX_EPOCH + 1),
         Ask(RUN, TICKET, SPEC, 0, (1, 2, 3)),
         answer(1, offer_of(1), offer_of(2), offer_of(3)),
-        AskChunks(RUN, TICKET, b"d" * 31, (0,)),
-        AskChunks(RUN, TICKET, b"d" * 32, ()),
-        AskChunks(RUN, TICKET, b"d" * 32, tuple(range(17))),
-        AskChunks(RUN, TICKET, b"d" * 32, (1 << 40,)),
+        AskItems(RUN, TICKET, b"d" * 31, (0,)),
+        AskItems(RUN, TICKET, b"d" * 32, ()),
+        AskItems(RUN, TICKET, b"d" * 32, tuple(range(17))),
+        AskItems(RUN, TICKET, b"d" * 32, (1 << 40,)),
         answer(1, Offer(StateId(1, "1" * 64), ImageId(b"d" * 32, 0))),
         answer(1, Offer(StateId(1, "1" * 64), ImageId(b"d" * 32, MAX_IMAGE_BYTES + 1))),
         Refusal(RUN, TICKET, "\x1b[2J"),
@@ -99,11 +102,12 @@ def test_any_bytes_are_a_message_or_refused(data: bytes) -> None:
 @given(st.integers(1, 3 * CHUNK_BYTES + 5), st.integers(0, 2**32))
 def test_chunks_make_up_the_image(size: int, seed: int) -> None:
     name = ImageId(b"d" * 32, size)
-    spans = [name.span(chunk) for chunk in range(name.chunks)]
+    spans = [name.span(chunk) for chunk in range(1, name.chunks + 1)]
     assert spans[0].start == 0
     assert spans[-1].stop == size
     assert all(before.stop == after.start for before, after in itertools.pairwise(spans))
-    assert sum(name.length(chunk) for chunk in range(name.chunks)) == size
+    assert sum(name.length(chunk) for chunk in range(1, name.chunks + 1)) == size
+    assert name.length(0) == name.chunks * DIGEST_BYTES
 
 
 def test_no_byte_of_an_image_its_size_or_its_list_can_be_changed() -> None:
@@ -111,13 +115,13 @@ def test_no_byte_of_an_image_its_size_or_its_list_can_be_changed() -> None:
     digests = digests_of(memoryview(image))
     name = ImageId.of(len(image), digests)
     assert name.genuine(digests)
-    assert all(is_chunk(memoryview(image)[name.span(i)], digests, i) for i in range(3))
-    assert not is_chunk(memoryview(image)[name.span(0)], digests, 1)
+    assert all(is_chunk(memoryview(image)[name.span(i)], digests, i) for i in (1, 2, 3))
+    assert not is_chunk(memoryview(image)[name.span(1)], digests, 2)
     assert not name.genuine(digests[:-1] + b"x")
     assert not name.genuine(digests[:-32])
     assert not ImageId(name.digest, name.size + 1).genuine(digests)
     image[CHUNK_BYTES] ^= 1
-    assert not is_chunk(memoryview(image)[name.span(1)], digests, 1)
+    assert not is_chunk(memoryview(image)[name.span(2)], digests, 2)
     assert digests_of(memoryview(image)) != digests
 
 
@@ -166,9 +170,10 @@ class Newcomer:
         for peer in peers:
             self.hear(peer, answer(offer.state.epoch, offer))
         assert self.allocated
-        ((peer, _),) = self.asked(AskDigests)
+        ((peer, message),) = self.asked(AskItems)
+        assert message.items == (0,)
         self.tell(MemoryReady(offer.image.size))
-        self.tell(digests_came(peer, offer))
+        self.tell(item_came(peer, offer, 0))
 
 
 def test_most_are_believed_at_once() -> None:
@@ -316,12 +321,12 @@ def test_all_donors_are_asked_and_told_when_it_is_over() -> None:
     newcomer = Newcomer("a", "b")
     offer = offer_of(5, chunks=4)
     newcomer.begin(offer, "a", "b")
-    asked = newcomer.asked(AskChunks)
-    assert sorted(chunk for _, message in asked for chunk in message.chunks) == [0, 1, 2, 3]
+    asked = newcomer.asked(AskItems)
+    assert sorted(chunk for _, message in asked for chunk in message.items) == [1, 2, 3, 4]
     assert {peer for peer, _ in asked} == {"a", "b"}
     for peer, message in asked:
-        for chunk in message.chunks:
-            newcomer.tell(chunk_came(peer, offer, chunk))
+        for chunk in message.items:
+            newcomer.tell(item_came(peer, offer, chunk))
     end = newcomer.others[-1]
     assert isinstance(end, Finish)
     assert end.outcome.ok
@@ -334,14 +339,14 @@ def test_a_wrong_chunk_bars_its_donor_for_good_and_others_are_asked_at_once() ->
     newcomer = Newcomer("a", "b")
     offer = offer_of(5, chunks=4)
     newcomer.begin(offer, "a", "b")
-    own = {peer: message.chunks for peer, message in newcomer.asked(AskChunks)}
+    own = {peer: message.items for peer, message in newcomer.asked(AskItems)}
     for chunk in own["b"]:
-        newcomer.tell(chunk_came("b", offer, chunk))
-    assert not newcomer.asked(AskChunks)
-    newcomer.tell(chunk_came("a", offer, own["a"][0], False))
+        newcomer.tell(item_came("b", offer, chunk))
+    assert not newcomer.asked(AskItems)
+    newcomer.tell(item_came("a", offer, own["a"][0], False))
     newcomer.hear("a", answer(5, offer))
-    assert {chunk for peer, message in newcomer.asked(AskChunks) for chunk in message.chunks} == set(own["a"])
-    assert not newcomer.machine.expects("a", Chunk(RUN, TICKET, offer.image.digest, own["a"][1]))
+    assert {chunk for peer, message in newcomer.asked(AskItems) for chunk in message.items} == set(own["a"])
+    assert not newcomer.machine.expects("a", Item(RUN, TICKET, offer.image.digest, own["a"][1]))
 
 
 def test_a_wrong_list_of_digests_bars_its_donor_and_the_next_is_asked_at_once() -> None:
@@ -349,12 +354,13 @@ def test_a_wrong_list_of_digests_bars_its_donor_and_the_next_is_asked_at_once() 
     offer = offer_of(5)
     for peer in ("a", "b", "c"):
         newcomer.hear(peer, answer(5, offer))
-    ((first, _),) = newcomer.asked(AskDigests)
-    newcomer.tell(digests_came(first, offer, False))
-    ((second, _),) = newcomer.asked(AskDigests)
+    ((first, _),) = newcomer.asked(AskItems)
+    newcomer.tell(item_came(first, offer, 0, False))
+    ((second, again),) = newcomer.asked(AskItems)
     assert second != first
+    assert again.items == (0,)
     newcomer.wait(STALL_SECONDS + 0.01)
-    ((third, _),) = newcomer.asked(AskDigests)
+    ((third, _),) = newcomer.asked(AskItems)
     assert third not in (first, second)
 
 
@@ -366,24 +372,24 @@ def test_donors_that_keep_the_digests_back_are_asked_one_after_another_and_late_
     newcomer.tell(MemoryReady(offer.image.size))
     asked = []
     for _ in range(3):
-        ((peer, _),) = newcomer.asked(AskDigests)
+        ((peer, _),) = newcomer.asked(AskItems)
         asked.append(peer)
         newcomer.wait(STALL_SECONDS + 0.01)
     assert sorted(asked) == ["a", "b", "c"]
-    newcomer.tell(digests_came(asked[0], offer))
-    assert newcomer.asked(AskChunks)
+    newcomer.tell(item_came(asked[0], offer, 0))
+    assert {item for _, message in newcomer.asked(AskItems) for item in message.items} >= {1, 2, 3}
 
 
 def test_what_is_left_of_a_download_goes_on_when_a_donor_comes_back() -> None:
     newcomer = Newcomer("a")
     offer = offer_of(5, chunks=3)
     newcomer.begin(offer, "a")
-    newcomer.tell(chunk_came("a", offer, 0))
+    newcomer.tell(item_came("a", offer, 1))
     newcomer.tell(PeerLost("a", "reset"))
     assert newcomer.asked(Ask), "it asks anew at once"
     newcomer.hear("a", answer(6, offer))
-    asked = [chunk for _, message in newcomer.asked(AskChunks) for chunk in message.chunks]
-    assert sorted(asked) == [1, 2]
+    asked = [chunk for _, message in newcomer.asked(AskItems) for chunk in message.items]
+    assert sorted(asked) == [2, 3]
     assert sum(isinstance(one, Allocate) for one in newcomer.others) == 1
 
 
@@ -391,20 +397,20 @@ def test_what_nobody_asked_for_is_not_expected() -> None:
     newcomer = Newcomer("a", "b")
     offer = offer_of(5, chunks=8)
     newcomer.begin(offer, "a", "b")
-    asked = {(peer, chunk) for peer, message in newcomer.asked(AskChunks) for chunk in message.chunks}
+    asked = {(peer, chunk) for peer, message in newcomer.asked(AskItems) for chunk in message.items}
     for peer in ("a", "b", "x"):
-        for chunk in range(8):
-            expected = newcomer.machine.expects(peer, Chunk(RUN, TICKET, offer.image.digest, chunk))
+        for chunk in range(1, 9):
+            expected = newcomer.machine.expects(peer, Item(RUN, TICKET, offer.image.digest, chunk))
             assert expected == ((peer, chunk) in asked)
-    assert not newcomer.machine.expects("a", Chunk(RUN, TICKET, b"x" * 32, 0))
-    assert not newcomer.machine.expects("a", Digests(RUN, TICKET, offer.image.digest))
+    assert not newcomer.machine.expects("a", Item(RUN, TICKET, b"x" * 32, 1))
+    assert not newcomer.machine.expects("a", Item(RUN, TICKET, offer.image.digest, 0))
 
 
 @given(st.integers(0, 2**32))
 def test_whatever_donors_do_every_chunk_is_taken_once(seed: int) -> None:
     random, now = Random(seed), 0.0
     chunks = random.randint(1, 30)
-    sources, taken = ChunkScheduler(chunks), []
+    sources, taken = ChunkScheduler(range(chunks)), []
     for peer in "abc":
         sources.add(peer)
     asked: list[tuple[str, int]] = []

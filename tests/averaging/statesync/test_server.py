@@ -21,10 +21,9 @@ from equipoise.averaging.statesync.events import (
 )
 from equipoise.averaging.statesync.messages import (
     Answer,
-    AskChunks,
-    AskDigests,
-    Chunk,
+    AskItems,
     Finished,
+    Item,
     Offer,
     Refusal,
 )
@@ -92,11 +91,11 @@ def test_what_is_downloaded_is_held_beside_the_newest_and_no_more() -> None:
     giver = Giver()
     giver.offer(offer_of(1))
     giver.ask(ask(0))
-    giver.ask(AskDigests(RUN, TICKET, offer_of(1).image.digest))
+    giver.ask(AskItems(RUN, TICKET, offer_of(1).image.digest, (0,)))
     giver.offer(offer_of(2))
     assert giver.offer(offer_of(3)) == [Release(offer_of(2).image)]
     assert not any(
-        isinstance(one, Refusal) for one in giver.ask(AskChunks(RUN, TICKET, offer_of(1).image.digest, (0,)))
+        isinstance(one, Refusal) for one in giver.ask(AskItems(RUN, TICKET, offer_of(1).image.digest, (1,)))
     )
     assert giver.ask(Finished(RUN, TICKET)) == [Forget("new"), Release(offer_of(1).image)]
 
@@ -106,7 +105,7 @@ def test_two_who_never_finish_do_not_keep_both_places() -> None:
     for epoch, peer in ((1, "slow"), (2, "slower")):
         giver.offer(offer_of(epoch))
         giver.ask(ask(0), peer)
-        giver.ask(AskDigests(RUN, TICKET, offer_of(epoch).image.digest), peer)
+        giver.ask(AskItems(RUN, TICKET, offer_of(epoch).image.digest, (0,)), peer)
     giver.ask(ask(7, wanted=(7,)))
     assert giver.machine.wanted is None
     until = giver.now + donors.HOLD_SECONDS + donors.HOLD_SECONDS_PER_CHUNK * offer_of(1).image.chunks
@@ -122,7 +121,7 @@ def test_who_is_silent_is_forgotten_and_what_was_held_for_it_goes() -> None:
     giver = Giver()
     giver.offer(offer_of(1))
     giver.ask(ask(0))
-    giver.ask(AskDigests(RUN, TICKET, offer_of(1).image.digest))
+    giver.ask(AskItems(RUN, TICKET, offer_of(1).image.digest, (0,)))
     giver.offer(offer_of(2))
     giver.now += ASKER_SECONDS
     assert giver.tell(Woke()) == [Forget("new"), Release(offer_of(1).image)]
@@ -133,7 +132,9 @@ def test_nothing_waits_for_whom_is_forgotten() -> None:
     giver.offer(offer_of(1, chunks=9))
     for index in range(5):
         giver.ask(ask(0), f"new{index}")
-        giver.ask(AskChunks(RUN, TICKET, offer_of(1, chunks=9).image.digest, tuple(range(9))), f"new{index}")
+        giver.ask(
+            AskItems(RUN, TICKET, offer_of(1, chunks=9).image.digest, tuple(range(1, 10))), f"new{index}"
+        )
     giver.now += ASKER_SECONDS
     assert giver.tell(Woke()) == [Forget(f"new{index}") for index in range(5)]
     assert giver.machine.standing == ""
@@ -144,13 +145,13 @@ def test_nothing_is_served_to_whom_has_not_asked() -> None:
     giver = Giver()
     giver.offer(offer_of(1))
     digest = offer_of(1).image.digest
-    for message in (AskDigests(RUN, TICKET, digest), AskChunks(RUN, TICKET, digest, (0,))):
+    for message in (AskItems(RUN, TICKET, digest, (0,)), AskItems(RUN, TICKET, digest, (1,))):
         (gone,) = giver.ask(message)
         assert isinstance(gone, Refusal)
     giver.ask(ask(0))
-    (gone,) = giver.ask(AskChunks(RUN, b"another.", digest, (0,)))
+    (gone,) = giver.ask(AskItems(RUN, b"another.", digest, (0,)))
     assert isinstance(gone, Refusal)
-    (gone,) = giver.ask(AskChunks(RUN, TICKET, b"x" * 32, (0,)))
+    (gone,) = giver.ask(AskItems(RUN, TICKET, b"x" * 32, (0,)))
     assert isinstance(gone, Refusal)
 
 
@@ -182,7 +183,7 @@ def test_a_wish_that_cannot_be_fulfilled_for_want_of_room_is_not_noted() -> None
     for epoch, peer in ((1, "slow"), (2, "slower")):
         giver.offer(offer_of(epoch))
         giver.ask(ask(0), peer)
-        giver.ask(AskDigests(RUN, TICKET, offer_of(epoch).image.digest), peer)
+        giver.ask(AskItems(RUN, TICKET, offer_of(epoch).image.digest, (0,)), peer)
     (said,) = giver.ask(ask(7, wanted=(7,)))
     assert isinstance(said, Answer)
     assert said.noted == ()
@@ -191,8 +192,8 @@ def test_a_wish_that_cannot_be_fulfilled_for_want_of_room_is_not_noted() -> None
 # ---- in which order they are served ----
 
 
-def chunk(index: int) -> Chunk:
-    return Chunk(RUN, TICKET, b"d" * 32, index)
+def chunk(index: int) -> Item:
+    return Item(RUN, TICKET, b"d" * 32, index)
 
 
 def test_newcomers_take_turns() -> None:
