@@ -3,14 +3,13 @@
 from equipoise.compression.buffers import Values
 from equipoise.compression.choice import kernels, kernels_for
 from equipoise.compression.chunks import first_non_finite
-from equipoise.compression.codec import Codec, EncodeReport
+from equipoise.compression.codec import Codec
 from equipoise.compression.errors import CodecError, NonFiniteError
 from equipoise.compression.spec import parse_codec
 
 __all__ = [
     "Codec",
     "CodecError",
-    "EncodeReport",
     "NonFiniteError",
     "Values",
     "first_non_finite",

@@ -15,7 +15,6 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,20 +29,6 @@ from equipoise.compression.late_torch import is_tensor, torch
 
 if sys.byteorder != "little":
     raise ImportError("equipoise.compression: payloads are little-endian and this machine is not")
-
-
-@dataclass(frozen=True, slots=True)
-class EncodeReport:
-    """The changes that an encoding made to the values beyond rounding.
-
-    Attributes:
-        clamped: How many values lay outside of the format's range and were set to its nearest end.
-    """
-
-    clamped: int = 0
-
-
-UNCLAMPED = EncodeReport()
 
 
 class Codec(ABC):
@@ -82,12 +67,15 @@ class Codec(ABC):
         """
         return (self.encoded_size(count),)
 
-    def encode(self, values: Values, out: Buffer) -> EncodeReport:
+    def encode(self, values: Values, out: Buffer) -> int:
         """Encode `values` into `out`.
 
         Args:
             values: f32 [n], contiguous, on any device.
             out: Writable, `encoded_size(n)` bytes. On an error its content is undefined.
+
+        Returns:
+            How many values were clamped: they lay outside of the format's range, and became its nearest end.
 
         Raises:
             NonFiniteError: A value is NaN or infinite; names the first.
@@ -95,13 +83,13 @@ class Codec(ABC):
         """
         if self.math is not None and isinstance(values, np.ndarray) and not is_tensor(out):
             array = _array(values)
-            return EncodeReport(self.math.encode(array, self._bytes(out, array.size, written=True)))
+            return self.math.encode(array, self._bytes(out, array.size, written=True))
         values = _vector(values)
         with self._staged(out, values) as target:
             if fused := self._fused(values):
                 count = clamped(fused.encode(values, target, self.kind))
                 if count is not None:
-                    return EncodeReport(count)
+                    return count
             # The torch operations also say which value is not finite.
             return self._encode(values, target)
 
@@ -126,11 +114,11 @@ class Codec(ABC):
         else:
             self._decode(source, out)
 
-    def begin_encode(self, values: torch.Tensor, payload: torch.Tensor) -> torch.Tensor | EncodeReport:
+    def begin_encode(self, values: torch.Tensor, payload: torch.Tensor) -> torch.Tensor | int:
         """Start to encode `values`, f32 [n >= 1], into `payload`, uint8 [`encoded_size(n)`], aligned, on their device.
 
         It is queued on the current stream. Returns the kernel's notes, see `TensorKernels`; where there is no such
-        kernel, a report.
+        kernel, how many values were clamped.
 
         Raises:
             NonFiniteError: A value is NaN or infinite, and there is no such kernel.
@@ -164,8 +152,8 @@ class Codec(ABC):
 
     def reduce(
         self, payloads: Sequence[Buffer], weights: Sequence[float], mean: Buffer, scratch: Values
-    ) -> EncodeReport:
-        """Encode the weighted sum of payloads into `mean`.
+    ) -> int:
+        """Encode the weighted sum of payloads into `mean`; return how many values were clamped.
 
         The bytes equal those of `accumulate` of each payload in turn into zeros, then `encode`. Some codecs do all in
         one pass.
@@ -185,8 +173,9 @@ class Codec(ABC):
             _array(scratch).fill(0)
         else:
             scratch = _vector(scratch)
-            if report := self._reduce_at_once(payloads, weights, mean, scratch):
-                return report
+            count = self._reduce_at_once(payloads, weights, mean, scratch)
+            if count is not None:
+                return count
             scratch.zero_()
         for payload, weight in zip(payloads, weights, strict=True):
             self.accumulate(payload, weight, scratch)
@@ -207,7 +196,7 @@ class Codec(ABC):
             self._check(self._aligned(self._sized(shared(payload), count)), count)
 
     @abstractmethod
-    def _encode(self, values: torch.Tensor, out: torch.Tensor) -> EncodeReport: ...
+    def _encode(self, values: torch.Tensor, out: torch.Tensor) -> int: ...
 
     @abstractmethod
     def _decode(self, payload: torch.Tensor, out: torch.Tensor) -> None: ...
@@ -217,7 +206,7 @@ class Codec(ABC):
 
     def _reduce_at_once(
         self, payloads: Sequence[Buffer], weights: Sequence[float], mean: Buffer, scratch: torch.Tensor
-    ) -> EncodeReport | None:
+    ) -> int | None:
         """Reduce in one pass; None if no kernel here does, or the sum is not finite."""
         if not (fused := self._fused(scratch)):
             return None
@@ -225,8 +214,7 @@ class Codec(ABC):
             _check_weight(weight)
         sources = [self._source(payload, scratch) for payload in payloads]
         with self._staged(mean, scratch) as target:
-            count = clamped(fused.reduce(sources, weights, target, scratch.numel(), self.kind))
-        return None if count is None else EncodeReport(count)
+            return clamped(fused.reduce(sources, weights, target, scratch.numel(), self.kind))
 
     def _fused(self, values: torch.Tensor) -> TensorKernels | None:
         if not self.kind or not values.numel():

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from equipoise.compression.buffers import Buffer
-from equipoise.compression.codec import Codec, EncodeReport
+from equipoise.compression.codec import Codec
 from equipoise.compression.errors import CodecError
 from equipoise.compression.late_torch import torch
 
@@ -37,8 +37,8 @@ class DeviceReducer:
         weights: Sequence[float],
         scratch: NDArray[np.float32],
         mean: Buffer,
-    ) -> EncodeReport:
-        """Encode the weighted sum of payloads into `mean`; both lie in the host's memory.
+    ) -> int:
+        """Encode the weighted sum of payloads, in the host's memory as `mean` is; see `Codec.reduce`.
 
         Args:
             codec: Encodes and decodes.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from equipoise.compression.array_math import FORMATS, FloatMath
 from equipoise.compression.choice import compiled
 from equipoise.compression.chunks import extremes, first_non_finite, scratch, spans, within
-from equipoise.compression.codec import Codec, EncodeReport
+from equipoise.compression.codec import Codec
 from equipoise.compression.errors import NonFiniteError
 from equipoise.compression.late_torch import torch
 
@@ -34,7 +34,7 @@ class FloatCodec(Codec):
         """Return the exact size in bytes of a payload of `count` values."""
         return count * self._format.size
 
-    def _encode(self, values: torch.Tensor, out: torch.Tensor) -> EncodeReport:
+    def _encode(self, values: torch.Tensor, out: torch.Tensor) -> int:
         encoded = out.view(self.kind)
         clamped = 0
         for span in spans(values.numel(), values.device):
@@ -47,7 +47,7 @@ class FloatCodec(Codec):
                 kept = scratch(piece.numel(), piece.device)
                 piece = torch.clamp(piece, -self._limit, self._limit, out=kept)
             encoded[span].copy_(piece)
-        return EncodeReport(clamped)
+        return clamped
 
     def _decode(self, payload: torch.Tensor, out: torch.Tensor) -> None:
         out.copy_(payload.view(self.kind))

@@ -19,7 +19,7 @@ from equipoise.compression.blockwise import (
 from equipoise.compression.buffers import Buffer, Values, plain, raw
 from equipoise.compression.choice import compiled
 from equipoise.compression.chunks import CHUNK_VALUES, F32_MAX, first_non_finite, scratch
-from equipoise.compression.codec import UNCLAMPED, Codec, EncodeReport
+from equipoise.compression.codec import Codec
 from equipoise.compression.errors import CodecError, NonFiniteError
 from equipoise.compression.late_torch import torch
 
@@ -65,7 +65,7 @@ class Int8Codec(Codec):
     # Each of these methods takes the short way if it can: one call of a compiled kernel, with nothing around it. The
     # long way takes all other buffers, and names the fault.
 
-    def encode(self, values: Values, out: Buffer) -> EncodeReport:
+    def encode(self, values: Values, out: Buffer) -> int:
         """Encode `values` into `out`; see `Codec.encode`."""
         array, payload = plain(values), raw(out)
         if (
@@ -74,7 +74,7 @@ class Int8Codec(Codec):
             and (short := compiled(array.size))
             and short.encode(array, payload, self.block)
         ):
-            return UNCLAMPED
+            return 0
         return super().encode(values, out)
 
     def decode(self, payload: Buffer, out: Values) -> None:
@@ -98,7 +98,7 @@ class Int8Codec(Codec):
 
     def reduce(
         self, payloads: Sequence[Buffer], weights: Sequence[float], mean: Buffer, scratch: Values
-    ) -> EncodeReport:
+    ) -> int:
         """Encode the weighted sum into `mean`; see `Codec.reduce`."""
         target, values = raw(mean), plain(scratch)
         if target is not None and values is not None and (short := compiled(values.size)):
@@ -107,10 +107,10 @@ class Int8Codec(Codec):
             if 0 < len(sources) == len(payloads) == len(weights):
                 places = np.array([source.ctypes.data for source in sources], np.int64)
                 if short.reduce(places, np.array(weights, np.float64), target, values, self.block):
-                    return UNCLAMPED
+                    return 0
         return super().reduce(payloads, weights, mean, scratch)
 
-    def _encode(self, values: torch.Tensor, out: torch.Tensor) -> EncodeReport:
+    def _encode(self, values: torch.Tensor, out: torch.Tensor) -> int:
         scales, codes = planes(out, values.numel(), self.block)
         absmax = torch.empty_like(scales)
         # Divided by and into tensors of the device: CUDA turns division by a scalar into multiplication by its
@@ -129,7 +129,7 @@ class Int8Codec(Codec):
             if index is None:
                 raise CodecError(f"{self.spec}: the values changed while they were encoded")
             raise NonFiniteError(index, values.numel(), values[index].item())
-        return UNCLAMPED
+        return 0
 
     def _decode(self, payload: torch.Tensor, out: torch.Tensor) -> None:
         scales, codes = planes(payload, out.numel(), self.block)

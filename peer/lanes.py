@@ -18,7 +18,7 @@ import torch
 
 from equipoise.averaging.layout import EncodedVector, Layout
 from equipoise.averaging.partition import Part
-from equipoise.compression import Codec, EncodeReport, kernels_for
+from equipoise.compression import Codec, kernels_for
 from equipoise.compression.blockwise import clamped
 from equipoise.peer.shared_memory import Region
 
@@ -57,7 +57,7 @@ class Lane:
     def __init__(self, layout: Layout, stored: memoryview, sizes: Sizes) -> None:
         """Take an encoded vector, u8 [`stored_size`], to write or to read."""
         self._layout, self._vector = layout, EncodedVector(layout, stored)
-        self._notes: list[EncodeReport | torch.Tensor] = []
+        self._notes: list[int | torch.Tensor] = []
         self._allocate(sizes)
 
     def _allocate(self, sizes: Sizes) -> None:
@@ -80,7 +80,7 @@ class Lane:
 
     def clamped(self) -> int | None:
         """How many values were clamped, or None if a value was not finite; waits for the encoding."""
-        return sum(note.clamped for note in self._notes if isinstance(note, EncodeReport))
+        return sum(note for note in self._notes if isinstance(note, int))
 
     def number(self, value: float) -> float | torch.Tensor:
         """A number by which torch divides values of this lane, each quotient rounded once."""

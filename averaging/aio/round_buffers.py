@@ -14,7 +14,7 @@ from equipoise.averaging.allreduce.events import Group
 from equipoise.averaging.layout import EncodedVector, Layout, Vectors
 from equipoise.averaging.rules import Mean, Rule, RuleError
 from equipoise.averaging.weights import ATTENDANCE_LIMIT
-from equipoise.compression import Codec, EncodeReport, NonFiniteError
+from equipoise.compression import Codec, NonFiniteError
 from equipoise.compression.device_reduce import DeviceReducer
 from equipoise.compression.late_torch import torch
 
@@ -140,12 +140,12 @@ class RoundBuffers:
             if self._me in weights:
                 self._read_own(part, own)
             if not is_mean:
-                report = self._apply_rule(codec, payloads, weights, len(scratch), mean)
+                clamped = self._apply_rule(codec, payloads, weights, len(scratch), mean)
             elif reducer is None:
-                report = codec.reduce(*given, mean, scratch)
+                clamped = codec.reduce(*given, mean, scratch)
             else:
-                report = reducer.reduce(codec, *given, scratch, mean)
-            return Reduction(mean, blake3(mean).digest(), report.clamped)
+                clamped = reducer.reduce(codec, *given, scratch, mean)
+            return Reduction(mean, blake3(mean).digest(), clamped)
 
         return job
 
@@ -183,7 +183,7 @@ class RoundBuffers:
         weights: Mapping[int, float],
         count: int,
         mean: memoryview,
-    ) -> EncodeReport:
+    ) -> int:
         trained = [member for member in payloads if self._group.weights[member] > ATTENDANCE_LIMIT]
         trained = trained or list(payloads)
         rows = torch.empty(len(trained), count)

@@ -59,14 +59,14 @@ def given(values: torch.Tensor) -> Values:
 
 def encoded(codec: Codec, values: torch.Tensor) -> tuple[memoryview, int]:
     payload = room(codec, values.numel())
-    return payload, codec.encode(given(values), payload).clamped
+    return payload, codec.encode(given(values), payload)
 
 
 def reduced(codec: Codec, payloads: list[memoryview], count: int) -> str:
     weights = [WEIGHTS[index % len(WEIGHTS)] for index in range(len(payloads))]
     mean = room(codec, count)
-    report = codec.reduce(payloads, weights, mean, given(torch.empty(count)))
-    return digest(mean, report.clamped)
+    clamped = codec.reduce(payloads, weights, mean, given(torch.empty(count)))
+    return digest(mean, clamped)
 
 
 def digests() -> dict[str, str]:

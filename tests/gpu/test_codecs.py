@@ -11,7 +11,6 @@ import torch
 from equipoise.compression import (
     Codec,
     CodecError,
-    EncodeReport,
     NonFiniteError,
     kernels,
     kernels_for,
@@ -46,19 +45,19 @@ def chosen(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     kernels.cache_clear()
 
 
-def run(codec: Codec, values: torch.Tensor) -> tuple[EncodeReport, list[bytes]]:
+def run(codec: Codec, values: torch.Tensor) -> tuple[int, list[bytes]]:
     """Everything a codec computes from `values`, on their device and with a buffer on the host."""
     payload = torch.empty(codec.encoded_size(values.numel()), dtype=torch.uint8, device=values.device)
-    report = codec.encode(values, payload)
+    clamped = codec.encode(values, payload)
     codec.check(payload, values.numel())
     host = bytearray(payload.numel())
-    assert codec.encode(values, host) == report
+    assert codec.encode(values, host) == clamped
     out, total, total_of_host = torch.empty_like(values), values * 0.25, values * 0.25
     codec.decode(payload, out)
     codec.accumulate(payload, 0.3, total)
     codec.accumulate(host, 0.3, total_of_host)
     results = [tensor.cpu().numpy().tobytes() for tensor in (payload, out, total, total_of_host)]
-    return report, [bytes(host), *results]
+    return clamped, [bytes(host), *results]
 
 
 @pytest.mark.parametrize("spec", SPECS)
@@ -78,7 +77,7 @@ def test_names_the_first_value_that_is_not_finite(spec: str) -> None:
         parse_codec(spec).encode(values, bytearray(parse_codec(spec).encoded_size(1000)))
 
 
-def reduced(codec: Codec, device: str, members: int, count: int) -> tuple[EncodeReport, bytes]:
+def reduced(codec: Codec, device: str, members: int, count: int) -> tuple[int, bytes]:
     """The mean of payloads on the host."""
     generator = torch.Generator().manual_seed(count)
     rows = [torch.randn(count, generator=generator) * 10.0 ** (index % 5 - 2) for index in range(members)]
@@ -87,8 +86,8 @@ def reduced(codec: Codec, device: str, members: int, count: int) -> tuple[Encode
         codec.encode(row, payload)
     weights = [WEIGHTS[index % len(WEIGHTS)] for index in range(members)]
     mean = memoryview(bytearray(codec.encoded_size(count)))
-    report = codec.reduce(payloads, weights, mean, torch.empty(count, device=device))
-    return report, bytes(mean)
+    clamped = codec.reduce(payloads, weights, mean, torch.empty(count, device=device))
+    return clamped, bytes(mean)
 
 
 @pytest.mark.parametrize("spec", SPECS)
