@@ -115,16 +115,17 @@ class FetchOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """The result of a download.
 
     Attributes:
-        ok: Whether the memory now holds the image, every byte of it proved.
+        ok: Whether the memory now holds the snapshot's image, or the encoded mean, every byte of it proved.
         reason: The reason for the result, in one line.
-        state: The state of the snapshot; None if not ok.
-        size: Bytes of the image.
+        state: The state of the snapshot, or the state before the mean; None if not ok.
+        size: Bytes of the image or the mean.
         sources: PeerID -> bytes that came from it.
         seconds: Time from the first question to the last byte.
         voters: PeerIDs of all peers that had a vote on which snapshot to take, whether they offered one or not.
         behind: After a failed search for a mean: number of peers that are not as far as this one.
         unheard: After a failed search for a mean: number of peers that have not said whether they have it.
         age: Of a mean: seconds since the group of its round closed, by the word of its donors.
+        round: Of a mean: the outcome of its round, as its members see it; None if not ok.
     """
 
     ok: bool
@@ -137,24 +138,7 @@ class FetchOutcome(msgspec.Struct, frozen=True, kw_only=True):
     behind: int = 0
     unheard: int = 0
     age: float = 0.0
-
-
-class MeanOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a search for a missed mean.
-
-    Attributes:
-        round: The round's outcome, as its members see it; not ok if the mean could not be fetched.
-        sources: PeerID -> bytes that came from it.
-        behind: If not ok: number of peers that are not as far as this one.
-        unheard: If not ok: number of peers that have not said whether they have it; they may still be in the round.
-        age: If ok: seconds since the group of that round closed, by the word of its donors.
-    """
-
-    round: Outcome
-    sources: dict[str, int] = {}
-    behind: int = 0
-    unheard: int = 0
-    age: float = 0.0
+    round: Outcome | None = None
 
 
 class NoPeers(msgspec.Struct, frozen=True, tag=True):

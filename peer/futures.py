@@ -8,13 +8,12 @@ import math
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, ClassVar, Generic, TypeVar
 
-import torch
-from msgspec import field, structs
+from msgspec import structs
 
-from equipoise.averaging.outcome import FetchOutcome, MeanOutcome, Outcome
+from equipoise.averaging.outcome import FetchOutcome, Outcome
 from equipoise.peer.control import messages
 from equipoise.peer.control.client import Connection
 from equipoise.peer.errors import DaemonLost, EquipoiseError
@@ -146,50 +145,24 @@ class PendingRound(Pending[Outcome]):
         return structs.replace(outcome, seconds={"encode": self._encoding, **outcome.seconds, **decoding})
 
 
-class Fetched(FetchOutcome, frozen=True, kw_only=True):
-    """The outcome of a download, and the image.
+class Download(Pending[FetchOutcome]):
+    """A download by the daemon into memory of this process; see `Run.fetch` and `Run.recover`.
 
     Attributes:
-        image: u8 [bytes] in shared memory, of this process alone from now on; None if not ok.
+        content: After an ok `result`: the image, or the encoded mean for `Run.decoded`, u8 [`size`] in shared memory,
+            of this process alone from then on. Empty before, and if not ok.
     """
-
-    image: memoryview | None = None
-
-
-class Recovered(MeanOutcome, frozen=True, kw_only=True):
-    """The outcome of a download of a mean that this peer missed, and the mean.
-
-    Attributes:
-        values: Values of the parameters' gradients, by name, fp32. Empty if not ok.
-        buffers: Values of the module's buffers, by name, fp32.
-    """
-
-    values: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)
-
-
-class Download(Pending[Ended]):
-    """A download by the daemon into memory of this process; see `Run.fetch` and `Run.recover`."""
 
     what = "download"
     grace = DOWNLOAD_GRACE
 
     def __init__(
-        self,
-        link: Connection,
-        request: messages.FetchState | messages.FetchMean,
-        size: int,
-        take: Callable[[Any, SharedMemory], Ended],
-        lost: Callable[[str], Ended],
+        self, link: Connection, request: messages.FetchState | messages.FetchMean, size: int
     ) -> None:
-        """Begin, with at most `size` bytes.
-
-        `take` makes the result of the daemon's answer and the memory, `lost` of the reason why the daemon has gone.
-        """
+        """Begin, with at most `size` bytes."""
         deadline = link.clock() + check_timeout(request.timeout)
         self._run = request.run
-        self._take = take
-        self._lost = lost
+        self.content = memoryview(b"")
         self._memory = SharedMemory.reserve(size)  # It closes itself where the request cannot be sent.
         super().__init__(link, link.start(request, [self._memory.fd]), deadline)
 
@@ -199,11 +172,14 @@ class Download(Pending[Ended]):
             with contextlib.suppress(DaemonLost):  # That ends it as well.
                 self._link.ask(messages.StopFetch(self._run))
 
-    def _collect(self, limit: float) -> Ended:
+    def _collect(self, limit: float) -> FetchOutcome:
         try:
-            return self._take(self._link.wait(self._reply, limit), self._memory)
+            outcome: FetchOutcome = self._link.wait(self._reply, limit)
+            if outcome.ok:
+                self.content = self._memory.view(outcome.size, writable=True)
+            return outcome
         except DaemonLost as error:
-            return self._lost(str(error))
+            return FetchOutcome(ok=False, reason=str(error))
         finally:
             self._memory.close()
 

@@ -7,7 +7,6 @@ import contextlib
 import logging
 import os
 import threading
-import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import MappingProxyType
@@ -21,9 +20,7 @@ from equipoise.averaging.metrics import Evaluation, report_of, values_of
 from equipoise.averaging.options import RunOptions
 from equipoise.averaging.outcome import (
     Exchanging,
-    FetchOutcome,
     Idle,
-    MeanOutcome,
     NoPeers,
     Outcome,
     RunState,
@@ -38,10 +35,10 @@ from equipoise.peer.control import messages
 from equipoise.peer.control.client import Connection
 from equipoise.peer.control.messages import Progress
 from equipoise.peer.errors import DaemonLost, EquipoiseError, Refused, RoundPending
-from equipoise.peer.futures import Download, Fetched, PendingRound, Recovered, check_timeout
+from equipoise.peer.futures import Download, PendingRound, check_timeout
 from equipoise.peer.lanes import kernels_of, pin
 from equipoise.peer.purposes import AVERAGE, STEP
-from equipoise.peer.shared_memory import Region, SharedMemory, shared_copy
+from equipoise.peer.shared_memory import Region, shared_copy
 from equipoise.peer.tensors import Binding, Gradients, Tensors, copies_of, named_gradients
 
 if TYPE_CHECKING:
@@ -411,7 +408,7 @@ class Run:
 
     def fetch(
         self, at_least: int, limit: int, timeout: float = 60.0, among: tuple[str, ...] = ()
-    ) -> Download[Fetched]:
+    ) -> Download:
         """Download a snapshot of the run's state from all peers that offer the same one, verified; one at a time.
 
         Args:
@@ -425,12 +422,7 @@ class Run:
             Refused: The limit is too large for this machine; or, when `result` is called, a download was going on.
         """
         request = messages.FetchState(self.name, at_least, limit, timeout, among)
-
-        def take(outcome: FetchOutcome, memory: SharedMemory) -> Fetched:
-            image = memory.view(outcome.size, writable=True) if outcome.ok else None
-            return Fetched(**structs.asdict(outcome), image=image)
-
-        return Download(self._link, request, limit, take, lambda reason: Fetched(ok=False, reason=reason))
+        return Download(self._link, request, limit)
 
     def recover(
         self,
@@ -439,8 +431,8 @@ class Run:
         circle: tuple[str, ...] = (),
         proved: bool = False,
         patient: bool = False,
-    ) -> Download[Recovered]:
-        """Fetch from other peers the mean that the group applied to a state, if this peer missed it.
+    ) -> Download:
+        """Fetch from other peers the mean that the group applied to a state, if this peer missed it, for `decoded`.
 
         Daemons keep the last few means of a run whose `step` is given states. One download at a time, by this call or
         by `fetch`.
@@ -460,16 +452,11 @@ class Run:
         """
         size = self._binding.steps.layout.stored_size
         request = messages.FetchMean(self.name, after, size, timeout, circle, proved, patient)
+        return Download(self._link, request, size)
 
-        def take(found: MeanOutcome, memory: SharedMemory) -> Recovered:
-            ok = found.round.ok
-            values, buffers = self._binding.named(memory.view(size, writable=False)) if ok else ({}, {})
-            return Recovered(**structs.asdict(found), values=values, buffers=buffers)
-
-        def lost(reason: str) -> Recovered:
-            return Recovered(round=Outcome(ok=False, reason=reason, run=self.name, started=time.time()))
-
-        return Download(self._link, request, size, take, lost)
+    def decoded(self, mean: memoryview) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """The values of the gradients, and of the buffers, of a mean that `recover` has fetched: by name, fp32."""
+        return self._binding.named(mean)
 
     def take(self) -> Accumulator | None:
         """Take back the accumulated gradients that are not part of an open round; None without any."""

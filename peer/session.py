@@ -20,7 +20,7 @@ from equipoise.averaging.aio.router import MAX_LEFTOVERS
 from equipoise.averaging.draw import Drawn
 from equipoise.averaging.layout import Vectors
 from equipoise.averaging.options import Terms
-from equipoise.averaging.outcome import FetchOutcome, MeanOutcome, NoPeers, Outcome, RunState
+from equipoise.averaging.outcome import FetchOutcome, NoPeers, Outcome, RunState
 from equipoise.averaging.ports import Candidate
 from equipoise.averaging.rules import Mean
 from equipoise.averaging.schema import Schema
@@ -254,7 +254,7 @@ class Session:
         transfer, among = await self.transfer(), frozenset(request.among)
         return await transfer.fetch(request.at_least, image.capacity, request.timeout, room, among)
 
-    async def fetch_mean(self, request: FetchMean, memory: SharedMemory) -> MeanOutcome:
+    async def fetch_mean(self, request: FetchMean, memory: SharedMemory) -> FetchOutcome:
         """Fetch a missed mean into the client's memory, which must have exactly the mean's size.
 
         Raises:

@@ -27,7 +27,7 @@ from equipoise.averaging.matchmaking.context import Context
 from equipoise.averaging.matchmaking.coordinator import LEAST_LATE
 from equipoise.averaging.matchmaking.spec_diff import SpecDiff
 from equipoise.averaging.metrics import Report, Values
-from equipoise.averaging.outcome import Exchanging, Gathering, MeanOutcome, NoPeers, Outcome, RunState
+from equipoise.averaging.outcome import Exchanging, FetchOutcome, Gathering, NoPeers, Outcome, RunState
 from equipoise.averaging.ports import Directory
 from equipoise.averaging.spec import RunSpec
 from equipoise.averaging.state import StateId
@@ -340,9 +340,9 @@ class RunDriver:
                     return formed.result()
             self._driver.tell(events.Withdrew())
 
-    def _note_mean(self, found: MeanOutcome) -> None:
+    def _note_mean(self, found: FetchOutcome) -> None:
         """Keep the round whose mean came; end the search of a federated contribution that is late for it."""
-        if not found.round.ok:
+        if found.round is None:
             return
         self._missed = found.round, self._loop.time() - found.age
         if late := self._lateness():

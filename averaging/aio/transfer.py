@@ -19,7 +19,7 @@ from equipoise.averaging.aio.sessions import Sessions
 from equipoise.averaging.layout import EncodedVector
 from equipoise.averaging.manifest import TICKET_BYTES, Manifest, Verify
 from equipoise.averaging.matchmaking.messages import MAX_DETAIL_CHARS
-from equipoise.averaging.outcome import FetchOutcome, MeanOutcome, Outcome
+from equipoise.averaging.outcome import FetchOutcome, Outcome
 from equipoise.averaging.ports import Candidate, Directory, FrameRefused
 from equipoise.averaging.rate_limit import Allowance
 from equipoise.averaging.session.outbox import Frame
@@ -222,7 +222,7 @@ class Transfer:
         self._rounds = rounds
         self._runs = runs
         self._is_mute = is_mute
-        self.on_mean: Callable[[MeanOutcome], None] = lambda found: None
+        self.on_mean: Callable[[FetchOutcome], None] = lambda found: None
         self._loop = asyncio.get_running_loop()
         self._donor = Server()
         self._asks = Allowance(ASKS_SECONDS, MAX_ASKS, MAX_ASKS_OF_ONE)
@@ -330,7 +330,7 @@ class Transfer:
         circle: frozenset[str] = frozenset(),
         proved: bool = False,
         patient: bool = False,
-    ) -> MeanOutcome:
+    ) -> FetchOutcome:
         """Get the mean that the group applied to the state `after`, where this peer missed it.
 
         Args:
@@ -360,20 +360,17 @@ class Transfer:
         quorum = spec.strategy.quorum if spec.strategy.least else 0
         request = Request(spec.name, spec.hash, ticket, 0, limit, after, circle, patient, proved, quorum)
         got = await self._get(request, timeout, room)
-        found = Outcome(ok=False, reason=got.reason, run=spec.name)
         if got.ok:
             try:
                 args = memory, spec, after, self._verify, result
                 found = await self._loop.run_in_executor(None, unpack, *args)
+                got = msgspec.structs.replace(got, reason=found.reason, size=self.size, round=found)
             except (ValueError, FrameRefused) as error:
-                found = msgspec.structs.replace(found, reason=str(error))
-                got = msgspec.structs.replace(got, unheard=len(got.sources))  # They have it still.
-        log.info("run %s, after epoch %d: %s", spec.name, after.epoch, found.reason)
-        missed = MeanOutcome(
-            round=found, sources=got.sources, behind=got.behind, unheard=got.unheard, age=got.age
-        )
-        self.on_mean(missed)
-        return missed
+                unheard = len(got.sources)  # They have it still.
+                got = FetchOutcome(ok=False, reason=str(error), sources=got.sources, unheard=unheard)
+        log.info("run %s, after epoch %d: %s", spec.name, after.epoch, got.reason)
+        self.on_mean(got)
+        return got
 
     def withdraw(self, reason: str) -> None:
         """End the download that is going on, if any."""

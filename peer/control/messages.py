@@ -20,13 +20,13 @@ import msgspec
 from equipoise.averaging.draw import Drawn
 from equipoise.averaging.metrics import Report, Values
 from equipoise.averaging.options import RunOptions, Terms
-from equipoise.averaging.outcome import FetchOutcome, MeanOutcome, Outcome, RunState
+from equipoise.averaging.outcome import FetchOutcome, Outcome, RunState
 from equipoise.averaging.schema import Schema
 from equipoise.averaging.state import StateId
 from equipoise.peer.errors import ControlError
 from equipoise.peer.status import PeerRow, Status
 
-CONTROL_VERSION = 8
+CONTROL_VERSION = 9
 
 MAX_FRAME_BYTES = 2 * 1024 * 1024
 """The largest messages are a schema (10,000 tensors with names of 60 characters take half of it) and 64 outcomes."""
@@ -200,7 +200,7 @@ class StopFetch(RunRequest[None], frozen=True):
     """End the download that is going on, if any; `FetchState` or `FetchMean` is answered then."""
 
 
-class FetchMean(RunRequest[MeanOutcome], frozen=True):
+class FetchMean(RunRequest[FetchOutcome], frozen=True):
     """Get the mean that the group applied to the state `after`, into the `size` bytes of shared memory, encoded.
 
     Attributes:

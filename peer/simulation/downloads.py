@@ -6,11 +6,11 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from msgspec import structs
 
-from equipoise.averaging.outcome import FetchOutcome, MeanOutcome, Outcome
+from equipoise.averaging.outcome import FetchOutcome
 from equipoise.peer.control.messages import FetchMean, FetchState
 from equipoise.peer.shared_memory import SharedMemory
 
@@ -40,7 +40,7 @@ class Download(ABC):
         member: Member,
         time: VirtualTime,
         request: FetchState | FetchMean,
-        reply: Future[Any],
+        reply: Future[FetchOutcome],
         memory: SharedMemory,
     ) -> None:
         self.member = member
@@ -50,7 +50,7 @@ class Download(ABC):
         self._reply = reply
         self._memory = memory
         self._began = time.now
-        self._found: Callable[[], Any] | None = None
+        self._found: Callable[[], FetchOutcome] | None = None
         run.downloads.append(self)
         time.at(time.now + request.timeout, lambda: self.stop(f"not within {request.timeout:g} s"))
         self.look()
@@ -74,7 +74,7 @@ class Download(ABC):
         if self._found is not None and not self._reply.done() and not self.member.dead:
             self._end(self._found())
 
-    def _end(self, result: Any) -> None:
+    def _end(self, result: FetchOutcome) -> None:
         if not self._reply.done():
             self._run.downloads.remove(self)
             self._memory.close()
@@ -86,11 +86,11 @@ class Download(ABC):
         return [one for one in self._run.members.values() if one is not self.member and not one.dead]
 
     @abstractmethod
-    def _find(self) -> Callable[[], Any] | str:
+    def _find(self) -> Callable[[], FetchOutcome] | str:
         """Return a function that takes the content from its donors; or why no peer will have it, empty if one may."""
 
     @abstractmethod
-    def _failed(self, reason: str) -> Any: ...
+    def _failed(self, reason: str) -> FetchOutcome: ...
 
 
 class SnapshotDownload(Download):
@@ -137,7 +137,7 @@ class MeanDownload(Download):
     request: FetchMean
     _seconds = MEAN_SECONDS
 
-    def _find(self) -> Callable[[], MeanOutcome] | str:
+    def _find(self) -> Callable[[], FetchOutcome] | str:
         kept = self._run.kept.get(self.request.after)
         if kept is not None and not all(one.dead or one is self.member for one in kept.holders):
             return lambda: self._taken(kept)
@@ -145,14 +145,14 @@ class MeanDownload(Download):
             return ""
         return f"none of {len(self._others)} peers keeps the mean after epoch {self.request.after.epoch}"
 
-    def _taken(self, kept: Kept) -> MeanOutcome:
+    def _taken(self, kept: Kept) -> FetchOutcome:
         size = len(kept.mean)
         self._memory.allocate(size)
         self._memory.view(size, writable=True)[:] = kept.mean
-        outcome = structs.replace(
-            kept.outcome, reason=f"missed, and had from others: {kept.outcome.reason}", bytes_received=size
-        )
-        return MeanOutcome(round=outcome, sources={one.peer: 0 for one in kept.holders if not one.dead})
+        reason = f"missed, and had from others: {kept.outcome.reason}"
+        sources = {one.peer: 0 for one in kept.holders if not one.dead}
+        outcome = structs.replace(kept.outcome, reason=reason, bytes_received=size)
+        return FetchOutcome(ok=True, reason=reason, size=size, sources=sources, round=outcome)
 
     @property
     def _behind(self) -> int:
@@ -165,6 +165,5 @@ class MeanDownload(Download):
         rounds = (one.exchange for one in self._others if one.exchange is not None)
         return sum(one.manifest.before == self.request.after for one in rounds)
 
-    def _failed(self, reason: str) -> MeanOutcome:
-        failed = Outcome(ok=False, reason=reason, run=self._run.spec.name)
-        return MeanOutcome(round=failed, behind=self._behind, unheard=self._in_round)
+    def _failed(self, reason: str) -> FetchOutcome:
+        return FetchOutcome(ok=False, reason=reason, behind=self._behind, unheard=self._in_round)

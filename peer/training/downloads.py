@@ -7,9 +7,10 @@ from functools import partial
 
 import torch
 
+from equipoise.averaging.outcome import FetchOutcome, Outcome
 from equipoise.averaging.state import StateId
 from equipoise.peer.errors import Refused
-from equipoise.peer.futures import Download, Fetched, Recovered
+from equipoise.peer.futures import Download
 from equipoise.peer.run import Run
 from equipoise.peer.training import events
 from equipoise.peer.training.image import Image, TrainingState
@@ -27,18 +28,18 @@ class Downloads:
 
     Attributes:
         image: The snapshot that has just come, checked, until the next download begins.
-        mean: The mean that has just come, until the next download begins.
+        mean: The mean that has just come, encoded, and the outcome of its round, until the next download begins.
         behind: Number of peers that were not as far as this one, by the answers to its last question for a mean.
         unheard: Number of peers that did not answer that question.
     """
 
     def __init__(self, run: Run, state: TrainingState) -> None:
         self.image: Image | None = None
-        self.mean: Recovered | None = None
+        self.mean: tuple[memoryview, Outcome] | None = None
         self.behind = self.unheard = 0
         self._run = run
         self._state = state
-        self._going: Download[Fetched] | Download[Recovered] | None = None
+        self._going: Download | None = None
         self._failed: type[events.FetchFailed | events.RecoveryFailed] = events.FetchFailed
         self._refused: events.Event | None = None
 
@@ -72,7 +73,7 @@ class Downloads:
     def _begin(
         self,
         failed: type[events.FetchFailed | events.RecoveryFailed],
-        start: Callable[[], Download[Fetched] | Download[Recovered]],
+        start: Callable[[], Download],
     ) -> None:
         self.stop()
         self._failed = failed
@@ -104,23 +105,23 @@ class Downloads:
             return refused
         going, self._going = self._going, None
         try:
-            found = going.result()
-            return self._fetched(found) if isinstance(found, Fetched) else self._recovered(found)
+            take = self._recovered if self._failed is events.RecoveryFailed else self._fetched
+            return take(going.result(), going.content)
         except (ImageError, Refused) as error:  # Another donor may have a better image, now or later.
             return self._failed(str(error))
 
-    def _fetched(self, fetched: Fetched) -> events.Event:
-        if not fetched.ok or fetched.image is None:
-            return events.FetchFailed(fetched.reason)
-        image = self._state.read(torch.frombuffer(fetched.image, dtype=torch.uint8), foreign=True)
-        if image.id != fetched.state:
-            raise ImageError(f"donors offered {fetched.state}, the image says {image.id}")
+    def _fetched(self, found: FetchOutcome, content: memoryview) -> events.Event:
+        if not found.ok:
+            return events.FetchFailed(found.reason)
+        image = self._state.read(torch.frombuffer(content, dtype=torch.uint8), foreign=True)
+        if image.id != found.state:
+            raise ImageError(f"donors offered {found.state}, the image says {image.id}")
         self.image = image
-        return events.ImageFetched(image.id, fetched.voters)
+        return events.ImageFetched(image.id, found.voters)
 
-    def _recovered(self, found: Recovered) -> events.Event:
+    def _recovered(self, found: FetchOutcome, content: memoryview) -> events.Event:
         outcome, self.behind, self.unheard = found.round, found.behind, found.unheard
-        if not outcome.ok or outcome.state is None:
-            return events.RecoveryFailed(outcome.reason, decided=not found.unheard)
-        self.mean = found
+        if outcome is None or outcome.state is None:
+            return events.RecoveryFailed(found.reason, decided=not found.unheard)
+        self.mean = content, outcome
         return events.MeanFetched(outcome.state, outcome.digest, outcome.counted(self._run.peer))

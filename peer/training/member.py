@@ -545,9 +545,9 @@ class Member:
             case events.Recover(after):
                 self._recover(after)
             case events.Keep(before):
-                mean = self._downloads.mean
-                assert mean is not None, "it was fetched"
-                self._held[before] = Mean(dict(mean.values), dict(mean.buffers), mean.round)
+                assert self._downloads.mean is not None, "it was fetched"
+                content, outcome = self._downloads.mean
+                self._held[before] = Mean(*self._run.decoded(content), outcome)
             case events.DropGiven():
                 self._run.take()
             case events.Load():

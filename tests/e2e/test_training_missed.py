@@ -12,8 +12,9 @@ import torch
 from e2e.learners import shared_daemons
 from e2e.swarm import DaemonProcess, eventually
 from e2e.threads import together
+from equipoise.averaging.outcome import FetchOutcome
 from equipoise.peer import Run, connect
-from equipoise.peer.futures import Download, Recovered
+from equipoise.peer.futures import Download
 from equipoise.peer.training import DiLoCo, SwarmOptimizer
 from equipoise.peer.training.member import Finished
 from oracles.training import batch_of, loss_of, network
@@ -41,10 +42,10 @@ class Watched:
         self.run, self.index, self.batches = run, index, 0
         self.model: Any = run.source
         self.offers: list[object] = []
-        self._asked: list[Download[Recovered]] = []
+        self._asked: list[Download] = []
         recover = run.recover
 
-        def watched(*args: Any, **options: Any) -> Download[Recovered]:
+        def watched(*args: Any, **options: Any) -> Download:
             self._asked.append(recover(*args, **options))
             return self._asked[-1]
 
@@ -52,9 +53,9 @@ class Watched:
         monkeypatch.setattr(run, "offer", lambda *args: self.offers.append(args))
 
     @property
-    def recovered(self) -> list[Recovered]:
+    def recovered(self) -> list[FetchOutcome]:
         """The means that it missed and got."""
-        return [found for one in self._asked if one.done() and (found := one.result()).round.ok]
+        return [found for one in self._asked if one.done() and (found := one.result()).ok]
 
     def backward(self) -> None:
         loss_of(self.model, batch_of(self.index, self.batches, SAMPLES)).backward()
@@ -112,7 +113,11 @@ def test_one_that_missed_rounds_gets_their_means_and_nobody_takes_a_snapshot(
         assert len({optimizer.id for optimizer in optimizers}) == 1
         assert all(trainer.parameters() == trainers[0].parameters() for trainer in trainers)
         missed = trainers[-1].recovered
-        assert [found.round.state.epoch for found in missed if found.round.state][:3] == [3, 4, 5]
+        assert [found.round.state.epoch for found in missed if found.round and found.round.state][:3] == [
+            3,
+            4,
+            5,
+        ]
         assert all(found.sources for found in missed)
         assert not any(trainer.offers for trainer in trainers)
 

@@ -23,7 +23,6 @@ from equipoise.averaging.outcome import (
     FetchOutcome,
     Gathering,
     Idle,
-    MeanOutcome,
     NoPeers,
     Outcome,
     RunState,
@@ -263,17 +262,17 @@ class FakeTransfer:
         circle: frozenset[str] = frozenset(),
         proved: bool = False,
         patient: bool = False,
-    ) -> MeanOutcome:
+    ) -> FetchOutcome:
         with self._network.lock:
             found = self._network.means.get((self._spec.name, after))
         if found is None:
-            return MeanOutcome(round=Outcome(ok=False, reason="nobody keeps it", run=self._spec.name))
+            return FetchOutcome(ok=False, reason="nobody keeps it")
         outcome, mean = found
         if not proved and 2 * len(circle & set(outcome.group)) <= len(circle):
-            reason = "too few that vouch for this peer's state offer it"
-            return MeanOutcome(round=Outcome(ok=False, reason=reason, run=self._spec.name))
+            return FetchOutcome(ok=False, reason="too few that vouch for this peer's state offer it")
         result()[:] = encoded(self._spec.layout, mean)
-        return MeanOutcome(round=outcome, sources=dict.fromkeys(outcome.group, 4 * len(mean)))
+        sources = dict.fromkeys(outcome.group, 4 * len(mean))
+        return FetchOutcome(ok=True, reason="", size=self.size, sources=sources, round=outcome)
 
     async def fetch(
         self, at_least: int, limit: int, timeout: float, room: Room, among: frozenset[str] = frozenset()

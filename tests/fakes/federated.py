@@ -97,7 +97,7 @@ class FederatedRun(FakeRun):
 
         def result() -> Any:
             got = found()
-            if got.round.ok and self.waiting and self.claim == after and self.swarm.is_late(self):
+            if got.ok and self.waiting and self.claim == after and self.swarm.is_late(self):
                 self._end_late()
             return got
 

@@ -60,7 +60,8 @@ async def recovered(
     """What comes of the mean after that state."""
     stored = memoryview(bytearray(transfer.size))
     got = await transfer.recover(after, 20.0, lambda: stored, frozenset(circle), proved)
-    return got.round, decoded(transfer._spec.layout, stored), got.sources
+    outcome = got.round or Outcome(ok=False, reason=got.reason)
+    return outcome, decoded(transfer._spec.layout, stored), got.sources
 
 
 def round_of(names: str, state: StateId, spec: RunSpec = SPEC) -> Manifest:

@@ -20,14 +20,13 @@ import torch
 from equipoise.averaging.layout import EncodedVector
 from equipoise.averaging.metrics import Report, Values, averaged
 from equipoise.averaging.options import RunOptions
-from equipoise.averaging.outcome import Idle, NoPeers, Outcome, RunState
+from equipoise.averaging.outcome import FetchOutcome, Idle, NoPeers, Outcome, RunState
 from equipoise.averaging.state import StateId
 from equipoise.averaging.statesync.server import KEPT_MEANS
 from equipoise.averaging.strategy import parse_strategy
 from equipoise.averaging.weights import CAPPED, cap_of, counted_weights
 from equipoise.compression import parse_codec
 from equipoise.peer.control.messages import AgreeRun, JoinRun, LeaveRun, ReportAccumulated
-from equipoise.peer.futures import Fetched, Recovered
 from equipoise.peer.run import Run
 from equipoise.peer.shared_memory import Region
 from equipoise.peer.tensors import Binding, Tensors
@@ -401,6 +400,7 @@ class FakeFetch:
         self._deadline = run.swarm.now + timeout
         self._since: float | None = None
         self._image: tuple[StateId, bytes] | None = None
+        self.content = memoryview(b"")
         run.wants = at_least
 
     def done(self) -> bool:
@@ -426,9 +426,10 @@ class FakeFetch:
     def result(self) -> Any:
         self._run.wants = None
         if self._image is None:
-            return Fetched(ok=False, reason="nobody offers it")
+            return FetchOutcome(ok=False, reason="nobody offers it")
         state, image = self._image
-        return Fetched(ok=True, reason="", state=state, image=memoryview(bytearray(image)))
+        self.content = memoryview(bytearray(image))
+        return FetchOutcome(ok=True, reason="", state=state, size=len(image))
 
 
 class FakeRecovery:
@@ -438,6 +439,7 @@ class FakeRecovery:
         self._run, self._after = run, after
         self._at = run.swarm.now + (run.swarm.recover_seconds if self._donors else 0.0)
         self._until = run.swarm.now + patience
+        self.content = memoryview(b"")
         run.stands = after.epoch
 
     @property
@@ -463,10 +465,8 @@ class FakeRecovery:
         run, swarm = self._run, self._run.swarm
         found = swarm.kept.get(self._after)
         if found is None or not self._donors:
-            outcome = Outcome(ok=False, reason="nobody keeps it", run=run.name)
-            return Recovered(round=outcome, behind=self.behind)
-        outcome, mean = found
+            return FetchOutcome(ok=False, reason="nobody keeps it", behind=self.behind)
+        outcome, self.content = found
         swarm.recovered.append((run.peer_name, self._after))
         run.stands = self._after.epoch + 1
-        values, buffers = run._binding.named(mean)
-        return Recovered(round=outcome, values=values, buffers=buffers)
+        return FetchOutcome(ok=True, reason="", round=outcome)

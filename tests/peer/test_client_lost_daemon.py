@@ -208,7 +208,7 @@ def test_what_a_daemon_would_do_is_weather_without_one(machines: list[Machine]) 
     assert run.fetch(1, 1000, timeout=SOON).result().reason == reason
     recovered = run.recover(STATE, timeout=SOON)
     recovered.cancel()
-    assert recovered.result().round.reason == reason
+    assert recovered.result().reason == reason
     assert not run.wait_for(1, timeout=0.1)
     run.leave()
 

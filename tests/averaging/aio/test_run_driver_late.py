@@ -45,7 +45,7 @@ async def search(
     got = await late.transfer.recover(
         BEFORE, 20.0, lambda: memoryview(bytearray(late.transfer.size)), frozenset("abc")
     )
-    assert got.round.ok, got.round.reason
+    assert got.ok, got.reason
     return await seeks
 
 

@@ -75,7 +75,7 @@ async def test_half_of_a_circle_are_not_enough(cluster: Cluster) -> None:
     a, _, away = await cluster.add(*"abp")
     keep(mean_of("abp", BEFORE), a)
     got = await away.recover(BEFORE, 20.0, lambda: memoryview(bytearray(away.size)), frozenset("ab"))
-    assert "1 of the 2 peers that vouch" in got.round.reason
+    assert "1 of the 2 peers that vouch" in got.reason
     assert got.unheard == 1
 
 
@@ -151,7 +151,7 @@ async def test_where_there_is_no_room_there_is_none_for_any(cluster: Cluster) ->
         raise ValueError("no memory for it")
 
     got = await me.recover(NEXT, 20.0, none, frozenset("a"))
-    assert got.round.reason == "no memory for it"
+    assert got.reason == "no memory for it"
     assert got.unheard == 1, "it may ask again"
 
 
