@@ -7,8 +7,8 @@ memory, many at a time, as do tensors that no codec takes as they are.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Mapping
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Callable, Mapping
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -35,6 +35,7 @@ class Piece(NamedTuple):
     start: int
     stop: int
     place: int
+    buffer: bool
 
 
 class Span(NamedTuple):
@@ -69,52 +70,39 @@ class Encoder:
         self._planned: tuple[Devices, Plan] = on_host, self._spans
         self._unsettled: list[Callable[[], None]] = []
 
-    def encode(
-        self,
-        tensors: Mapping[str, torch.Tensor],
-        out: memoryview,
-        divisor: float = 1.0,
-        divided: Collection[str] = (),
-    ) -> int:
+    def encode(self, tensors: Mapping[str, torch.Tensor], out: memoryview, divisor: float = 1.0) -> int:
         """Encode checked tensors, converted to fp32; returns how many values were clamped.
 
         Args:
             tensors: By name, all of the schema.
             out: The encoded vector, u8 [`stored_size`]. It is complete, also on a GPU, when this returns.
-            divisor: What the values of some tensors are divided by.
-            divided: The names of those.
+            divisor: What the values of all tensors but buffers are divided by.
 
         Raises:
             SchemaError: A tensor holds NaN or Inf (also one that overflows fp32); `out` is then undefined.
         """
         given = {name: tensor.detach() for name, tensor in tensors.items()}
-        rest = given, divisor, divided
-        clamped = self._encode(self._lanes(self._plan(given), given, out, aside=True), *rest)
+        clamped = self._encode(self._lanes(self._plan(given), given, out, aside=True), given, divisor)
         if clamped is None:  # The host names the value that is not finite.
-            clamped = self._encode(self._lanes(self._spans, given, out, aside=True), *rest)
+            clamped = self._encode(self._lanes(self._spans, given, out, aside=True), given, divisor)
         return clamped or 0
 
-    def _encode(self, lanes: Lanes, *rest: Any) -> int | None:
+    def _encode(self, lanes: Lanes, tensors: Mapping[str, torch.Tensor], divisor: float) -> int | None:
         """The number of values that were clamped; None if a GPU found one that is not finite."""
         with contextlib.ExitStack() as waiting:
             for lane, spans in lanes:
                 waiting.callback(lane.wait)
                 for span in spans:
-                    lane.launch(self._encode_span, span, *rest)
+                    lane.launch(self._encode_span, span, tensors, divisor)
         counts = [lane.clamped() for lane, _ in lanes]
         return None if None in counts else sum(filter(None, counts))
 
     def _encode_span(
-        self,
-        lane: Lane,
-        span: Span,
-        tensors: Mapping[str, torch.Tensor],
-        divisor: float,
-        divided: Collection[str],
+        self, lane: Lane, span: Span, tensors: Mapping[str, torch.Tensor], divisor: float
     ) -> None:
         part, end, pieces = span
         take = _alone if len(pieces) == 1 else _together
-        values = take(lane, span, tensors, divisor, divided)
+        values = take(lane, span, tensors, divisor)
         try:
             lane.encode(part, values)
         except NonFiniteError as error:
@@ -164,7 +152,7 @@ class Encoder:
             places = (_place(piece, part, room) for piece in pieces)
             lane.copy(targets, [one.view(to.shape) for one, to in zip(places, targets, strict=True)])
             return
-        name, start, stop, _ = pieces[0]
+        name, start, stop, *_ = pieces[0]
         tensor, flat = tensors[name], _flat(lane, tensors[name])
         target = flat[start:stop]
         if _is_plain(target, room):
@@ -227,49 +215,37 @@ def _spans(layout: Layout, devices: Devices) -> Plan:
             group = []
         before = device
         if 0 < spec.size < LARGE_VALUES:
-            group.append(Piece(spec.name, 0, spec.size, start))
+            group.append(Piece(spec.name, 0, spec.size, start, spec.buffer))
             grown = Span(Part(group[0].place, stop, 0), end, group)
             spans[len(spans) - (len(group) > 1) :] = [grown]
             continue
         for begin in range(0, spec.size, most):
             until = min(begin + most, spec.size)
             part = Part(start + begin, start + until, 0)
-            piece = Piece(spec.name, begin, until, part.start)
+            piece = Piece(spec.name, begin, until, part.start, spec.buffer)
             spans.append(Span(part, end if until == spec.size else part.stop, [piece]))
     return plan
 
 
-def _alone(
-    lane: Lane,
-    span: Span,
-    tensors: Mapping[str, torch.Tensor],
-    divisor: float,
-    divided: Collection[str],
-) -> torch.Tensor:
+def _alone(lane: Lane, span: Span, tensors: Mapping[str, torch.Tensor], divisor: float) -> torch.Tensor:
     """The values of a span of one piece, f32 [n], divided: where they are, or in the lane's scratch memory."""
     room = lane.room[: span.part.size]
-    name, start, stop, _ = span.pieces[0]
+    name, start, stop, _, buffer = span.pieces[0]
     values = _flat(lane, tensors[name], fill=start == 0)[start:stop]
     values = values if _is_plain(values, room) else room.copy_(values)
-    if divisor == 1 or name not in divided:
+    if divisor == 1 or buffer:
         return values
     return torch.div(values, lane.number(divisor), out=room)
 
 
-def _together(
-    lane: Lane,
-    span: Span,
-    tensors: Mapping[str, torch.Tensor],
-    divisor: float,
-    divided: Collection[str],
-) -> torch.Tensor:
+def _together(lane: Lane, span: Span, tensors: Mapping[str, torch.Tensor], divisor: float) -> torch.Tensor:
     """The values of a span of several tensors, f32 [n], divided, in scratch memory; zeros between them."""
     room = lane.room[: span.part.size].zero_()
     sources = [tensors[piece.name] for piece in span.pieces]
     places = [_place(piece, span.part, room) for piece in span.pieces]
     lane.copy([place.view(one.shape) for place, one in zip(places, sources, strict=True)], sources)
     if divisor != 1:
-        chosen = [place for piece, place in zip(span.pieces, places, strict=True) if piece.name in divided]
+        chosen = [place for piece, place in zip(span.pieces, places, strict=True) if not piece.buffer]
         by = lane.number(divisor)
         for values in [room] if len(chosen) == len(places) else chosen:
             values.div_(by)

@@ -136,8 +136,8 @@ class Binding:
         Raises:
             SchemaError: A buffer has changed since join, or is not finite.
         """
-        sums = accumulated.sums
-        return self.steps.encode({**sums, **self.carried()}, contribution, accumulated.weight, sums)
+        tensors = {**accumulated.sums, **self.carried()}
+        return self.steps.encode(tensors, contribution, accumulated.weight)
 
     def read_step(
         self,

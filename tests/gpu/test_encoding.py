@@ -63,10 +63,10 @@ def moved(named: dict[str, torch.Tensor], devices: list[str]) -> dict[str, torch
 
 
 def stored_by(
-    layout: Layout, named: dict[str, torch.Tensor], out: memoryview | None = None, **divided
+    layout: Layout, named: dict[str, torch.Tensor], out: memoryview | None = None, divisor: float = 1.0
 ) -> bytes:
     out = memoryview(bytearray(layout.stored_size)) if out is None else out
-    Encoder(layout).encode(named, out, **divided)
+    Encoder(layout).encode(named, out, divisor)
     regions = [span for span in ((0, layout.coded), (layout.coded, layout.size)) if span[0] < span[1]]
     return b"".join(bytes(out[one]) for span in regions for one in layout.slices(*span))
 
@@ -77,19 +77,18 @@ def stored_by(
 @pytest.mark.parametrize("pinned", [False, True])
 def test_same_as_on_a_cpu(spec: str, devices: list[str], inference: bool, pinned: bool) -> None:
     named = tensors()
-    layout = Layout(Schema.of(named), parse_codec(spec))
-    rest = {"divisor": 3.7, "divided": {"large", "half", "small", "strided"}}
+    layout = Layout(Schema.of(named, {"tiny", "scalar"}), parse_codec(spec))
     region = Region.create(layout.stored_size)
     region.memory.close()
     if pinned:
         pin(region, {torch.device(DEVICES[0])})
     back = {name: torch.empty_like(one) for name, one in moved(named, devices).items()}
     theirs = {name: torch.empty_like(one) for name, one in named.items()}
-    expected = stored_by(layout, named, **rest)
+    expected = stored_by(layout, named, divisor=3.7)
     encoder = Encoder(layout)
     for current in DEVICES:
         with torch.cuda.device(current), torch.inference_mode(inference):
-            assert stored_by(layout, moved(named, devices), region.contribution, **rest) == expected
+            assert stored_by(layout, moved(named, devices), region.contribution, 3.7) == expected
             region.mean[:] = region.contribution
             encoder.decode(region.mean, back)
             encoder.settle()
