@@ -24,13 +24,9 @@ Ended = TypeVar("Ended")
 GRACE = 0.8
 """Seconds past its timeout in which the daemon must have answered; with the copying, a call ends within a second."""
 
-DOWNLOAD_GRACE = 10.0
-"""Seconds past its timeout in which the daemon must have answered; it may just then be busy with an image."""
-
-
 HUNG_SECONDS = 10.0
-"""Seconds past its timeout in which a daemon must have answered a client that looks now and then, and does not wait: on
-a machine with many daemons for each core an answer may take seconds."""
+"""Seconds past its timeout in which a daemon must have answered a client that downloads, or that looks now and then: it
+may just then be busy with an image and, on a machine with many daemons for each core, an answer may take seconds."""
 
 
 class Pending(ABC, Generic[Ended]):
@@ -154,7 +150,7 @@ class Download(Pending[FetchOutcome]):
     """
 
     what = "download"
-    grace = DOWNLOAD_GRACE
+    grace = HUNG_SECONDS
 
     def __init__(
         self, link: Connection, request: messages.FetchState | messages.FetchMean, size: int

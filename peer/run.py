@@ -304,11 +304,6 @@ class Run:
         return "; ".join(sorted(kernels_of(device) for device in devices))
 
     @property
-    def group_size(self) -> int:
-        """Most peers that average together in one round."""
-        return self.options.group_size
-
-    @property
     def strategy(self) -> Strategy:
         """The strategy of the run."""
         return parse_strategy(self.options.strategy)

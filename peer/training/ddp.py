@@ -19,6 +19,7 @@ peers may have used it. The hook writes it itself, on every rank, so that ranks 
 
 # Annotations are not postponed here: DDP compares those of a hook with its own types.
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -29,6 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from equipoise.averaging.outcome import Outcome
 from equipoise.averaging.state import StateId
+from equipoise.peer.accumulate import NotFinite
 from equipoise.peer.errors import EquipoiseError
 from equipoise.peer.run import Run
 from equipoise.peer.training.optimizer import SwarmOptimizer
@@ -125,9 +127,9 @@ class Machine:
             for bucket in buckets
             for parameter, gradient in zip(bucket.parameters, bucket.gradients, strict=True)
         }
-        if all(bool(gradient.isfinite().all()) for gradient in gradients.values()):
+        # If they are not finite, this machine only receives: without the round, its parameters would differ.
+        with contextlib.suppress(NotFinite):
             self._run.accumulate(gradients, self._weight)
-        # Otherwise this machine only receives: without the round, its parameters would differ from the others'.
         self.outcome = self._run.step(self._timeout)
         if not self.outcome.ok:
             self._run.take()

@@ -161,16 +161,6 @@ class History(Sequence[Record]):
         """
         Path(path).write_bytes(msgspec.json.Encoder().encode_lines(self._records))
 
-    @classmethod
-    def read(cls, path: str | os.PathLike[str]) -> History:
-        """The history in a file that `write` wrote.
-
-        Raises:
-            OSError: The file cannot be read.
-            ValueError: It holds something else.
-        """
-        return cls(msgspec.json.Decoder(Record).decode_lines(Path(path).read_bytes()))
-
     def _agreed(self) -> list[Agreed]:
         return [record.agreed for record in self._records]
 

@@ -116,17 +116,14 @@ def test_histories_are_equal_if_what_all_agree_on_is() -> None:
     assert [one.number for one in theirs] == [1, 2]
 
 
-def test_a_history_is_written_as_json_lines_and_read_again(tmp_path: Path) -> None:
+def test_a_history_is_written_as_json_lines(tmp_path: Path) -> None:
     whole = History([record(1, 0.5, drawn=("a", "b"), seconds=1.5), record(2)])
     path = tmp_path / "history.jsonl"
     whole.write(path)
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["number"] for line in lines] == [1, 2]
     assert lines[0]["contributors"] == {"b": 2.0, "a": 1.0}
-    assert list(History.read(path)) == list(whole)
-    path.write_text("nonsense\n")
-    with pytest.raises(ValueError, match="JSON"):
-        History.read(path)
+    assert msgspec.convert(lines, list[Record]) == list(whole)
 
 
 def test_a_history_travels_with_the_state_and_keeps_what_is_the_peers_own() -> None:
@@ -156,7 +153,7 @@ def test_a_snapshot_has_the_last_rounds_and_a_peer_that_saw_them_has_all(tmp_pat
     veteran.load(newcomer.tree())
     assert [one.seconds for one in veteran] == [1.0] * rounds + [2.0]
     veteran.write(tmp_path / "history.jsonl")
-    assert len(History.read(tmp_path / "history.jsonl")) == rounds + 1
+    assert len((tmp_path / "history.jsonl").read_text().splitlines()) == rounds + 1
 
 
 @pytest.mark.parametrize("rounds", [0, 5, REPLICATED_ROUNDS + 7])
