@@ -57,9 +57,6 @@ OVERTIME = 0.5
 WITHDRAW_SECONDS = 0.1
 """Longest time for the outcome of a round that the session gives up; only a part that is just reduced takes any."""
 
-REPORT_SECONDS = 0.02
-"""Least time between two reports, each a signed record to other peers: a script may accumulate 1,000 times a second."""
-
 SEARCH_SECONDS = 5.0
 """Longest search of the directory. It takes some milliseconds; peers that it does not find in time are met later."""
 
@@ -68,9 +65,6 @@ COMPARE_SECONDS = 5.0
 
 LEAVE_SECONDS = 5.0
 """Longest time to finish or fail an open round; the driver's own bound on a stalled peer is 2 s."""
-
-SPREAD_EXCHANGES = 20
-"""Number of last exchanges over which the spread is averaged: few, so that it shows the present spread."""
 
 NUMPY = Kernels("numpy", f"others are loaded for the first run of {WORTH_VALUES:,} values or more")
 
@@ -110,9 +104,7 @@ class Session:
         self._round: asyncio.Task[Outcome] | None = None
         self._stopped = ""
         self._leaving: asyncio.Task[None] | None = None
-        self._accumulated = 0.0
         self._held: StateId | None = None
-        self._reporting: asyncio.TimerHandle | None = None
         self._announcing = asyncio.create_task(self._announce())
 
     async def agree(self, terms: Terms, buffers: Schema, observes: bool = False) -> None:
@@ -163,10 +155,6 @@ class Session:
         how = f"{len(outcome.contributors)} of {len(outcome.group)} contributed" if outcome.ok else "failed"
         took = outcome.seconds.get("total", 0.0)
         log.info("run %s, round %d: %s (%s), %.3f s", outcome.run, outcome.round, how, outcome.reason, took)
-        if request.purpose == STEP and outcome.counted(self._swarm.peer):
-            # Until the client's next report, the others must not count this peer's weight towards the next round.
-            self._accumulated = 0.0
-            self._run_drivers[STEP].report_accumulated(0.0)
         return outcome
 
     def stop_round(self, why: str) -> None:
@@ -177,22 +165,11 @@ class Session:
 
     async def report_accumulated(self, weight: float) -> None:
         """Publish the weight that the client has accumulated towards its next step."""
-        self._accumulated = weight
-        run_driver = await self._use(STEP)
-        if self._reporting is None:
-            self._report(run_driver, None)
+        (await self._use(STEP)).report_accumulated(weight)
 
     def tell(self, topic: str, line: str) -> None:
         """Let `status` show a line of the client."""
         self._told[topic] = line[:MAX_TEXT]
-
-    def _report(self, run_driver: RunDriver, before: float | None) -> None:
-        """Publish the weight at once, then its later values, at most once in `REPORT_SECONDS`."""
-        self._reporting = None
-        if self._accumulated != before and not self.leaving:
-            run_driver.report_accumulated(self._accumulated)
-            loop = asyncio.get_running_loop()
-            self._reporting = loop.call_later(REPORT_SECONDS, self._report, run_driver, self._accumulated)
 
     @property
     def leaving(self) -> bool:
@@ -228,8 +205,9 @@ class Session:
 
     async def progress(self, target: float | None) -> Progress:
         """Weight accumulated towards the next step: by this peer, and by all, as far as the others' claims count."""
-        others = await (await self._use(STEP)).others_accumulated(target)
-        return Progress(self._accumulated, self._accumulated + others, (await self.transfer()).wanted)
+        run_driver = await self._use(STEP)
+        others, own = await run_driver.others_accumulated(target), run_driver.accumulated
+        return Progress(own, own + others, run_driver.transfer.wanted)
 
     async def transfer(self) -> Transfer:
         """The exchange of the run's state, among the peers that step if there are gradients."""
@@ -286,7 +264,6 @@ class Session:
             values=spec.schema.size,
             state=NoPeers(JUST_JOINED),
             reason=JUST_JOINED,
-            accumulated=self._accumulated,
             transfer="; ".join(filter(None, transfers)),
             told=dict(self._told),
             strategy=spec.options.strategy,
@@ -298,6 +275,7 @@ class Session:
         return msgspec.structs.replace(
             shown,
             state=run_driver.state,
+            accumulated=run_driver.accumulated,
             reason=run_driver.reason if gathering is None else gathering.reason,
             round=run_driver.round,
             rounds_ok=run_driver.rounds_ok,
@@ -410,8 +388,6 @@ class Session:
 
     async def _leave(self, reason: str) -> None:
         self._announcing.cancel()
-        if self._reporting is not None:
-            self._reporting.cancel()
         async with self._joining:
             drivers = self._run_drivers.values()
             leaving = [asyncio.create_task(self._router.leave(run_driver, reason)) for run_driver in drivers]
@@ -501,8 +477,7 @@ class Service:
 
 def _exchanges(run_driver: RunDriver) -> Exchanges:
     """The exchanges of a gossip run, in figures."""
-    last = list(run_driver.history)[-SPREAD_EXCHANGES:]
-    apart = [one.apart for one in last if one.apart is not None]
+    apart = [one.apart for one in run_driver.history if one.apart is not None]
     return Exchanges(
         partners=run_driver.others,
         ok=run_driver.rounds_ok,

@@ -36,8 +36,12 @@ from equipoise.tasks import Driver, TaskSet
 MATCHMAKING_FRAME = b"M"
 """First byte of the header of every matchmaking frame; a message follows."""
 
-MAX_HISTORY = 1000
-"""Most outcomes kept for `rounds`; each takes about 1 KB."""
+MAX_HISTORY = 20
+"""Most outcomes kept. A gossip run averages its spread over them: few, so that it shows the present spread."""
+
+REPORT_SECONDS = 0.02
+"""Least time between two reports of the accumulated weight, each a signed record to other peers: a script may
+accumulate 1,000 times a second."""
 
 DIALABLE_SECONDS = 0.5
 """Time between two looks of a searching peer whether other peers can dial it."""
@@ -65,6 +69,7 @@ class RunDriver:
         spec: The run.
         observes: Whether this peer trains nothing in the run, so that no draw takes it; set before `start`.
         transfer: Gives and takes the state of the run.
+        accumulated: Weight accumulated here towards the next contribution.
         history: The last outcomes, oldest first.
         rounds_ok: Rounds that ended in a mean.
         rounds_failed: Rounds that did not.
@@ -83,6 +88,7 @@ class RunDriver:
     ) -> None:
         self.spec = spec
         self.observes = False
+        self.accumulated = 0.0
         self.history: deque[Outcome] = deque(maxlen=MAX_HISTORY)
         self.rounds_ok = self.rounds_failed = self.rounds_in_doubt = 0
         self._sessions = sessions
@@ -108,7 +114,8 @@ class RunDriver:
         self._offered: tuple[StateId | None, float] = (None, 0.0)
         self._missed: tuple[Outcome, float] | None = None  # A round, and when its group closed.
         self._round: RoundDriver | None = None
-        self._accumulated = 0.0
+        self._reported = 0.0
+        self._reporting: asyncio.TimerHandle | None = None
         self._announced = events.Announce(False, 0)
         self._driver = Driver(self._machine, self._perform, events.Woke)
         self._differ = Driver(self._spec_diff, self._perform)
@@ -247,11 +254,16 @@ class RunDriver:
             self._round.withdraw(reason)
 
     def report_accumulated(self, weight: float) -> None:
-        """Publish the weight accumulated towards the next contribution."""
-        if weight != self._accumulated:
-            self._accumulated = weight
-            if self.spec.strategy.batches:
-                self._publish()
+        """Publish the weight accumulated towards the next contribution, at most once in `REPORT_SECONDS`."""
+        self.accumulated = weight
+        if self._reporting is None:
+            self._report()
+
+    def _report(self) -> None:
+        self._reporting = None
+        if self.accumulated != self._reported and self.spec.strategy.batches and not self._left:
+            self._publish()
+            self._reporting = self._loop.call_later(REPORT_SECONDS, self._report)
 
     async def others_accumulated(self, target: float | None = None) -> float:
         """Weight that the others have accumulated towards the next round, as far as their word counts.
@@ -371,7 +383,7 @@ class RunDriver:
             ok = outcome.ok
             if outcome.counted(self._sessions.peer):
                 # Before the next round's number is announced: no weight may count towards two rounds.
-                self._accumulated = 0.0
+                self.accumulated = 0.0
             return outcome
         except asyncio.CancelledError:
             self._round.withdraw("cancelled")
@@ -435,12 +447,13 @@ class RunDriver:
     async def _announce(self) -> None:
         """Announce where this peer stands; once it has left, stragglers may still ask it, and no peer waits for it."""
         left = bool(self._left)
+        self._reported = self.accumulated
         await self._directory.announce(
             self.spec.name,
             spec=self.spec.hash,
             ready=not left and self._announced.ready,
             round=self._machine.round,
-            accumulated=0.0 if left else self._accumulated,
+            accumulated=0.0 if left else self._reported,
             bandwidth=0.0 if left else self._bandwidth,
             left=left,
             observes=self.observes,

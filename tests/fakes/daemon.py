@@ -369,6 +369,8 @@ class FakeRunDriver:
             vectors.mean[:] = encoded(self._spec.layout, came.mean)
             if outcome.state is not None:
                 self._network.means[self._spec.name, outcome.state] = outcome, came.mean
+        if outcome.counted(self._peer):
+            self._member.accumulated = 0.0
         self.history.append(outcome)
         return outcome
 
@@ -376,6 +378,10 @@ class FakeRunDriver:
         self._network.withdraw(self._spec.name, self._peer)
 
     withdraw = stop_search
+
+    @property
+    def accumulated(self) -> float:
+        return self._member.accumulated
 
     def report_accumulated(self, weight: float) -> None:
         self._member.accumulated = weight
