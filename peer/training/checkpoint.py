@@ -130,126 +130,6 @@ class Manifest(msgspec.Struct, frozen=True):
     scores: dict[str, float] = {}
 
 
-class Folder:
-    """The checkpoints of one run in one directory, which this process alone writes until `close`."""
-
-    def __init__(self, path: Path, subject: Subject, keep: int = 3) -> None:
-        """Make the directory `path` if need be, and lock it; nothing else should be kept in it.
-
-        The last `keep` checkpoints of `subject` stay, and the checkpoint of the highest epoch.
-
-        Raises:
-            CheckpointError: The directory cannot be made, or another process writes there.
-        """
-        self.path = path
-        self._subject = subject
-        self._keep = keep
-        self._damaged: set[Path] = set()
-        self._lock = _lock(path)
-        for left in path.glob(PARTIAL + "*"):
-            shutil.rmtree(left, ignore_errors=True)  # Tried again at the next start.
-        self._put_best()
-
-    def close(self) -> None:
-        """Let other processes write there; idempotent."""
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
-
-    def write(self, state: StateId, image: torch.Tensor) -> Path:
-        """Write one checkpoint, an image u8 [bytes] on the CPU; remove those that are too many; return its directory.
-
-        Raises:
-            OSError: The disk is full, say; the earlier checkpoints are there still.
-        """
-        place = self.path / f"epoch-{state.epoch:012d}-{secrets.token_hex(4)}"
-        write_checkpoint(place, self._subject, state, image.numpy().data)
-        self._prune(place)
-        return place
-
-    def write_best(self, state: StateId, image: torch.Tensor, metric: str, value: float) -> Path:
-        """Write the best checkpoint so far, in place of the one before; return its directory.
-
-        Raises:
-            OSError: The disk is full, say; the one before is there still.
-        """
-        new = self.path / NEW_BEST
-        write_checkpoint(new, self._subject, state, image.numpy().data, {metric: value})
-        self._put_best()
-        return self.path / BEST
-
-    def best(self, metric: str) -> float | None:
-        """Value of the metric of the best checkpoint that is there; None without one of this training.
-
-        It counts for a training that starts anew, too: a user may have forgotten to resume.
-        """
-        with contextlib.suppress(Damaged):
-            manifest = read_manifest(self.path / BEST)
-            return manifest.scores.get(metric) if manifest.subject == self._subject else None
-        return None
-
-    def _put_best(self) -> None:
-        """Put a new best checkpoint, which is whole, into its place; after a crash the next start does."""
-        new, best = self.path / NEW_BEST, self.path / BEST
-        if new.exists():
-            if best.exists():
-                self._remove(best)
-            new.rename(best)
-
-    def load(self, limit: int, read: Read) -> tuple[StateId, str] | None:
-        """Load the newest checkpoint that is sound, of at most `limit` bytes, if there is one.
-
-        `read` checks an image, u8 [bytes], against the state here, as `TrainingState.read` does.
-
-        Returns:
-            The state, and its origin: the directory, the newer checkpoints that were passed over, the fault of each.
-
-        Raises:
-            Misfit: A checkpoint is of another run, model or terms. It is not passed over: resuming here is a mistake.
-            Damaged: There are checkpoints, but none can be read; names the fault of the newest.
-        """
-        passed: list[str] = []
-        for _, path in self._listed():
-            try:
-                manifest, content = read_checkpoint(path, self._subject, limit)
-            except Damaged as error:
-                passed.append(str(error))
-                self._damaged.add(path)
-                continue
-            _checked(path, manifest, content, read).load()
-            why = f"the newest that is sound; passed over: {'; '.join(passed)}" if passed else "the newest"
-            return manifest.state, f"{path}, epoch {manifest.state.epoch}: {why}"
-        if not passed:
-            return None
-        older = f" ({len(passed) - 1} older ones are no better)" if passed[1:] else ""
-        raise Damaged(passed[0] + older, f"remove {self.path} to start anew")
-
-    @property
-    def furthest(self) -> int | None:
-        """Highest epoch of any checkpoint, sound or not; None without checkpoints."""
-        return next((epoch for epoch, _ in self._listed()), None)
-
-    def _listed(self) -> list[tuple[int, Path]]:
-        """Epochs and directories of all checkpoints, the newest first."""
-        found = [(_NAME.match(path.name), path) for path in self.path.iterdir()]
-        return sorted(((int(match[1]), path) for match, path in found if match), reverse=True)
-
-    def _prune(self, latest: Path) -> None:
-        """Keep the checkpoints written last, and the one of the highest epoch: a user may have forgotten to resume."""
-        sound = [path for _, path in self._listed() if path not in self._damaged]
-        written = sorted(sound, key=lambda path: path.stat().st_mtime_ns, reverse=True)
-        kept = {latest, *sound[:1], *written[: self._keep]}
-        for _, path in self._listed():
-            if path not in kept:
-                self._remove(path)
-        self._damaged.clear()
-
-    def _remove(self, path: Path) -> None:
-        # A half-removed checkpoint must not be taken for a damaged one.
-        gone = path.rename(path.with_name(PARTIAL + path.name))
-        shutil.rmtree(gone, ignore_errors=True)
-
-
 @dataclass(frozen=True)
 class Checkpoints:
     """When checkpoints are written, how many are kept, where, and whether training starts from one.
@@ -288,23 +168,11 @@ class Checkpoints:
                 told = f"checkpoints: expected {name} to be a whole number of at least 1, got {number!r}"
                 raise ValueError(told)
 
-    def open(self, home: str | os.PathLike[str], subject: Subject, member: Member) -> Keeper:
-        """Take the run's directory, for the checkpoints of the replica `member`.
-
-        Raises:
-            CheckpointError: It cannot be made, another process writes there, or the home is temporary.
-        """
-        if self.directory is None and not home:
-            hint = "give the Peer a home, or Checkpoints a directory"
-            raise CheckpointError("cannot write checkpoints to a temporary home", hint)
-        parent = Path(home) / CHECKPOINTS if self.directory is None else Path(self.directory)
-        resume = os.environ.get(RESUME_ENV) == "1" if self.resume is None else self.resume
-        folder = Folder(parent / folder_name(subject.run), subject, self.keep)
-        return Keeper(member, folder, self, resume)
-
 
 class Keeper:
-    """Writes the checkpoints of one replica; its methods are called between steps, by one thread.
+    """Writes the checkpoints of one replica to one directory, which this process alone writes until `close`.
+
+    Its methods are called between steps, by one thread.
 
     Attributes:
         path: The run's directory.
@@ -313,33 +181,48 @@ class Keeper:
         tell: Called with a line about each attempt, from the thread that writes.
     """
 
-    def __init__(self, member: Member, folder: Folder, options: Checkpoints, resume: bool) -> None:
-        self.path = folder.path
+    def __init__(
+        self, member: Member, path: Path, subject: Subject, options: Checkpoints, resume: bool
+    ) -> None:
+        """Make the directory `path` if need be, and lock it; nothing else should be kept in it.
+
+        The last `options.keep` checkpoints of `subject` stay, and the checkpoint of the highest epoch.
+
+        Raises:
+            CheckpointError: The directory cannot be made, or another process writes there.
+        """
+        self.path = path
         self.resume = resume
         self.recorded: StateId | None = None
         self.tell: Callable[[str], None] = lambda line: None
         self._member = member
-        self._folder = folder
-        self._every, self._metric, self._mode = options.every, options.best, options.mode
+        self._subject = subject
+        self._every, self._keep = options.every, options.keep
+        self._metric, self._mode = options.best, options.mode
+        self._damaged: set[Path] = set()
         self._last = 0
         self._late = -1
         self._thread: threading.Thread | None = None
         self._held: tuple[StateId, torch.Tensor] | None = None
-        self._best = folder.best(self._metric) if self._metric else None
         self._best_thread: threading.Thread | None = None
+        self._lock = _lock(path)
+        for left in path.glob(PARTIAL + "*"):
+            shutil.rmtree(left, ignore_errors=True)  # Tried again at the next start.
+        self._put_best()
+        self._best = self._best_so_far() if self._metric else None
 
     def restore(self) -> None:
-        """Load the newest sound checkpoint, if training is to resume and there is one; see `Folder.load`.
+        """Load the newest sound checkpoint, if training is to resume and there is one; see `load`.
 
         Raises:
             CheckpointError: There are checkpoints, but none can be used.
         """
-        found = self._folder.load(self._member.limit, self._member.read) if self.resume else None
-        furthest = self._folder.furthest
-        if not self.resume and furthest is not None:
+        found = self.load() if self.resume else None
+        listed = self._listed()
+        if not self.resume and listed:
             self._say(
                 logging.WARNING,
-                f"training starts anew, though {self.path} holds a checkpoint of epoch {furthest}; "
+                f"training starts anew, though {self.path} holds a checkpoint of epoch {listed[0][0]}; "
                 "`equipoise launch --resume` would go on from it",
             )
         if found is not None:
@@ -348,6 +231,32 @@ class Keeper:
             self._say(logging.INFO, f"resumed from {origin}")
         elif self.resume:
             self._say(logging.INFO, f"nothing to resume from in {self.path}: training starts anew")
+
+    def load(self) -> tuple[StateId, str] | None:
+        """Load the newest checkpoint that is sound into the replica, if there is one.
+
+        Returns:
+            The state, and its origin: the directory, the newer checkpoints that were passed over, the fault of each.
+
+        Raises:
+            Misfit: A checkpoint is of another run, model or terms. It is not passed over: resuming here is a mistake.
+            Damaged: There are checkpoints, but none can be read; names the fault of the newest.
+        """
+        passed: list[str] = []
+        for _, path in self._listed():
+            try:
+                manifest, content = read_checkpoint(path, self._subject, self._member.limit)
+            except Damaged as error:
+                passed.append(str(error))
+                self._damaged.add(path)
+                continue
+            _checked(path, manifest, content, self._member.read).load()
+            why = f"the newest that is sound; passed over: {'; '.join(passed)}" if passed else "the newest"
+            return manifest.state, f"{path}, epoch {manifest.state.epoch}: {why}"
+        if not passed:
+            return None
+        older = f" ({len(passed) - 1} older ones are no better)" if passed[1:] else ""
+        raise Damaged(passed[0] + older, f"remove {self.path} to start anew")
 
     def __call__(self, *_: object) -> None:
         """Write a checkpoint of the replica's state, if one is due; call it after each step, and once before the first.
@@ -417,11 +326,16 @@ class Keeper:
     def close(self) -> None:
         """Let other processes write to the directory; idempotent."""
         self.settle()
-        self._folder.close()
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
 
     def _write(self, state: StateId, image: Callable[[], torch.Tensor]) -> None:
+        """Write a checkpoint, an image u8 [bytes] on the CPU; remove those that are too many."""
+        path = self.path / f"epoch-{state.epoch:012d}-{secrets.token_hex(4)}"
         try:
-            path = self._folder.write(state, image())
+            write_checkpoint(path, self._subject, state, image().numpy().data)
+            self._prune(path)
         except Exception as error:
             # Training goes on, and tries the next checkpoint.
             self._say(logging.ERROR, f"the checkpoint of epoch {state.epoch} could not be written: {error}")
@@ -430,13 +344,54 @@ class Keeper:
         self._say(logging.INFO, f"epoch {state.epoch} is at {path}")
 
     def _write_best(self, state: StateId, image: torch.Tensor, value: float) -> None:
+        """Write the best checkpoint so far, in place of the one before."""
         named = f"with the {'highest' if self._mode == 'max' else 'lowest'} {self._metric} so far, {value:g}"
+        new = self.path / NEW_BEST
         try:
-            path = self._folder.write_best(state, image, self._metric, value)
+            write_checkpoint(new, self._subject, state, image.numpy().data, {self._metric: value})
+            self._put_best()
         except Exception as error:
             self._say(logging.ERROR, f"epoch {state.epoch}, {named}, could not be written: {error}")
             return
-        self._say(logging.INFO, f"epoch {state.epoch}, {named}, is at {path}")
+        self._say(logging.INFO, f"epoch {state.epoch}, {named}, is at {self.path / BEST}")
+
+    def _best_so_far(self) -> float | None:
+        """Value of the metric of the best checkpoint that is there; None without one of this training.
+
+        It counts for a training that starts anew, too: a user may have forgotten to resume.
+        """
+        with contextlib.suppress(Damaged):
+            manifest = read_manifest(self.path / BEST)
+            return manifest.scores.get(self._metric) if manifest.subject == self._subject else None
+        return None
+
+    def _put_best(self) -> None:
+        """Put a new best checkpoint, which is whole, into its place; after a crash the next start does."""
+        new, best = self.path / NEW_BEST, self.path / BEST
+        if new.exists():
+            if best.exists():
+                self._remove(best)
+            new.rename(best)
+
+    def _listed(self) -> list[tuple[int, Path]]:
+        """Epochs and directories of all checkpoints, sound or not, the newest first."""
+        found = [(_NAME.match(path.name), path) for path in self.path.iterdir()]
+        return sorted(((int(match[1]), path) for match, path in found if match), reverse=True)
+
+    def _prune(self, latest: Path) -> None:
+        """Keep the checkpoints written last, and the one of the highest epoch: a user may have forgotten to resume."""
+        sound = [path for _, path in self._listed() if path not in self._damaged]
+        written = sorted(sound, key=lambda path: path.stat().st_mtime_ns, reverse=True)
+        kept = {latest, *sound[:1], *written[: self._keep]}
+        for _, path in self._listed():
+            if path not in kept:
+                self._remove(path)
+        self._damaged.clear()
+
+    def _remove(self, path: Path) -> None:
+        # A half-removed checkpoint must not be taken for a damaged one.
+        gone = path.rename(path.with_name(PARTIAL + path.name))
+        shutil.rmtree(gone, ignore_errors=True)
 
     def _say(self, level: int, line: str) -> None:
         log.log(level, "%s", line)
@@ -456,14 +411,20 @@ def keep_checkpoints(member: Member, run: Run, checkpoints: Checkpoints, scores:
         To be called between steps; it writes a checkpoint if one is due.
 
     Raises:
-        CheckpointError: The directory cannot be used, or its checkpoints are damaged or of another training.
+        CheckpointError: The directory cannot be used, or the home is temporary; or the checkpoints are damaged or of
+            another training.
         ValueError: The best checkpoint is to be kept, and the caller has no scores.
     """
     if checkpoints.best and not scores:
         raise ValueError(
             f"checkpoints: best={checkpoints.best!r} needs a trainer that evaluates the model, as Federated does"
         )
-    keeper = checkpoints.open(run.home, subject_of(run), member)
+    if checkpoints.directory is None and not run.home:
+        hint = "give the Peer a home, or Checkpoints a directory"
+        raise CheckpointError("cannot write checkpoints to a temporary home", hint)
+    parent = Path(run.home) / CHECKPOINTS if checkpoints.directory is None else Path(checkpoints.directory)
+    resume = os.environ.get(RESUME_ENV) == "1" if checkpoints.resume is None else checkpoints.resume
+    keeper = Keeper(member, parent / folder_name(run.name), subject_of(run), checkpoints, resume)
     keeper.tell = partial(run.tell, "checkpoints")
     try:
         keeper.restore()

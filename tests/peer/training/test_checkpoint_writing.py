@@ -11,14 +11,15 @@ from typing import Any
 import pytest
 import torch
 
+from equipoise.averaging.schema import Schema
 from equipoise.averaging.state import StateId
 from equipoise.peer.config import RESUME_ENV
+from equipoise.peer.training import checkpoint
 from equipoise.peer.training.checkpoint import (
     BEST,
     NEW_BEST,
     CheckpointError,
     Checkpoints,
-    Folder,
     Keeper,
     Mode,
     Subject,
@@ -50,8 +51,22 @@ class Trained:
         return Image(state(int(bytes(image.tolist()))), lambda: None)
 
 
-def opened(home: Path, every: int = 10, resume: bool = False, member: Any = None) -> Keeper:
-    return Checkpoints(every=every, resume=resume).open(home, OWN, member or Trained())
+def opened(path: Path, every: int = 10, resume: bool = False, member: Any = None) -> Keeper:
+    return Keeper(member or Trained(), path / "digits", OWN, Checkpoints(every=every), resume)
+
+
+def kept(home: Path, checkpoints: Checkpoints) -> Keeper:
+    """The keeper of a run whose daemon has that home."""
+    run: Any = SimpleNamespace(
+        home=home,
+        name="digits",
+        schema=Schema.of({"w": torch.zeros(2)}),
+        terms={},
+        tell=lambda topic, line: None,
+        before_leaving=lambda finish: None,
+    )
+    member: Any = Trained()
+    return keep_checkpoints(member, run, checkpoints)
 
 
 def record(keeper: Keeper, epoch: int) -> None:
@@ -75,9 +90,8 @@ def test_one_is_due_every_so_many_epochs_also_where_epochs_were_jumped(tmp_path:
 
 
 def test_they_live_in_the_home_unless_told_otherwise(tmp_path: Path) -> None:
-    inside = opened(tmp_path / "home")
-    anything: Any = Trained()
-    elsewhere = Checkpoints(directory=tmp_path / "disk").open(tmp_path / "home", OWN, anything)
+    inside = kept(tmp_path / "home", Checkpoints())
+    elsewhere = kept(tmp_path / "home", Checkpoints(directory=tmp_path / "disk"))
     assert inside.path == tmp_path / "home" / "checkpoints" / "digits"
     assert elsewhere.path == tmp_path / "disk" / "digits"
     inside.close()
@@ -116,11 +130,11 @@ def test_a_failure_is_told_and_the_next_is_tried(
 ) -> None:
     keeper = opened(tmp_path)
 
-    def full(*_: object) -> Path:
+    def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(Folder, "write", full)
+        patched.setattr(checkpoint, "write_checkpoint", full)
         record(keeper, 10)
     assert "the checkpoint of epoch 10 could not be written" in caplog.text
     assert "No space left on device" in caplog.text
@@ -148,14 +162,14 @@ def test_a_last_state_that_cannot_be_copied_is_told_too(tmp_path: Path) -> None:
 def test_training_does_not_wait_for_a_slow_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    member, written, free = Trained(), Folder.write, threading.Event()
+    member, free = Trained(), threading.Event()
     keeper = opened(tmp_path, member=member)
 
-    def slow(folder: Folder, state: StateId, image: torch.Tensor) -> Path:
+    def slow(*args: Any) -> None:
         assert free.wait(60)
-        return written(folder, state, image)
+        write_checkpoint(*args)
 
-    monkeypatch.setattr(Folder, "write", slow)
+    monkeypatch.setattr(checkpoint, "write_checkpoint", slow)
     keeper.record(state(10), member.image())
     assert not keeper.due(20)
     assert not keeper.due(21)
@@ -180,8 +194,7 @@ def test_launch_says_whether_to_resume(
         monkeypatch.delenv(RESUME_ENV, raising=False)
     else:
         monkeypatch.setenv(RESUME_ENV, said)
-    anything: Any = Trained()
-    with_default = Checkpoints().open(tmp_path, OWN, anything)
+    with_default = kept(tmp_path, Checkpoints())
     assert with_default.resume == resumes
     with_default.close()
 
@@ -226,7 +239,8 @@ def test_two_trainers_do_not_share_a_directory(tmp_path: Path) -> None:
 
 def keeper_of(path: Path, best: str, every: int = 1000, mode: Mode = "max") -> tuple[Any, Keeper]:
     member: Any = Trained()
-    keeper = Checkpoints(every=every, best=best, mode=mode).open(path, OWN, member)
+    options = Checkpoints(every=every, best=best, mode=mode)
+    keeper = Keeper(member, path / "digits", OWN, options, resume=False)
     keeper()
     return member, keeper
 
@@ -295,7 +309,7 @@ def test_a_later_start_knows_the_best_and_does_not_resume_from_it(tmp_path: Path
     member, keeper = keeper_of(tmp_path, "accuracy", every=3)
     train(member, keeper, *({"accuracy": score} for score in (0.1, 0.9, 0.2)))
     keeper.close()
-    again = Checkpoints(resume=True, best="accuracy").open(tmp_path, OWN, member)
+    again = Keeper(member, keeper.path, OWN, Checkpoints(best="accuracy"), resume=True)
     again.restore()
     assert again.recorded == state(3)
     score(again, member, 4, 0.8)
@@ -308,12 +322,12 @@ def test_a_later_start_knows_the_best_and_does_not_resume_from_it(tmp_path: Path
 def test_the_best_of_another_training_or_a_damaged_one_is_replaced(tmp_path: Path) -> None:
     member: Any = Trained()
     for number, subject in enumerate((OWN, Subject("digits", {"model": "two"}))):
-        keeper = Checkpoints(best="accuracy").open(tmp_path, subject, member)
+        keeper = Keeper(member, tmp_path, subject, Checkpoints(best="accuracy"), resume=False)
         score(keeper, member, number, 0.9 - number / 10)
         assert best(keeper)[0] == number
         keeper.close()
     (keeper.path / BEST / "manifest.json").write_text("{")
-    keeper = Checkpoints(best="accuracy").open(tmp_path, OWN, member)
+    keeper = Keeper(member, tmp_path, OWN, Checkpoints(best="accuracy"), resume=False)
     score(keeper, member, 7, 0.1)
     assert best(keeper)[0] == 7
     keeper.close()
@@ -324,7 +338,7 @@ def test_a_crash_before_the_best_is_in_its_place_loses_neither(tmp_path: Path) -
     score(keeper, member, 1, 0.5)
     keeper.close()
     write_checkpoint(keeper.path / NEW_BEST, OWN, state(2), memoryview(b"2"), {"accuracy": 0.6})
-    again = Checkpoints(best="accuracy").open(tmp_path, OWN, member)
+    again = Keeper(member, keeper.path, OWN, Checkpoints(best="accuracy"), resume=False)
     assert best(again)[:2] == (2, {"accuracy": 0.6})
     again.close()
 
@@ -334,10 +348,10 @@ def test_a_best_that_cannot_be_written_is_told(tmp_path: Path, monkeypatch: pyte
     member, keeper = keeper_of(tmp_path, "accuracy")
     keeper.tell = told.append
 
-    def full(*_: object) -> Path:
+    def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Folder, "write_best", full)
+    monkeypatch.setattr(checkpoint, "write_checkpoint", full)
     score(keeper, member, 1, 0.5)
     keeper.close()
     assert told == [
