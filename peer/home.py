@@ -45,13 +45,11 @@ class Home:
 
     Attributes:
         path: The directory.
-        descriptor: Holds the lock, which a process that is started with it inherits.
     """
 
-    def __init__(self, path: Path, lock: int, is_shared: bool = False) -> None:
+    def __init__(self, path: Path, lock: int) -> None:
         self.path = path
-        self.descriptor = lock
-        self._is_shared = is_shared
+        self._lock = lock
 
     @classmethod
     def take(cls, path: Path) -> Self:
@@ -66,13 +64,6 @@ class Home:
             return cls(path, _lock(path))
         except OSError as error:
             raise unusable(f"write {path / PID_FILE}", error) from None
-
-    @classmethod
-    def inherit(cls, path: Path, lock: int) -> Self:
-        """Share a home that the process which started this one has locked, by its descriptor; that one unlocks it."""
-        os.set_inheritable(lock, False)
-        _write_pid(lock)
-        return cls(path, lock, is_shared=True)
 
     def listen(self) -> socket.socket:
         """Bind the control socket, 0600 whatever the umask, over a stale one if need be.
@@ -99,14 +90,12 @@ class Home:
         return control
 
     def release(self) -> None:
-        """Remove socket and pid file and unlock; idempotent."""
-        if self.descriptor < 0:
+        """Remove the socket and unlock; idempotent. The pid file stays: without it, two could lock a file each."""
+        if self._lock < 0:
             return
         (self.path / SOCKET_FILE).unlink(missing_ok=True)
-        if not self._is_shared:
-            (self.path / PID_FILE).unlink(missing_ok=True)
-        os.close(self.descriptor)
-        self.descriptor = -1
+        os.close(self._lock)
+        self._lock = -1
 
 
 def wait_until_free(path: Path, seconds: float) -> bool:
@@ -260,10 +249,9 @@ def _lock(path: Path) -> int:
         lock = os.open(path / PID_FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is_still(path / PID_FILE, lock):
-                _write_pid(lock)
-                return lock
-            os.close(lock)  # Its former owner removed it between our open and our lock.
+            os.ftruncate(lock, 0)
+            os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+            return lock
         except BlockingIOError:
             pid = os.read(lock, 32).decode(errors="replace").strip()
             os.close(lock)
@@ -277,11 +265,6 @@ def _lock(path: Path) -> int:
         except OSError:
             os.close(lock)
             raise
-
-
-def _write_pid(lock: int) -> None:
-    os.ftruncate(lock, 0)
-    os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
 
 
 def _is_free(path: Path) -> bool:
@@ -298,12 +281,6 @@ def _is_free(path: Path) -> bool:
     finally:
         os.close(lock)
     return True
-
-
-def _is_still(path: Path, lock: int) -> bool:
-    with contextlib.suppress(FileNotFoundError):
-        return os.path.samestat(path.lstat(), os.fstat(lock))
-    return False
 
 
 def _with_short_path(home: Path, use: Callable[[str], None]) -> None:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 import msgspec
 import uvloop
 
+from equipoise.dht.sanitize import escaped
 from equipoise.peer.config import HOME_ENV, RESUME_ENV, Loaded
 from equipoise.peer.errors import EquipoiseError
 from equipoise.peer.home import STOP_SECONDS, Home
@@ -125,40 +126,36 @@ def on_signals(
             loop.remove_signal_handler(number)
 
 
-class Given(msgspec.Struct, frozen=True):
-    """A launched daemon's configuration and the descriptor of its home's lock, on its standard input.
-
-    That stays open as long as the launch lives.
-    """
-
-    loaded: Loaded
-    lock: int
-
-
 def launch(loaded: Loaded, command: Sequence[str], resume: bool = False) -> int:
     """Run a daemon and `command` beside it, with `$EQUIPOISE_HOME` set; stop the daemon when the command ends.
 
-    The command is started first, so both load their libraries at the same time. Its `connect` waits for the daemon.
-    `resume` tells it, by `$EQUIPOISE_RESUME`, to start from its newest checkpoint.
+    The command is started once the daemon has the home, so both load their libraries at the same time. Its `connect`
+    waits for the daemon. `resume` tells it, by `$EQUIPOISE_RESUME`, to start from its newest checkpoint.
 
     Returns:
         The command's exit status, or 128 and the number of the signal that ended it; the daemon's if it cannot start.
 
     Raises:
-        EquipoiseError: The home cannot be used, or the command cannot start.
+        EquipoiseError: The command cannot start.
     """
     resuming = {RESUME_ENV: "1"} if resume else {}
     return run_loop(_launch(loaded, command, {**os.environ, HOME_ENV: loaded.config.home, **resuming}))
 
 
 def serve_launched() -> None:
-    """Run a launched daemon until it is asked to stop, or the launch has gone; exits."""
-    given = msgspec.json.decode(sys.stdin.buffer.readline(), type=Given)
-    home = Home.inherit(Path(given.loaded.config.home), given.lock)
+    """Run a launched daemon until it is asked to stop, or the launch has gone; exits.
+
+    It reads its configuration from standard input, which stays open as long as the launch lives. It prints one line
+    once it has the home, and from then on writes to standard error only.
+    """
+    loaded = msgspec.json.decode(sys.stdin.buffer.readline(), type=Loaded)
     try:
-        run_loop(_serve(load_daemon(given.loaded, sys.stderr, home)))
+        home = Home.take(Path(loaded.config.home))
+        say(sys.stdout, "has the home")
+        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+        run_loop(_serve(load_daemon(loaded, sys.stderr, home)))
     except EquipoiseError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        say(sys.stderr, f"error: {escaped(str(error))}")
         sys.exit(error.exit_status)
 
 
@@ -178,23 +175,23 @@ class Keeper:
 
     _process: asyncio.subprocess.Process
 
-    def __init__(self, loaded: Loaded, home: Home) -> None:
-        """`home` is taken over."""
+    def __init__(self, loaded: Loaded) -> None:
         self._loaded = loaded
-        self._home = home
 
-    async def start(self) -> None:
-        """Start a daemon on the home, which both hold from now on."""
+    async def start(self) -> int:
+        """Start a daemon; returns 0 once it has the home, else its exit status: it has said why it cannot have it."""
         # In a session of its own, since Ctrl-C would reach it before the script is through.
         self._process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-P", "-c", CODE),
             stdin=asyncio.subprocess.PIPE,
-            stdout=sys.stderr,
-            pass_fds=(self._home.descriptor,),
+            stdout=asyncio.subprocess.PIPE,
             start_new_session=True,
         )
-        assert self._process.stdin is not None, "a pipe"
-        self._process.stdin.write(msgspec.json.encode(Given(self._loaded, self._home.descriptor)) + b"\n")
+        given, printed = self._process.stdin, self._process.stdout
+        assert given is not None, "a pipe"
+        assert printed is not None, "a pipe"
+        given.write(msgspec.json.encode(self._loaded) + b"\n")
+        return 0 if await printed.readline() else await self._process.wait()
 
     async def keep(self) -> int:
         """Start the daemon again whenever it ends; returns its exit status when it shall not be."""
@@ -206,7 +203,6 @@ class Keeper:
                 pause, restarts = FIRST_PAUSE, 0
             elif status > 0 and restarts == 0:
                 return status  # It could not start, and has said why. The script need not find out itself.
-            self._home.release()
             if status == 0:
                 _say("the daemon was stopped; the script goes on without")
                 return status
@@ -221,31 +217,27 @@ class Keeper:
             _say(f"the daemon (process {self._process.pid}) {by}; it is started again in {pause:g} s")
             await asyncio.sleep(pause)
             pause, restarts = min(2 * pause, MAX_PAUSE), restarts + 1
-            try:
-                self._home = Home.take(self._home.path)
-                await self.start()
-            except EquipoiseError as error:
-                _say(f"it is not started again: {error}")
+            if await self.start() > 0:
+                _say("it is not started again")
                 return 0
 
     async def stop(self) -> None:
-        """Stop the daemon, and leave its home."""
+        """Stop the daemon."""
         if self._process.returncode is None:
             await _end(self._process, STOP_SECONDS)
-        self._home.release()
 
 
 async def _launch(loaded: Loaded, command: Sequence[str], environment: Mapping[str, str]) -> int:
-    home = Home.take(Path(loaded.config.home))
+    keeper = Keeper(loaded)
+    if (refused := await keeper.start()) > 0:
+        return refused
     try:
         script = await asyncio.create_subprocess_exec(*command, env=environment)
     except OSError as error:
-        home.release()
+        await keeper.stop()
         hint = "check the command after --"
         raise EquipoiseError(f"cannot run {command[0]!r}: {error.strerror}", hint) from error
-    keeper = Keeper(loaded, home)
     with on_signals(partial(_forward, script), forced=lambda _: _send(script, signal.SIGKILL)):
-        await keeper.start()
         ended = asyncio.create_task(script.wait())
         keeping = asyncio.create_task(keeper.keep())
         await asyncio.wait({ended, keeping}, return_when=asyncio.FIRST_COMPLETED)

@@ -22,6 +22,7 @@ from contracts.run import together
 from e2e.swarm import DaemonProcess, Swarm, eventually
 from equipoise.peer import DaemonLost, NoPeers, Refused, connect
 from equipoise.peer.control.messages import CONTROL_VERSION, LENGTH, Hello, decode_reply, encode
+from equipoise.peer.home import Home, wait_until_free
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -379,6 +380,7 @@ def test_a_signal_ends_it_gracefully(daemon: DaemonProcess, number: int) -> None
         assert outcome.reason
     assert {path.name for path in daemon.home.iterdir()} <= {
         "daemon.log",
+        "daemon.pid",
         "identity.key",
         "rounds.jsonl",
         "swarm.json",
@@ -455,7 +457,7 @@ def test_launch_starts_a_daemon_again_that_was_killed(swarm: Swarm) -> None:
     (said,) = [line for line in launched.errors.splitlines() if "this script goes on without" in line]
     assert f"the daemon on {home} (process {launched.output.split()[0]}) has ended without a word" in said
     assert "Traceback" not in launched.errors
-    assert not (swarm.folder / "home" / "daemon.pid").exists()
+    assert not (swarm.folder / "home" / "control.sock").exists()
 
 
 def test_launch_leaves_a_daemon_alone_that_was_stopped(swarm: Swarm) -> None:
@@ -497,7 +499,32 @@ def test_launch_passes_on_how_a_script_ended_before_its_daemon_was_up(swarm: Swa
 
     assert launched.wait() == 3
     assert launched.errors == ""
-    assert not (swarm.folder / "home" / "daemon.pid").exists()
+    assert not (swarm.folder / "home" / "control.sock").exists()
+
+
+def test_launch_on_the_home_of_another_daemon_says_so_and_starts_no_script(swarm: Swarm) -> None:
+    path = swarm.folder / "home"
+    home = Home.take(path)
+    launched = swarm.command("launch", "--home", str(path), *LOCAL, "--", "echo", "started")
+
+    assert launched.wait() == 1
+    home.release()
+    told = f"error: a daemon (pid {os.getpid()}) is already running on {path}; see `equipoise status`, "
+    assert one_line(launched.errors)
+    assert launched.errors.startswith(told)
+    assert launched.output == ""
+
+
+def test_launch_of_a_script_that_cannot_start_leaves_no_daemon(swarm: Swarm) -> None:
+    command = swarm.folder / "damaged"
+    command.write_text("#!/no/such/interpreter\n")
+    command.chmod(0o700)
+    launched = swarm.command("launch", "--home", str(swarm.folder / "home"), *LOCAL, "--", str(command))
+
+    assert launched.wait() == 1
+    assert launched.errors.startswith(f"error: cannot run '{command}': "), launched.errors
+    assert one_line(launched.errors)
+    assert wait_until_free(swarm.folder / "home", 0.0)
 
 
 def test_a_peer_that_nobody_closes_ends_with_its_script(swarm: Swarm) -> None:

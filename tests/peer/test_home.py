@@ -45,7 +45,7 @@ def test_a_second_daemon_is_told_of_the_first(tmp_path: Path) -> None:
     home.release()
     home.release()
     assert wait_until_free(tmp_path, 0.0)
-    assert list(tmp_path.iterdir()) == []
+    assert [file.name for file in tmp_path.iterdir()] == [PID_FILE]
     Home.take(tmp_path).release()
 
 

@@ -16,7 +16,7 @@ import pytest
 from e2e.swarm import eventually
 from equipoise.peer.cli import program, verbs
 from equipoise.peer.errors import EquipoiseError, NoDaemon
-from equipoise.peer.home import PID_FILE, end_by_force, find_holder, wait_until_free
+from equipoise.peer.home import PID_FILE, Home, end_by_force, find_holder, wait_until_free
 
 CODE = """
 import pathlib, signal, sys
@@ -122,8 +122,8 @@ def test_another_process_whose_number_is_in_the_file_is_never_touched(hang: Star
 
 
 def test_where_no_daemon_runs_nothing_is_ended(home: Path) -> None:
-    home.mkdir()
-    (home / PID_FILE).write_text(f"{os.getpid()}\n")
+    Home.take(home).release()
+    assert (home / PID_FILE).read_text() == f"{os.getpid()}\n"
 
     with pytest.raises(NoDaemon):
         end_by_force(home)
