@@ -109,8 +109,8 @@ class Part:
         size = run.spec.layout.stored_size
         vectors = self._region.contribution[:size], self._region.mean[:size]
         member = Member(self._peer, *vectors, self._tags, self._observes)
-        self.runs[purpose] = run, member
         run.join(member)
+        self.runs[purpose] = run, member
 
 
 class SimulatedLink(Connection):

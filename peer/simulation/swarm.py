@@ -1,7 +1,8 @@
 """The swarm of a simulation: its runs, the groups that form in them, and what their daemons keep for others.
 
-Groups close by the program's own `GroupBuilder`, with one coordinator that sees all peers at once. Simulated peers know
-at once which peers are there, have died, or have ended; real peers learn it by messages.
+All peers of a run meet in one group. It closes by the program's own `GroupBuilder`, with one coordinator that sees all
+peers at once. Simulated peers know at once which peers are there, have died, or have ended; real peers learn it by
+messages.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ from equipoise.averaging.matchmaking.machine import federated
 from equipoise.averaging.matchmaking.membership import MISSES, Membership
 from equipoise.averaging.matchmaking.messages import MAX_HOPS
 from equipoise.averaging.matchmaking.spec_diff import answer_of, differences
-from equipoise.averaging.matchmaking.topology import plan
 from equipoise.averaging.outcome import Exchanging, Gathering, Idle, NoPeers, Outcome, RunState
 from equipoise.averaging.spec import RunSpec
 from equipoise.averaging.state import StateId
@@ -32,6 +32,7 @@ from equipoise.averaging.statesync.server import KEPT_MEANS
 from equipoise.averaging.strategy import Federated
 from equipoise.averaging.timing import GRACE
 from equipoise.peer.control.messages import StartRound
+from equipoise.peer.errors import Refused
 from equipoise.peer.simulation.downloads import Download
 from equipoise.peer.simulation.exchange import Exchanged, exchange
 from equipoise.peer.simulation.virtual_time import VirtualTime
@@ -57,13 +58,11 @@ class Search:
         request: The request of the peer's script.
         began: When it began.
         reply: Gets the outcome.
-        builder: The gathering in which its join is parked.
     """
 
     request: StartRound
     began: float
     reply: Future[Outcome]
-    builder: GroupBuilder
 
 
 @dataclass
@@ -89,7 +88,6 @@ class Member:
         result: Gets the encoded mean.
         tags: Its tags.
         observes: Whether it trains nothing, so no draw takes it.
-        round: Number of its next round.
         misses: Rounds in a row in which a group waited for it in vain.
         accumulated: Weight that its script has accumulated.
         epoch: Epoch of the state that its script claimed last; None before.
@@ -105,7 +103,6 @@ class Member:
     result: memoryview
     tags: frozenset[str] = frozenset()
     observes: bool = False
-    round: int = 0
     misses: int = 0
     accumulated: float = 0.0
     epoch: int | None = None
@@ -135,9 +132,8 @@ class Company(Membership):
     """The members of a run as its coordinator sees them: all of them, at once."""
 
     def __init__(self, run: SimulatedRun) -> None:
-        super().__init__(COORDINATOR, run.spec.hash, run.group_size)
+        super().__init__(COORDINATOR, run.spec.hash, MAX_PEERS)
         self._run = run
-        self.planned: tuple[str, ...] = ()
 
     def live(self, tags: Iterable[str]) -> tuple[str, ...]:
         """See `Membership.live`."""
@@ -147,9 +143,7 @@ class Company(Membership):
 
     def expected(self, round: int, now: float) -> set[str]:
         """See `Membership.expected`."""
-        present = self._run.present
-        there = ((peer, present[peer]) for peer in self.planned if peer in present)
-        return {peer for peer, one in there if one.misses < MISSES and one.round <= round}
+        return {peer for peer, one in self._run.present.items() if one.misses < MISSES}
 
 
 class SimulatedRun:
@@ -160,7 +154,6 @@ class SimulatedRun:
         members: By PeerID, in the order in which they joined; also those that left or died.
         kept: The last means, by the state to which each was applied.
         downloads: The downloads that go on.
-        group_size: Most members of a group; a federated run meets in one, however many its peers are.
     """
 
     def __init__(self, spec: RunSpec, time: VirtualTime, chance: Random, pool: BufferPool) -> None:
@@ -172,21 +165,20 @@ class SimulatedRun:
         self._chance = chance
         self._pool = pool
         self._began = time.now
-        strategy = spec.strategy
-        self.group_size = MAX_PEERS if isinstance(strategy, Federated) else spec.options.group_size
         context = Context(
             run=spec.name,
             spec=spec.hash,
             peer=COORDINATOR,
-            needs=spec.needs._replace(group_size=self.group_size),
+            needs=spec.needs._replace(group_size=MAX_PEERS),
             sign=_sign,
             verify=lambda peer, content, signature: True,
         )
         self._needs = context.needs
-        self._company = context.membership = Company(self)
+        context.membership = Company(self)
         self._wait = context.straggler_wait
-        self._policy = strategy.policy(context)
-        self._builders: dict[tuple[int, tuple[str, ...]], GroupBuilder] = {}
+        self._policy = spec.strategy.policy(context)
+        self._round = 0
+        self._builder = self._gather()
         self._beyond: dict[StateId, Exchange] = {}
         self._looks_at = math.inf
 
@@ -198,8 +190,15 @@ class SimulatedRun:
         return {peer: one for peer, one in self.members.items() if not one.left}
 
     def join(self, member: Member) -> None:
-        """Let a peer take part."""
-        member.round = max((one.round for one in self.present.values()), default=0)
+        """Let a peer take part.
+
+        Raises:
+            Refused: They would be more than fit into one group; a federated run has room for all.
+        """
+        name, most = self.spec.name, self.spec.options.group_size
+        if len(self.present) >= most and not isinstance(self.spec.strategy, Federated):
+            told = f"expected at most group_size={most} simulated peers in run {name!r}, all in one group"
+            raise Refused(told, "give a larger group_size, or a federated strategy")
         self.members[member.peer] = member
         self._time.progressed()
         self._look_soon()
@@ -238,7 +237,7 @@ class SimulatedRun:
         if request.state is not None:
             member.epoch = request.state.epoch
         join = self._join(member, request)
-        search = member.search = Search(request, self._time.now, reply, self._builder(member))
+        search = member.search = Search(request, self._time.now, reply)
         member.misses = 0
         self._time.at(self._time.now + request.timeout, lambda: self._expire(member, search))
         self._park(member, search, join)
@@ -247,12 +246,12 @@ class SimulatedRun:
         """End a member's search for a group, if it has none yet; `late` as in `Outcome`."""
         search, member.search = member.search, None
         if search is not None:
-            search.builder.drop(member.peer)
+            self._builder.drop(member.peer)
             failed = Outcome(
                 ok=False,
                 reason=why,
                 run=self.spec.name,
-                round=member.round,
+                round=self._round,
                 seconds={"total": self._time.now - search.began},
                 started=search.began,
                 late=late,
@@ -267,8 +266,7 @@ class SimulatedRun:
             told = f"the group of round {beyond.manifest.round} has closed"
             self.stop(member, f"too late by {late:.3g} s: {told}", late)
             return
-        search.builder = self._builder(member)
-        search.builder.park(Parked(join, self._time.now, search.request.timeout, MAX_HOPS, answered=True))
+        self._builder.park(Parked(join, self._time.now, search.request.timeout, MAX_HOPS, answered=True))
         self._look_soon()
 
     def serve(self) -> None:
@@ -277,24 +275,20 @@ class SimulatedRun:
             download.look()
 
     def _look(self) -> None:
-        """Close the groups that are complete, and go on with downloads."""
-        now = self._time.now
-        for key, builder in list(self._builders.items()):
-            if not builder.parked:
-                del self._builders[key]
-                continue
-            outlook = self._outlook(builder)
+        """Close the group if it is complete, and go on with downloads."""
+        now, builder = self._time.now, self._builder
+        if builder.parked:
+            outlook = self._outlook()
             closing = builder.decide(outlook, now)
             if closing is not None:
-                del self._builders[key]
-                self._close(builder, closing)
-                continue
-            builder.invite(outlook, now)
-            builder.speak(outlook, now)
-            due = min(builder.deadline(outlook), self._began + GRACE if outlook.strangers else math.inf)
-            self._look_at(max(due, now + DECISION_SECONDS))
-            if outlook.holds:
-                self._look_soon()
+                self._close(closing)
+            else:
+                builder.invite(outlook, now)
+                builder.speak(outlook, now)
+                due = min(builder.deadline(outlook), self._began + GRACE if outlook.strangers else math.inf)
+                self._look_at(max(due, now + DECISION_SECONDS))
+                if outlook.holds:
+                    self._look_soon()
         self.serve()
 
     def _look_soon(self) -> None:
@@ -318,8 +312,8 @@ class SimulatedRun:
 
     def _gathering(self, search: Search) -> Gathering:
         """The peers that the group of a search waits for, in words."""
-        builder, now = search.builder, self._time.now
-        outlook = self._outlook(builder)
+        builder, now = self._builder, self._time.now
+        outlook = self._outlook()
         standing = self._policy.standing(builder, now)
         if standing is not None:
             closes_in = outlook.limit.at - now
@@ -333,7 +327,7 @@ class SimulatedRun:
         return Join(
             peer=member.peer,
             spec=self.spec.hash,
-            round=member.round,
+            round=self._round,
             weight=request.weight,
             bandwidth=0.0,
             dialable=True,
@@ -345,48 +339,32 @@ class SimulatedRun:
             evaluation=request.evaluation,
         ).signed(_sign)
 
-    def _planned(self, round: int, peer: str) -> tuple[str, ...]:
-        """The peers that are to meet in a round with a peer."""
-        present = self.present
-        if len(present) <= self.group_size:
-            return tuple(present)
-        return next((group for group in plan(present, round, self.group_size) if peer in group), (peer,))
+    def _gather(self) -> GroupBuilder:
+        """The gathering of the next round."""
+        return GroupBuilder(self._round, self._needs, self._policy.keepalive, self._policy.patient)
 
-    def _builder(self, member: Member) -> GroupBuilder:
-        round = member.round
-        parked = (one for (number, _), one in self._builders.items() if number == round)
-        planned = self._planned(round, member.peer)
-        fitting = (one for one in parked if not one.parked.keys().isdisjoint(planned))
-        builder = next(fitting, None)
-        if builder is None:
-            policy = self._policy
-            builder = GroupBuilder(round, self._needs, policy.keepalive, policy.patient)
-            self._builders[round, planned] = builder
-        return builder
-
-    def _outlook(self, builder: GroupBuilder) -> Outlook:
-        now, parked = self._time.now, next(iter(builder.parked), None)
-        self._company.planned = self._planned(builder.round, parked) if parked else ()
+    def _outlook(self) -> Outlook:
+        builder, now = self._builder, self._time.now
         expected, missing = self._policy.awaited(builder, now)
         joined = max((one.arrived for one in builder.parked.values()), default=now)
         holds = self._policy.holds(builder, now) or now < joined + DECISION_SECONDS
         # All peers begin at once, one after another.
         begins = now < self._began + GRACE
-        group, limit = frozenset(self._company.planned), self._policy.limit(builder, now)
-        return Outlook(group, frozenset(), expected, missing, limit, begins, holds)
+        limit = self._policy.limit(builder, now)
+        return Outlook(frozenset(), frozenset(), expected, missing, limit, begins, holds)
 
     # ---- the exchange ----
 
-    def _close(self, builder: GroupBuilder, closing: Closing) -> None:
-        standing = self._policy.standing(builder, self._time.now)
+    def _close(self, closing: Closing) -> None:
+        standing = self._policy.standing(self._builder, self._time.now)
         drawn = () if standing is None else standing.drawn
         manifest = Manifest.of(min(join.peer for join in closing.members), closing.members, drawn)
         going = Exchange(manifest, self._time.now)
         self._wait.learn(closing.lateness)
         for peer in closing.absent:
             self.members[peer].misses += 1
-        for peer in {*manifest.peers, *closing.absent, *self._company.planned}:
-            self.members[peer].round = max(self.members[peer].round, builder.round + 1)
+        self._round += 1
+        self._builder = self._gather()
         contributions, searches = {}, {}
         for peer in manifest.peers:
             member = self.members[peer]
@@ -399,7 +377,7 @@ class SimulatedRun:
             for oldest in list(self._beyond)[:-ENDED_KEPT]:
                 del self._beyond[oldest]
         self._time.at(self._time.now + EXCHANGE_SECONDS, lambda: self._end(going, searches, found))
-        for join in closing.left_over:
+        for join in closing.left_over:  # Contributions to another state.
             member = self.members[join.peer]
             assert member.search is not None, "it is parked"
             self._park(member, member.search, self._join(member, member.search.request))

@@ -196,3 +196,17 @@ def test_a_newcomer_gets_the_state() -> None:
     ends = [one for one in simulate(work, 4) if one is not None]
     assert len({state for state, _ in ends}) == 1
     assert all(torch.equal(weight, ends[0][1]) for _, weight in ends)
+
+
+def test_more_peers_than_one_group_holds_are_refused_unless_the_run_is_federated() -> None:
+    def work(peer: SimulatedPeer, index: int) -> str:
+        try:
+            peer.join("many", [torch.zeros(3)], group_size=2)
+        except Refused as error:
+            return str(error)
+        peer.compute(1.0)
+        return ""
+
+    told = "expected at most group_size=2 simulated peers in run 'many', all in one group"
+    hint = "give a larger group_size, or a federated strategy"
+    assert simulate(work, 3) == ["", "", f"{told}; {hint}"]
