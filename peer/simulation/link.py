@@ -43,6 +43,7 @@ class Part:
         region: Region,
     ) -> None:
         self._swarm = swarm
+        self._name = request.run
         self._peer = peer
         self._tags = tags
         self._region = region
@@ -53,16 +54,10 @@ class Part:
         self._enter(AVERAGE)
 
     def agree(self, request: messages.AgreeRun) -> None:
-        """See `Run.agree`.
-
-        Raises:
-            Refused: The peers of the run have other terms.
-        """
+        """See `Run.agree`; raises as `use` does."""
         joined = self._specs[STEP]
         both = Schema((*joined.schema.tensors, *request.buffers.tensors))
         spec = RunSpec.create(joined.name, both, joined.options, dict(request.terms))
-        if objection := self._swarm.objection(spec, self._peer):
-            raise Refused(f"run {request.run!r}: {objection}", "give the same, or use another name")
         self._specs[STEP], self._observes = spec, request.observes
         self.use(STEP)
 
@@ -70,7 +65,7 @@ class Part:
         """The run of the swarm for a purpose, which this peer joins at first use, and this peer's part in it.
 
         Raises:
-            Refused: There is nothing to step.
+            Refused: There is nothing to step, or other peers of the run have other terms.
         """
         if purpose not in self._specs:
             raise Refused(
@@ -84,9 +79,7 @@ class Part:
     def state(self) -> RunState:
         """See `Run.state`."""
         run, member = self.use(self._purpose)
-        state = run.state(member)
-        why = self._swarm.difference(run.spec) if isinstance(state, NoPeers) else ""
-        return NoPeers(why) if why else state
+        return run.state(member)
 
     def progress(self) -> Progress:
         """See `Run.progress`; all peers tell the truth."""
@@ -105,7 +98,10 @@ class Part:
             run.leave(member, reason, dead)
 
     def _enter(self, purpose: str) -> None:
-        run = self._swarm.run(self._specs[purpose])
+        spec = self._specs[purpose]
+        if objection := self._swarm.objection(spec):
+            raise Refused(f"run {self._name!r}: {objection}", "give the same, or use another name")
+        run = self._swarm.run(spec)
         size = run.spec.layout.stored_size
         vectors = self._region.contribution[:size], self._region.mean[:size]
         member = Member(self._peer, *vectors, self._tags, self._observes)
@@ -125,7 +121,7 @@ class SimulatedLink(Connection):
         self._swarm = swarm
         self._time = swarm.time
         self._parts: dict[str, Part] = {}
-        self._wake = self._time.waker()
+        self._wake = self._time.waker(self._waits)
         self._dead = False
         self.tags: frozenset[str] = frozenset()
 
@@ -159,7 +155,7 @@ class SimulatedLink(Connection):
 
     def settled(self, reply: Future[Any], timeout: float = 0.0) -> bool:
         """See `Connection.settled`."""
-        return self._time.wait(reply.done, timeout, self._waits)
+        return self._time.wait(reply.done, timeout)
 
     def clock(self) -> float:
         """See `Connection.clock`."""
@@ -167,7 +163,7 @@ class SimulatedLink(Connection):
 
     def sleep(self, seconds: float) -> None:
         """See `Connection.sleep`."""
-        self._time.sleep(seconds, self._waits)
+        self._time.sleep(seconds)
 
     def watch(self, watcher: Callable[[EquipoiseError], None] | None) -> None:
         """See `Connection.watch`."""

@@ -63,7 +63,7 @@ class SimulatedPeer(Client):
         if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds < math.inf:
             raise ValueError(f"expected a finite number of seconds >= 0, got {seconds!r}")
         self._time.progressed(self._time.now + seconds)
-        self._time.sleep(seconds, lambda: "its computation")
+        self._time.sleep(seconds)
 
 
 def simulate(

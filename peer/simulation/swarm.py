@@ -444,17 +444,8 @@ class SimulatedSwarm:
             self._runs[spec] = SimulatedRun(spec, self.time, self._chance, self._pool)
         return self._runs[spec]
 
-    def objection(self, spec: RunSpec, peer: str) -> str:
-        """Return why a peer should not take part on these terms, one line; empty if it may: see `Run.agree`."""
-        most = self._others(spec)
-        alike = len(self.run(spec).present.keys() - {peer})
-        return self.difference(spec) if most is not None and len(most.present) > alike else ""
-
-    def difference(self, spec: RunSpec) -> str:
-        """Return how the terms of most other peers of a run's name differ, in one line, or nothing."""
-        most = self._others(spec)
-        return differences(spec, answer_of(most.spec, spec.marks, 0.0)) if most is not None else ""
-
-    def _others(self, spec: RunSpec) -> SimulatedRun | None:
-        named = (one for one in self._runs.values() if one.spec.name == spec.name and one.spec != spec)
-        return max((one for one in named if one.present), key=lambda one: len(one.present), default=None)
+    def objection(self, spec: RunSpec) -> str:
+        """Return how the terms of other peers of a run's name differ, in one line; empty if all have these."""
+        others = (one.spec for one in self._runs.values() if one.present and one.spec.name == spec.name)
+        differ = (differences(spec, answer_of(other, spec.marks, 0.0)) for other in others if other != spec)
+        return next(differ, "")

@@ -170,33 +170,31 @@ class VirtualTime:
         """Note that peers get on: something has come about now, or will at `until`."""
         self._stuck_at = max(self._stuck_at, max(self.now, until) + STUCK_SECONDS)
 
-    def wait(self, done: Callable[[], bool], seconds: float, what: Callable[[], str]) -> bool:
-        """Let the others go on for some seconds, or until a `waker` of this peer is called and `done`.
-
-        Args:
-            done: Whether the wait is over; returned at the end.
-            seconds: Longest wait.
-            what: Names, in words, the event that this peer waits for.
-        """
+    def wait(self, done: Callable[[], bool], seconds: float) -> bool:
+        """Let the others go on until this peer's `waker` is called and `done`, or for some seconds; returns `done`."""
         worker, end = self._worker(), self.now + seconds
         if worker.killed:
             raise Killed
         worker.questions += 1
         if worker.questions >= MAX_QUESTIONS:
-            self.sleep(QUESTIONS_SECONDS, what)
+            self.sleep(QUESTIONS_SECONDS)
         while not done() and self.now < end:
-            self._pause(end, what)
+            self._pause(end)
         return done()
 
-    def sleep(self, seconds: float, what: Callable[[], str]) -> None:
+    def sleep(self, seconds: float) -> None:
         """Let the others go on for some seconds."""
         end = self.now + seconds
         while self.now < end:
-            self._pause(end, what)
+            self._pause(end)
 
-    def waker(self) -> Callable[[], None]:
-        """Return a call that wakes the peer that runs now; the peer then looks whether its wait is over."""
+    def waker(self, waits: Callable[[], str]) -> Callable[[], None]:
+        """Return a call that wakes the peer that runs now; the peer then looks whether its wait is over.
+
+        `waits` names, in words, the event that the peer waits for.
+        """
         worker = self._worker()
+        worker.waits = waits
         return lambda: self._wake(worker)
 
     def _worker(self) -> Worker:
@@ -205,7 +203,7 @@ class VirtualTime:
             raise SimulationError("a simulated peer waits only in the thread of its work")
         return worker
 
-    def _pause(self, until: float, what: Callable[[], str]) -> None:
+    def _pause(self, until: float) -> None:
         """Give way until a time, or until this peer is woken."""
         worker = self._worker()
         worker.questions = 0
@@ -214,7 +212,7 @@ class VirtualTime:
         if until <= self._stuck_at and not (self._due and self._due[0][0] <= until):
             self.now = until  # No other peer has anything to do before.
             return
-        worker.waits, ticket = what, worker.ticket
+        ticket = worker.ticket
         self.at(until, lambda: self._resume(worker, ticket))
         self._back.release()
         worker.turn.acquire()
