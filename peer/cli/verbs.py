@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -314,4 +315,6 @@ def demo(as_json: bool, **options: Any) -> None:
     """
     from equipoise.peer.demo import DemoOptions, run_demo
 
+    # SIGTERM unwinds the stack as Ctrl-C does, so that every process is ended.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     sys.exit(0 if run_demo(DemoOptions(**options), json=as_json).ok else 1)

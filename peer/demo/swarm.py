@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
-from types import FrameType
 
 import msgspec
 from rich.console import Console
@@ -167,7 +164,6 @@ def run_demo(options: DemoOptions, json: bool = False) -> Summary:
     options = options.check()
     console = Console(stderr=json)
     with (
-        _terminated_like_interrupted(),
         tempfile.TemporaryDirectory(prefix="equipoise-demo-", ignore_cleanup_errors=True) as folder,
         Family(Path(folder)) as family,
         LiveTable(console, options)
@@ -182,17 +178,3 @@ def run_demo(options: DemoOptions, json: bool = False) -> Summary:
     if options.federated:
         PlainLines(console, options).note(write_plot(summary, options))
     return summary
-
-
-@contextmanager
-def _terminated_like_interrupted() -> Iterator[None]:
-    """SIGTERM unwinds the stack as Ctrl-C does, so that every process is ended."""
-
-    def unwind(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, unwind)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
