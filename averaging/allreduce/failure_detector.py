@@ -201,19 +201,12 @@ class Attendance:
         self.level = 0
         self._bytes.clear()
 
-    def arrived(self, sender: int, now: float) -> bool:
-        """Count a part as progress, unless its sender was late and the patience of this step is spent.
-
-        Returns:
-            Whether more than the time of progress has changed: a stall is over, or the sender is no longer late.
-        """
-        late = bool(self.late >> sender & 1)
-        if late and self._spent:
-            return False
-        changed = late or self.level > 0
+    def arrived(self, sender: int, now: float) -> None:
+        """Count a part as progress, unless its sender was late and the patience of this step is spent."""
+        if self._spent and self.late >> sender & 1:
+            return
         self.late &= ~(1 << sender)
         self.progress(now)
-        return changed
 
     def received(self, sender: int, count: int, awaited: Awaited, now: float) -> bool:
         """Count bytes; returns whether their sender is a member that the round waits for."""

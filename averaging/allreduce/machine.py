@@ -19,9 +19,7 @@ parts that they lack, and 2 to 4 repeat. When the leader dies, the next member i
 anything before commit, so nothing that happens earlier can leave two members with different means.
 
 After every event the machine looks at its whole state and does what is due (`_advance`). So neither the order of
-messages nor duplicates matter. When a part comes, looking at that part is mostly enough (`_work`): the state was stable
-before, and the other steps depend only on whole contributions, whole means and missing parts. A part that completes or
-replaces nothing, and ends neither a stall nor a member's lateness, enables none of them.
+messages nor duplicates matter.
 
 Time without progress raises the *level*: at 1, owners report without the late and members fetch what they lack; at 2, a
 leader goes on without the owners that did not report; from 3 on, members open ballots of their own, in line.
@@ -61,7 +59,6 @@ class AllReduce:
         notes: What went wrong, for people.
         peers: Bitmask of the members that this member can reach. Two members that cannot be dialled never connect.
         closed: Whether no other member needs an answer. Until then this member sends signs of life.
-        looked: Whether the last event ran `_advance`. If not, the phase is unchanged and the deadline is not earlier.
     """
 
     def __init__(self, group: Group, me: int, now: float, timeout: float) -> None:
@@ -69,7 +66,6 @@ class AllReduce:
         self.me = me
         self.ended: Finish | Fail | None = None
         self.notes: list[str] = []
-        self.looked = True
         self.closed = False
         self._ends_at = now + timeout
         self._releases_at = float("inf")
@@ -131,15 +127,14 @@ class AllReduce:
         """Take in one event; return what is to be done, in order."""
         if self.closed:
             return []
-        self.looked = True
         match event:
             case events.ContributionReceived(sender, part):
-                self.looked = self._on_contribution(sender, part, now)
+                self._on_contribution(sender, part, now)
             case events.PartReduced(part, contributors, digest):
                 self._part_table.forget_reducing(part, contributors)
-                self.looked = self._on_mean(self.me, part, contributors, digest, now)
+                self._on_mean(self.me, part, contributors, digest, now)
             case events.MeanReceived(sender, part, contributors, digest):
-                self.looked = self._on_mean(sender, part, contributors, digest, now)
+                self._on_mean(sender, part, contributors, digest, now)
             case events.MessageReceived(sender, message):
                 self._on_message(sender, message, now)
             case events.BytesReceived(sender, count):
@@ -154,7 +149,7 @@ class AllReduce:
                     self._fail(reason, now)
             case events.Woke():
                 self._on_woke(now)
-        return self._advance(now) if self.looked else self._work()
+        return self._advance(now)
 
     # ---- taking in ----
 
@@ -191,18 +186,15 @@ class AllReduce:
         if news:
             self._progress(now)
 
-    def _on_contribution(self, sender: int, part: int, now: float) -> bool:
-        """Returns whether more than work on the part can be due (after the end, by the clock); so does `_on_mean`."""
-        if not self.wants_contribution(sender, part):
-            return self.ended is not None
-        whole = self._part_table.take_contribution(sender, part)
-        return self._attendance.arrived(sender, now) or whole
+    def _on_contribution(self, sender: int, part: int, now: float) -> None:
+        if self.wants_contribution(sender, part):
+            self._part_table.take_contribution(sender, part)
+            self._attendance.arrived(sender, now)
 
-    def _on_mean(self, sender: int, part: int, contributors: int, digest: bytes, now: float) -> bool:
-        if not self.wants_mean(sender, part, contributors):
-            return self.ended is not None
-        whole = self._part_table.take_mean(part, contributors, digest)
-        return self._attendance.arrived(sender, now) or whole
+    def _on_mean(self, sender: int, part: int, contributors: int, digest: bytes, now: float) -> None:
+        if self.wants_mean(sender, part, contributors):
+            self._part_table.take_mean(part, contributors, digest)
+            self._attendance.arrived(sender, now)
 
     def _on_bytes(self, sender: int, count: int, now: float) -> None:
         if self.ended is not None or not self._attendance.received(sender, count, self._awaited, now):
@@ -347,17 +339,15 @@ class AllReduce:
                 self._fail(why, now)
 
     def _work_on_parts(self, now: float) -> None:
-        self._actions += self._work()
-
-    def _work(self) -> list[Action]:
         if self._distrusted or not self._part_table.due:
-            return []
+            return
         ballot, valued = self._paxos.ballot, self._paxos.valued
         over = self.group.contributors if valued is None else valued.contributors
         decided = self._paxos.decision is not None
         # A mean that others hold already is fetched from them, not reduced again.
         release = ballot.decision is not None and not ballot.holders
-        return self._part_table.work(over, decided, release, self.peers & ~self._attendance.gone)
+        targets = self.peers & ~self._attendance.gone
+        self._actions += self._part_table.work(over, decided, release, targets)
 
     def _hold(self, now: float) -> None:
         decision = self._paxos.ballot.decision

@@ -90,19 +90,17 @@ class PartTable:
             and (part in self._was_mine or self._early[sender] < early_parts(self.group))
         )
 
-    def take_contribution(self, sender: int, part: int) -> bool:
-        """Take a wanted contribution; returns whether it was the last that we need of its sender."""
+    def take_contribution(self, sender: int, part: int) -> None:
+        """Take a wanted contribution."""
         self._arrived[part] |= 1 << sender
         if part not in self._was_mine:
             self._early[sender] += 1
         if self.owner_of[part] != self.me:
-            return False
+            return
         self.due.add(part)
         self._lacking[sender] -= 1
-        if self._lacking[sender]:
-            return False
-        self.whole |= 1 << sender
-        return True
+        if not self._lacking[sender]:
+            self.whole |= 1 << sender
 
     def wants_mean(self, part: int, contributors: int) -> bool:
         """True if a mean of this part over these contributors is not here yet."""
@@ -112,23 +110,17 @@ class PartTable:
         """True if the mean of `part` over `contributors` is here."""
         return self._means.get(part, NO_MEAN)[0] == contributors
 
-    def take_mean(self, part: int, contributors: int, digest: bytes) -> bool:
-        """Take a wanted mean, in place of any other of that part.
-
-        Returns:
-            Whether a mean is whole now, or may no longer be whole because one of its parts was replaced.
-        """
+    def take_mean(self, part: int, contributors: int, digest: bytes) -> None:
+        """Take a wanted mean, in place of any other of that part."""
         before = self._means.get(part)
         if before is not None:
             self._kept[before[0]] -= 1
             if not self._kept[before[0]]:
                 del self._kept[before[0]]
-        kept = self._kept.get(contributors, 0) + 1
-        self._kept[contributors] = kept
+        self._kept[contributors] = self._kept.get(contributors, 0) + 1
         self._means[part] = (contributors, digest)
         if self.owner_of[part] == self.me:
             self.due.add(part)
-        return before is not None or kept == len(self.group.parts)
 
     def forget_reducing(self, part: int, contributors: int) -> None:
         """Note that a reduction has ended: if the part's mean is wanted again, it is reduced again."""

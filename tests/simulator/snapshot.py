@@ -13,7 +13,7 @@ import msgspec
 
 from equipoise.averaging.allreduce.events import Fail
 
-UNREAD = frozenset({"notes", "looked", "group", "values"})
+UNREAD = frozenset({"notes", "group", "values"})
 """Attributes that no machine decides by: what it says to people and drivers, what is the same in all of a search."""
 
 _ATOMS = frozenset({int, str, bytes, float, bool, type(None), tuple, frozenset})
