@@ -9,7 +9,7 @@ The flat vector is cut into parts, each with an owner. In the healthy case:
 2. *Decide.* Owners report to the leader whose contributions they hold whole; the leader proposes the contributors that
    every owner holds (a `Decision`).
 3. *Gather.* Owners reduce over exactly those contributors and send the encoded means to everyone.
-4. *Commit.* A member that holds the whole mean tells everyone (`Held`). Once a majority does, the round has succeeded:
+4. *Commit.* A member that holds the whole mean tells everyone (`Votes`). Once a majority does, the round has succeeded:
    a member that has all parts finishes, and a member that lacks some fetches them from a holder.
 
 Steps 2 to 4 are one instance of Paxos (`paxos`): to hold the mean is to accept. When an owner
@@ -33,9 +33,9 @@ from equipoise.averaging.allreduce.events import Action, Event, Fail, Finish, Gr
 from equipoise.averaging.allreduce.failure_detector import Attendance, Awaited
 from equipoise.averaging.allreduce.follower import Fetching, awaited, due_report, phase_of, waiting_for
 from equipoise.averaging.allreduce.leader import Despair, Reopen, Tell, next_move
-from equipoise.averaging.allreduce.messages import Decision
+from equipoise.averaging.allreduce.messages import Decision, Vote
 from equipoise.averaging.allreduce.part_table import PartTable
-from equipoise.averaging.allreduce.paxos import Paxos, Vote, is_majority, members_of
+from equipoise.averaging.allreduce.paxos import Paxos, is_majority, members_of
 from equipoise.averaging.timing import LINGER_SECONDS, STALL_SECONDS, WAITING_SECONDS
 
 PLENTY = 1 << 40
@@ -175,10 +175,8 @@ class AllReduce:
             case wire.Propose(_, decision):
                 if news := paxos.on_propose(sender, message):
                     self._part_table.assign(decision.owners)
-            case wire.Held(ballot, decision, digest):
-                news = self._on_held(sender, Vote(ballot, decision, digest))
-            case wire.Commit(ballot, decision, digest, holders):
-                news = paxos.on_votes(Vote(ballot, decision, digest), holders)
+            case wire.Votes(vote, voters):
+                news = self._on_votes(sender, vote, voters)
             case wire.Fetch(contributors, parts):
                 self._serve(sender, contributors, parts)
             case wire.GiveUp(reason):
@@ -243,11 +241,13 @@ class AllReduce:
         if led:
             self._broadcast(wire.Refuse(ballot))
 
-    def _on_held(self, sender: int, vote: Vote) -> bool:
-        if isinstance(self.ended, Finish) and vote.digest != self.ended.digest:
-            # The sender does not know yet which mean was chosen.
+    def _on_votes(self, sender: int, vote: Vote, voters: int) -> bool:
+        # The sender may not know yet which mean was chosen. A majority's votes are not answered: two members that have
+        # finished with different means would answer each other for ever.
+        alone = voters == 1 << sender
+        if alone and isinstance(self.ended, Finish) and vote.digest != self.ended.digest:
             self._send_commit(1 << sender)
-        return self._paxos.on_votes(vote, 1 << sender)
+        return self._paxos.on_votes(vote, voters)
 
     def _on_lost(self, member: int, reason: str, now: float, gone: bool) -> None:
         if member == self.me or not self._attendance.lose(member, now, gone):

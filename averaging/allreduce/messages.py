@@ -45,6 +45,14 @@ class Decision(msgspec.Struct, frozen=True, array_like=True):
     owners: Members
 
 
+class Vote(msgspec.Struct, frozen=True, array_like=True):
+    """One member's word that it holds the whole mean of `decision`, proposed in `ballot`, with this digest."""
+
+    ballot: Ballot
+    decision: Decision
+    digest: Digest
+
+
 class Prepare(Message, frozen=True):
     """A leader opens a ballot. It asks members to promise to take part in no lower one, and for what they hold."""
 
@@ -93,22 +101,14 @@ class Propose(Message, frozen=True):
     holders: Members = 0
 
 
-class Held(Message, frozen=True):
-    """This member holds the whole mean of the ballot's decision, with this digest: a vote (`vote_signatures`)."""
+class Votes(Message, frozen=True):
+    """These members have cast the vote, as their signatures prove (`vote_signatures`): the sender alone, or a majority.
 
-    ballot: Ballot
-    decision: Decision
-    digest: Digest
-    signature: Signature = b""
+    The votes of a majority say that the round has succeeded.
+    """
 
-
-class Commit(Message, frozen=True):
-    """A majority held the mean: the round has succeeded, as the holders' signed votes prove (`vote_signatures`)."""
-
-    ballot: Ballot
-    decision: Decision
-    digest: Digest
-    holders: Members
+    vote: Vote
+    voters: Members
     signatures: Signatures = ()
 
 
@@ -156,8 +156,7 @@ RoundMessage = (
     | Report
     | Waiting
     | Propose
-    | Held
-    | Commit
+    | Votes
     | Fetch
     | GiveUp
     | Heartbeat

@@ -11,11 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import msgspec
-
 from equipoise.averaging.allreduce import messages as wire
 from equipoise.averaging.allreduce.events import Group
-from equipoise.averaging.allreduce.messages import Decision, Promise
+from equipoise.averaging.allreduce.messages import Decision, Promise, Vote
 
 MAX_BALLOT_LEAP = 64 * 1024
 """Most ballots that one message may skip. Members of a sound group open one ballot per stall. Without this bound, one
@@ -34,14 +32,6 @@ def members_of(mask: int) -> Iterator[int]:
         low = mask & -mask
         yield low.bit_length() - 1
         mask ^= low
-
-
-class Vote(msgspec.Struct, frozen=True):
-    """One member's word that it holds the mean of `decision`, proposed in `ballot`, with this digest."""
-
-    ballot: int
-    decision: Decision
-    digest: bytes
 
 
 class Tally:
@@ -348,28 +338,24 @@ class Paxos:
         self._settle()
         return news
 
-    def vote(self, digest: bytes) -> wire.Held:
+    def vote(self, digest: bytes) -> wire.Votes:
         """Count our own vote for the mean that we hold; return it as a message."""
         assert self.held is not None
-        ballot, decision = self.held
-        self.tally.add(Vote(ballot, decision, digest), 1 << self.me)
+        vote = Vote(*self.held, digest)
+        self.tally.add(vote, 1 << self.me)
         self._settle()
-        return wire.Held(ballot, decision, digest)
+        return wire.Votes(vote, 1 << self.me)
 
-    def concur(self) -> wire.Held | None:
+    def concur(self) -> wire.Votes | None:
         """Count our own vote for the chosen mean, which is whole here; returns it unless it was sent before."""
         chosen = self.tally.chosen
         assert chosen is not None
-        if not self.tally.add(chosen, 1 << self.me):
-            return None
-        return wire.Held(chosen.ballot, chosen.decision, chosen.digest)
+        return wire.Votes(chosen, 1 << self.me) if self.tally.add(chosen, 1 << self.me) else None
 
-    def commit(self) -> wire.Commit | None:
+    def commit(self) -> wire.Votes | None:
         """The message that tells others that a decision was chosen."""
         chosen = self.tally.chosen
-        if chosen is None:
-            return None
-        return wire.Commit(chosen.ballot, chosen.decision, chosen.digest, self.tally.voters(chosen))
+        return None if chosen is None else wire.Votes(chosen, self.tally.voters(chosen))
 
     def valid(self, decision: Decision | None) -> bool:
         """True if an honest leader of this group could propose this decision."""

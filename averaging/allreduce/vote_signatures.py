@@ -1,6 +1,6 @@
 """Votes that others can check, so that no member, not even the leader, can claim a majority that does not exist.
 
-Members that cannot be dialled do not hear each other: they learn from a `Commit` which members voted. So each vote
+Members that cannot be dialled do not hear each other: they learn from another member which members voted. So each vote
 carries its voter's signature over the round, the ballot, the decision and the digest. An unsigned vote does not count,
 even from the voter itself: no other member could be convinced by it, and the members would disagree on the chosen mean.
 No signature is checked twice: a round costs each member one signature, and a check of 0.07 ms for each other member.
@@ -17,7 +17,8 @@ from collections.abc import Sequence
 import msgspec
 
 from equipoise.averaging.allreduce import messages as wire
-from equipoise.averaging.allreduce.paxos import Vote, members_of
+from equipoise.averaging.allreduce.messages import Vote
+from equipoise.averaging.allreduce.paxos import members_of
 from equipoise.averaging.manifest import Identity
 
 DOMAIN = b"equipoise vote 1\0"
@@ -52,32 +53,25 @@ class VoteSignatures:
     def seal(self, message: wire.RoundMessage) -> wire.RoundMessage:
         """Return an outgoing message with the signatures that it needs."""
         match message:
-            case wire.Held(ballot, decision, digest):
-                return msgspec.structs.replace(message, signature=self._sign(Vote(ballot, decision, digest)))
-            case wire.Commit(ballot, decision, digest, holders):
-                vote = Vote(ballot, decision, digest)
-                if holders >> self._me & 1:
+            case wire.Votes(vote, voters):
+                if voters >> self._me & 1:
                     self._sign(vote)
                 known = self._signatures.get(vote, {})
-                proofs = tuple((one, known[one]) for one in members_of(holders) if one in known)
+                proofs = tuple((one, known[one]) for one in members_of(voters) if one in known)
                 return msgspec.structs.replace(message, signatures=proofs)
         return message
 
     def check(self, sender: int, message: wire.RoundMessage) -> wire.RoundMessage:
-        """Return a received message without the holders that it does not prove; an unproved vote names no holder."""
+        """Return a received message without the voters that it does not prove."""
         match message:
-            case wire.Held(ballot, decision, digest):
-                if not self._proved(sender, sender, Vote(ballot, decision, digest), message.signature):
-                    return wire.Commit(ballot, decision, digest, 0)
-            case wire.Commit(ballot, decision, digest, holders):
-                vote = Vote(ballot, decision, digest)
+            case wire.Votes(vote, voters):
                 proofs = dict(message.signatures)
                 proved = sum(
                     1 << voter
-                    for voter in members_of(holders & ((1 << len(self._peers)) - 1))
+                    for voter in members_of(voters & ((1 << len(self._peers)) - 1))
                     if self._proved(sender, voter, vote, proofs.get(voter))
                 )
-                return msgspec.structs.replace(message, holders=proved)
+                return msgspec.structs.replace(message, voters=proved)
         return message
 
     def _proved(self, teller: int, voter: int, vote: Vote, signature: bytes | None) -> bool:
@@ -96,13 +90,12 @@ class VoteSignatures:
         known[voter] = signature
         return True
 
-    def _sign(self, vote: Vote) -> bytes:
+    def _sign(self, vote: Vote) -> None:
         signed = self._signatures.setdefault(vote, {})
         if self._me not in signed:
             signed[self._me] = self._identity.sign(statement(self._round_id, vote))
-        return signed[self._me]
 
 
 def statement(round_id: bytes, vote: Vote) -> bytes:
     """Return the bytes that a member of a round signs to cast a vote."""
-    return DOMAIN + round_id + wire.encode(wire.Held(vote.ballot, vote.decision, vote.digest))
+    return DOMAIN + round_id + msgspec.msgpack.encode(vote)

@@ -39,6 +39,10 @@ class Table:
     def says(self, sender: int, *messages: wire.RoundMessage) -> list[events.Action]:
         return self.tell(*(events.MessageReceived(sender, message) for message in messages))
 
+    def votes(self, sender: int, vote: wire.Vote) -> list[events.Action]:
+        """A member casts its own vote."""
+        return self.says(sender, wire.Votes(vote, 1 << sender))
+
     def contributes(self, sender: int, *parts: int) -> list[events.Action]:
         return self.tell(*(events.ContributionReceived(sender, part) for part in parts or (0,)))
 
@@ -69,8 +73,8 @@ class Table:
         """Of the mean that this machine holds."""
         return self.machine._part_table.digest(decision)
 
-    def vote(self, decision: Decision, ballot: int = 0, digest: bytes | None = None) -> wire.Held:
-        return wire.Held(ballot, decision, digest or self.digest(decision))
+    def vote(self, decision: Decision, ballot: int = 0, digest: bytes | None = None) -> wire.Vote:
+        return wire.Vote(ballot, decision, digest or self.digest(decision))
 
 
 def sent(actions: list[events.Action], kind: type[wire.RoundMessage]) -> list[tuple[int, wire.RoundMessage]]:
@@ -85,6 +89,13 @@ def recipients(actions: list[events.Action], kind: type[wire.RoundMessage]) -> l
     return [to for to, _ in sent(actions, kind)]
 
 
+def voters(actions: list[events.Action]) -> dict[int, int]:
+    """Whose votes were sent to whom: a bitmask by member."""
+    return {
+        to: message.voters for to, message in sent(actions, wire.Votes) if isinstance(message, wire.Votes)
+    }
+
+
 def ends(actions: list[events.Action]) -> list[events.Action]:
     return [one for one in actions if isinstance(one, events.Finish | events.Fail)]
 
@@ -97,6 +108,6 @@ def finished(me: int, **options) -> Table:
         table.says(A, wire.Propose(0, decision))
         for part in range(len(table.group.parts)):
             table.mean(ALL, part)
-        table.says(A, table.vote(decision))
+        table.votes(A, table.vote(decision))
     assert isinstance(table.machine.ended, events.Finish)
     return table

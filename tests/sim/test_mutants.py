@@ -9,8 +9,9 @@ import pytest
 from equipoise.averaging.allreduce import messages as wire
 from equipoise.averaging.allreduce import paxos
 from equipoise.averaging.allreduce.failure_detector import Attendance
+from equipoise.averaging.allreduce.messages import Vote
 from equipoise.averaging.allreduce.part_table import PartTable
-from equipoise.averaging.allreduce.paxos import Inheritance, Paxos, Tally, Vote
+from equipoise.averaging.allreduce.paxos import Inheritance, Paxos, Tally
 from sim.test_channels import cut_off_at
 from simulator.core import Violation
 from simulator.explore import Explorer

@@ -194,11 +194,12 @@ class World(Network[int, Process]):
         group = self.scenario.group
         for ballot in range(2 * group.size):
             for contributors in (group.contributors, group.contributors & ~1):
-                held = wire.Held(ballot, Decision(contributors, group.dialable), bytes(32))
-                signed = self.processes[member].member.vote_signatures.seal(held)
-                assert isinstance(signed, wire.Held)
-                proofs = tuple((one, signed.signature) for one in range(group.size))
-                commit = wire.Commit(ballot, held.decision, held.digest, group.everyone, proofs)
+                vote = wire.Vote(ballot, Decision(contributors, group.dialable), bytes(32))
+                signed = self.processes[member].member.vote_signatures.seal(wire.Votes(vote, 1 << member))
+                assert isinstance(signed, wire.Votes)
+                ((_, signature),) = signed.signatures
+                proofs = tuple((one, signature) for one in range(group.size))
+                commit = wire.Votes(vote, group.everyone, proofs)
                 for to in self._peers_of(member):
                     self._send(Frame(member, to, signed))
                     self._send(Frame(member, to, commit))

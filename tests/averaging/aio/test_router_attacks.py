@@ -144,8 +144,7 @@ CONTROL = st.one_of(
     st.builds(wire.Plan, BALLOTS, BALLOTS, MASKS),
     st.builds(wire.Report, BALLOTS, BALLOTS, MASKS),
     st.builds(wire.Propose, BALLOTS, DECISIONS, MASKS),
-    st.builds(wire.Held, BALLOTS, DECISIONS, DIGESTS),
-    st.builds(wire.Commit, BALLOTS, DECISIONS, DIGESTS, MASKS),
+    st.builds(wire.Votes, st.builds(wire.Vote, BALLOTS, DECISIONS, DIGESTS), MASKS),
     st.builds(wire.Fetch, MASKS, st.binary(max_size=4) | st.just(b"\xff" * 8192)),
     st.builds(wire.GiveUp, st.text(max_size=20)),
     st.just(wire.Heartbeat()),
@@ -234,7 +233,11 @@ STORMS = {
     "fetch": lambda id: control(id, *[wire.Fetch(0b1111, b"\xff" * 8192)] * 200),
     "fetch nobody's": lambda id: control(id, *[wire.Fetch(0, b"\xff" * 8192)] * 200),
     "votes": lambda id: control(
-        id, *(wire.Held(ballot, DECISION, bytes([ballot % 256]) * 32) for ballot in range(1000))
+        id,
+        *(
+            wire.Votes(wire.Vote(ballot, DECISION, bytes([ballot % 256]) * 32), 0b1000, ((3, b"forged"),))
+            for ballot in range(1000)
+        ),
     ),
     "plans": lambda id: control(id, *(wire.Plan(3, sequence, 8) for sequence in range(300))),
 }
@@ -275,8 +278,10 @@ def test_values_that_are_not_finite_are_left_out(codec: str) -> None:
 def test_a_forged_digest_or_commit_changes_nobodys_mean() -> None:
     def lies(id: bytes) -> list[Frame]:
         proofs = tuple((member, b"signed, everyone") for member in range(4))
-        forged = [wire.Commit(ballot, DECISION, b"x" * 32, 0b1111, proofs) for ballot in range(4)]
-        return control(id, *forged, *(wire.Held(ballot, DECISION, b"y" * 32) for ballot in range(4)))
+        chosen = [wire.Vote(ballot, DECISION, b"x" * 32) for ballot in range(4)]
+        own = [wire.Vote(ballot, DECISION, b"y" * 32) for ballot in range(4)]
+        forged = [wire.Votes(vote, 0b1111, proofs) for vote in chosen]
+        return control(id, *forged, *(wire.Votes(vote, 0b1000, proofs[3:]) for vote in own))
 
     scene = play(once(lies, 1))
     assert all(outcome.ok for outcome in scene.outcomes.values()), scene.outcomes

@@ -31,6 +31,7 @@ from fakes.one_member import (
     ends,
     recipients,
     sent,
+    voters,
 )
 
 DECISION = Decision(ALL, ALL)
@@ -82,12 +83,12 @@ def test_means_are_not_sent_before_the_decision() -> None:
 def test_who_holds_the_whole_mean_votes() -> None:
     table = gathering(owners=(A, A))
     assert table.mean(ALL, 0) == []
-    assert recipients(table.mean(ALL, 1), wire.Held) == [A, C]
+    assert voters(table.mean(ALL, 1)) == {A: 1 << B, C: 1 << B}
 
 
 def test_a_majority_of_votes_finishes() -> None:
     table = holding()
-    assert ends(table.says(C, table.vote(DECISION))) == [Finish(DECISION, table.digest(DECISION))]
+    assert ends(table.votes(C, table.vote(DECISION))) == [Finish(DECISION, table.digest(DECISION))]
 
 
 def test_the_leader_tells_that_the_round_has_succeeded() -> None:
@@ -95,13 +96,13 @@ def test_the_leader_tells_that_the_round_has_succeeded() -> None:
     table.contributes(B)
     table.contributes(C)
     table.reduced(ALL)
-    assert recipients(table.says(B, table.vote(DECISION)), wire.Commit) == [B, C]
+    assert voters(table.votes(B, table.vote(DECISION))) == {B: 0b011, C: 0b011}
 
 
 def test_buffers_are_released_when_all_hold_the_mean_and_the_machine_closes_later() -> None:
     table = holding()
-    table.says(A, table.vote(DECISION))
-    assert table.says(C, table.vote(DECISION)) == [Release()]
+    table.votes(A, table.vote(DECISION))
+    assert table.votes(C, table.vote(DECISION)) == [Release()]
     assert table.machine.deadline == table.now + LINGER_SECONDS
     assert table.stall() == [Close()]
     assert table.machine.deadline == float("inf")
@@ -111,8 +112,8 @@ def test_buffers_are_released_when_all_hold_the_mean_and_the_machine_closes_late
 def test_messages_in_another_order_end_the_same() -> None:
     table = Table(C)
     digest = holding(C).digest(DECISION)
-    table.says(A, wire.Held(0, DECISION, digest))
-    table.says(B, wire.Held(0, DECISION, digest))
+    table.votes(A, wire.Vote(0, DECISION, digest))
+    table.votes(B, wire.Vote(0, DECISION, digest))
     table.mean(ALL)
     assert table.machine.ended == Finish(DECISION, digest)
 
@@ -148,7 +149,7 @@ def test_leader_lost_after_a_proposal_that_another_holds_it_is_inherited_and_fet
 def test_leader_lost_when_a_majority_holds_the_mean_the_others_finish() -> None:
     table = holding()
     table.lose(A)
-    assert ends(table.says(C, table.vote(DECISION)))
+    assert ends(table.votes(C, table.vote(DECISION)))
 
 
 def test_who_is_not_next_in_line_waits_for_who_is() -> None:
@@ -183,7 +184,7 @@ def test_owner_lost_after_somebody_holds_the_whole_mean_is_not_missed() -> None:
     table.contributes(B)
     table.contributes(C)
     table.says(B, wire.Report(0, 0, ALL))
-    table.says(C, wire.Held(0, DECISION, DIGEST))
+    table.votes(C, wire.Vote(0, DECISION, DIGEST))
     assert sent(table.lose(B), wire.Fetch) == [(C, wire.Fetch(ALL, b"\x02"))]
 
 
@@ -257,7 +258,7 @@ def test_an_observer_sends_no_contribution_and_gets_the_mean() -> None:
     decision = Decision(0b011, ALL)
     table.says(A, wire.Propose(0, decision))
     table.mean(0b011)
-    assert ends(table.says(A, table.vote(decision)))
+    assert ends(table.votes(A, table.vote(decision)))
 
 
 def test_a_contribution_of_an_observer_is_not_wanted() -> None:
@@ -267,7 +268,7 @@ def test_a_contribution_of_an_observer_is_not_wanted() -> None:
 def test_who_cannot_be_dialled_speaks_only_to_those_who_can() -> None:
     table = Table(C, weights=(1, 1, 1, 1), dialable=0b0011)
     table.says(A, wire.Propose(0, Decision(0b1111, 0b0011)))
-    assert recipients(table.mean(0b1111), wire.Held) == [A, B]
+    assert voters(table.mean(0b1111)) == {A: 1 << C, B: 1 << C}
 
 
 def test_who_cannot_be_dialled_does_not_lead() -> None:
@@ -329,7 +330,7 @@ def test_promises_of_another_ballot_do_not_count() -> None:
 def test_decisions_that_no_honest_leader_makes_are_ignored(decision: Decision) -> None:
     table = Table(B)
     table.says(A, wire.Propose(0, decision))
-    table.says(A, wire.Commit(0, decision, DIGEST, ALL))
+    table.says(A, wire.Votes(wire.Vote(0, decision, DIGEST), ALL))
     assert table.machine.phase == "scatter"
 
 
@@ -340,7 +341,7 @@ def test_what_a_dead_owner_did_not_send_is_fetched_from_a_holder() -> None:
     table = Table(B, owners=(D,), weights=(1, 1, 1, 1))
     decision = Decision(0b1111, 0b1111)
     table.says(A, wire.Propose(0, decision))
-    table.says(C, wire.Held(0, decision, DIGEST))
+    table.votes(C, wire.Vote(0, decision, DIGEST))
     assert sent(table.lose(D), wire.Fetch) == [(C, wire.Fetch(0b1111, b"\x01"))]
 
 
@@ -348,8 +349,8 @@ def test_another_holder_is_asked_when_the_first_does_not_deliver() -> None:
     decision = Decision(ALL, 0b1111)
     table = Table(B, weights=(1, 1, 1, 1))
     table.says(A, wire.Propose(0, decision))
-    table.says(C, wire.Held(0, decision, DIGEST))
-    table.says(D, wire.Held(0, decision, DIGEST))
+    table.votes(C, wire.Vote(0, decision, DIGEST))
+    table.votes(D, wire.Vote(0, decision, DIGEST))
     (first,) = recipients(table.stall(), wire.Fetch)[-1:]
     (second,) = recipients(table.stall(), wire.Fetch)[-1:]
     assert {first, second} <= {A, C, D}
@@ -368,7 +369,7 @@ def test_a_mean_that_differs_whoever_it_is_fetched_from_fails_untouched() -> Non
     table = Table(C)
     table.says(A, wire.Propose(0, DECISION))
     table.mean(ALL, digest=OTHER_DIGEST)
-    (first,) = recipients(table.says(A, wire.Commit(0, DECISION, DIGEST, 0b011)), wire.Fetch)
+    (first,) = recipients(table.says(A, wire.Votes(wire.Vote(0, DECISION, DIGEST), 0b011)), wire.Fetch)
     (second,) = recipients(table.mean(ALL, digest=OTHER_DIGEST, sender=first), wire.Fetch)
     assert {first, second} == {A, B}
     (end,) = ends(table.mean(ALL, digest=OTHER_DIGEST, sender=second))
@@ -384,7 +385,7 @@ def test_of_a_majority_one_that_sends_another_mean_than_it_votes_for_does_no_har
     table.mean(0b1111, digest=OTHER_DIGEST)
     good = holding_all_four().vote(decision)
     for voter in (A, B, D):
-        (*_, asked) = [None, *recipients(table.says(voter, good), wire.Fetch)]
+        (*_, asked) = [None, *recipients(table.votes(voter, good), wire.Fetch)]
     (another,) = recipients(table.mean(0b1111, digest=OTHER_DIGEST, sender=asked), wire.Fetch)
     assert another != asked
     assert ends(table.mean(0b1111, sender=another)) == [Finish(decision, good.digest)]

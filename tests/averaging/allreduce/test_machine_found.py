@@ -31,23 +31,24 @@ from fakes.one_member import (
     finished,
     recipients,
     sent,
+    voters,
 )
 
 
 def test_who_has_finished_speaks_for_a_leader_that_is_lost() -> None:
     table = finished(B)
-    assert recipients(table.lose(A), wire.Commit) == [A, C]
+    assert voters(table.lose(A)) == {A: 0b011, C: 0b011}
 
 
 def test_who_has_finished_speaks_for_a_lost_leader_even_to_those_who_hold_the_mean() -> None:
     table = finished(B)
-    assert table.says(C, table.vote(Decision(ALL, ALL))) == [Release()]
-    assert recipients(table.lose(A), wire.Commit) == [A, C]
+    assert table.votes(C, table.vote(Decision(ALL, ALL))) == [Release()]
+    assert voters(table.lose(A)) == {A: ALL, C: ALL}
 
 
 def test_who_lingers_shows_signs_of_life_until_it_closes() -> None:
     table = finished(B)
-    table.says(C, table.vote(Decision(ALL, ALL)))
+    table.votes(C, table.vote(Decision(ALL, ALL)))
     assert not table.machine.closed
     assert table.stall()[-1] == Close()
     assert table.machine.closed
@@ -77,7 +78,7 @@ def test_retries_to_lead_come_at_growing_intervals() -> None:
 
 
 def test_who_has_finished_answers_a_fetch_of_nothing_with_the_commit() -> None:
-    assert recipients(finished(B).says(C, wire.Fetch(0, b"")), wire.Commit) == [C]
+    assert voters(finished(B).says(C, wire.Fetch(0, b""))) == {C: 0b011}
 
 
 def test_a_leader_waits_for_a_second_contribution_while_one_may_come() -> None:
@@ -131,9 +132,9 @@ def differing(me: int = C) -> Table:
 def test_a_mean_that_differs_is_fetched_again_from_the_majority() -> None:
     table = differing()
     decision = Decision(0b1111, 0b1111)
-    table.says(B, table.vote(decision, digest=bytes(32)))
-    table.says(A, table.vote(decision, digest=bytes(32)))
-    actions = table.says(D, table.vote(decision, digest=bytes(32)))
+    table.votes(B, table.vote(decision, digest=bytes(32)))
+    table.votes(A, table.vote(decision, digest=bytes(32)))
+    actions = table.votes(D, table.vote(decision, digest=bytes(32)))
     assert len(recipients(actions, wire.Fetch)) == 1
     assert not ends(table.stall(2))
 
@@ -143,7 +144,7 @@ def test_a_member_that_was_never_out_of_reach_is_asked_for_the_mean_first() -> N
         table = Table(D, weights=(1, 1, 1, 1))
         table.lose(A, returned)
         table.tell(PeerReturned(A), PeerReturned(returned))
-        chosen = wire.Commit(1, Decision(0b0111, 0b0111), DIGEST, 0b0111)
+        chosen = wire.Votes(wire.Vote(1, Decision(0b0111, 0b0111), DIGEST), 0b0111)
         assert recipients(table.says(B, chosen), wire.Fetch) == [B + C - returned]
 
 

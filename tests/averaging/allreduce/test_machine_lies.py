@@ -8,7 +8,20 @@ from equipoise.averaging.allreduce import messages as wire
 from equipoise.averaging.allreduce.events import Finish, Release, SendMean
 from equipoise.averaging.allreduce.messages import Decision
 from equipoise.averaging.allreduce.part_table import mean_digest
-from fakes.one_member import ALL, DIGEST, OTHER_DIGEST, A, B, C, Table, ends, finished, recipients, sent
+from fakes.one_member import (
+    ALL,
+    DIGEST,
+    OTHER_DIGEST,
+    A,
+    B,
+    C,
+    Table,
+    ends,
+    finished,
+    recipients,
+    sent,
+    voters,
+)
 
 DECISION = Decision(ALL, ALL)
 WITHOUT_C = Decision(0b011, 0b011)
@@ -16,22 +29,27 @@ WITHOUT_C = Decision(0b011, 0b011)
 
 def test_the_mean_is_kept_for_a_member_that_holds_another() -> None:
     table = finished(B)
-    assert Release() not in table.says(C, table.vote(DECISION, digest=OTHER_DIGEST))
+    assert Release() not in table.votes(C, table.vote(DECISION, digest=OTHER_DIGEST))
     assert table.says(C, wire.Fetch(ALL, b"\x01"))[-1] == SendMean(C, 0, ALL)
-    assert table.says(C, table.vote(DECISION)) == [Release()]
+    assert table.votes(C, table.vote(DECISION)) == [Release()]
 
 
 def test_a_leaders_word_that_all_hold_the_mean_frees_nothing() -> None:
     table = Table(B)
     table.says(A, wire.Propose(0, DECISION, holders=ALL))
     table.mean(ALL)
-    assert table.says(A, table.vote(DECISION)) == [Finish(DECISION, table.digest(DECISION))]
+    assert table.votes(A, table.vote(DECISION)) == [Finish(DECISION, table.digest(DECISION))]
     assert table.says(C, wire.Fetch(ALL, b"\x01"))[-1] == SendMean(C, 0, ALL)
 
 
 def test_a_member_that_holds_another_mean_is_told_which_was_chosen() -> None:
     table = finished(B)
-    assert recipients(table.says(C, table.vote(DECISION, digest=OTHER_DIGEST)), wire.Commit) == [C]
+    assert voters(table.votes(C, table.vote(DECISION, digest=OTHER_DIGEST))) == {C: 0b011}
+
+
+def test_members_that_finished_with_different_means_do_not_answer_each_other_for_ever() -> None:
+    other = wire.Votes(wire.Vote(0, DECISION, OTHER_DIGEST), 0b110)
+    assert sent(finished(B).says(C, other), wire.Votes) == []
 
 
 def right(decision: Decision) -> bytes:
@@ -43,12 +61,13 @@ def test_the_others_hear_when_a_member_that_held_another_mean_has_the_right_one(
     table = Table(C)
     table.says(A, wire.Propose(0, DECISION))
     table.mean(ALL, digest=OTHER_DIGEST)
-    vote = wire.Held(0, DECISION, right(DECISION))
-    table.says(A, vote)
-    source = recipients(table.says(B, vote), wire.Fetch)[0]
+    vote = wire.Vote(0, DECISION, right(DECISION))
+    table.votes(A, vote)
+    source = recipients(table.votes(B, vote), wire.Fetch)[0]
     actions = table.mean(ALL, sender=source)
     assert ends(actions) == [Finish(DECISION, right(DECISION))]
-    assert sent(actions, wire.Held) == [(A, vote), (B, vote)]
+    own = wire.Votes(vote, 1 << C)
+    assert sent(actions, wire.Votes) == [(A, own), (B, own)]
 
 
 @pytest.mark.parametrize("proposed", [DECISION, None])
@@ -60,9 +79,9 @@ def test_a_mean_that_was_chosen_in_another_ballot_is_fetched_at_once_and_voted_f
         table.says(A, wire.Propose(0, proposed))
         table.mean(ALL)
     digest = right(WITHOUT_C)
-    actions = table.says(B, wire.Commit(1, WITHOUT_C, digest, 0b011))
+    actions = table.says(B, wire.Votes(wire.Vote(1, WITHOUT_C, digest), 0b011))
     source = recipients(actions, wire.Fetch)[0]
     actions = table.mean(WITHOUT_C.contributors, sender=source)
     assert ends(actions) == [Finish(WITHOUT_C, digest)]
-    assert recipients(actions, wire.Held) == [A, B]
+    assert voters(actions) == {A: 1 << C, B: 1 << C}
     assert actions[-1] == Release()

@@ -45,7 +45,7 @@ def test_a_mean_is_wanted_of_who_was_asked_for_it_even_if_another_was_asked_sinc
     table.says(A, wire.Propose(0, decision))
     table.mean(0b11111, 1)
     for holder in (A, C):
-        table.says(holder, wire.Held(0, decision, DIGEST))
+        table.votes(holder, wire.Vote(0, decision, DIGEST))
     (first,) = recipients(table.lose(D), wire.Fetch)
     (second,) = recipients(table.stall(), wire.Fetch)[-1:]
     assert {first, second} == {A, C}

@@ -27,8 +27,7 @@ every_message = st.one_of(
     st.builds(wire.Plan, ballots, ballots, members),
     st.builds(wire.Report, ballots, ballots, members),
     st.builds(wire.Propose, ballots, decisions, members),
-    st.builds(wire.Held, ballots, decisions, digests),
-    st.builds(wire.Commit, ballots, decisions, digests, members),
+    st.builds(wire.Votes, st.builds(wire.Vote, ballots, decisions, digests), members),
     st.builds(wire.Fetch, members, st.binary(max_size=MAX_PARTS // 8)),
     st.builds(wire.GiveUp.because, st.text()),
     st.just(wire.Heartbeat()),
@@ -39,7 +38,7 @@ every_message = st.one_of(
 EXAMPLES: list[RoundMessage] = [
     wire.Promise(7, 3, Decision(0b111, 0b110)),
     wire.Propose(7, Decision(0b111, 0b110), 0b001),
-    wire.Commit(7, Decision(0b111, 0b110), b"d" * 32, 0b011),
+    wire.Votes(wire.Vote(7, Decision(0b111, 0b110), b"d" * 32), 0b011),
     wire.Fetch(0b111, b"\xff\x01"),
     wire.GiveUp("timed out"),
     wire.Mean(12, 0b111),

@@ -7,10 +7,9 @@ from collections import defaultdict
 from hypothesis import given
 from hypothesis import strategies as st
 
-from equipoise.averaging.allreduce.messages import Decision, Promise
+from equipoise.averaging.allreduce.messages import Decision, Promise, Vote
 from equipoise.averaging.allreduce.paxos import (
     Tally,
-    Vote,
     inherited,
     is_majority,
     members_of,

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from equipoise.averaging.allreduce import messages as wire
-from equipoise.averaging.allreduce.messages import Decision
-from equipoise.averaging.allreduce.paxos import Vote
+from equipoise.averaging.allreduce.messages import Decision, Vote, Votes
 from equipoise.averaging.allreduce.vote_signatures import (
     MAX_BAD_SIGNATURES,
     MAX_VOTES_PER_MEMBER,
@@ -20,7 +19,7 @@ A, B, C, D = range(4)
 PEERS = ("a", "b", "c", "d")
 DECISION = Decision(0b1111, 0b1111)
 DIGEST = b"d" * 32
-HELD = wire.Held(0, DECISION, DIGEST)
+VOTE = Vote(0, DECISION, DIGEST)
 checks: list[str] = []
 
 
@@ -37,28 +36,33 @@ def vote_signatures(me: int, round_id: bytes = bytes(16)) -> VoteSignatures:
     return VoteSignatures(round_id, me, PEERS, Counting(PEERS[me]))
 
 
-def held(voter: int, round_id: bytes = bytes(16)) -> wire.Held:
-    sealed = vote_signatures(voter, round_id).seal(HELD)
-    assert isinstance(sealed, wire.Held)
+def own(voter: int, vote: Vote = VOTE) -> Votes:
+    """As a member that casts its own vote."""
+    sealed = vote_signatures(voter).seal(Votes(vote, 1 << voter))
+    assert isinstance(sealed, Votes)
     return sealed
 
 
-def commit(voters: Sequence[int], holders: int = -1) -> wire.Commit:
-    """As one that has heard the votes of `voters` tells of `holders`."""
+def signature_of(voter: int) -> bytes:
+    return dict(own(voter).signatures)[voter]
+
+
+def commit(voters: Sequence[int], claimed: int = -1) -> Votes:
+    """As one that has heard the votes of `voters` claims more."""
     teller = vote_signatures(voters[0])
-    teller.seal(HELD)
+    teller.seal(Votes(VOTE, 1 << voters[0]))
     for voter in voters[1:]:
-        teller.check(voter, held(voter))
-    claimed = sum(1 << voter for voter in voters) if holders < 0 else holders
-    sealed = teller.seal(wire.Commit(0, DECISION, DIGEST, claimed))
-    assert isinstance(sealed, wire.Commit)
+        teller.check(voter, own(voter))
+    told = sum(1 << voter for voter in voters) if claimed < 0 else claimed
+    sealed = teller.seal(Votes(VOTE, told))
+    assert isinstance(sealed, Votes)
     return sealed
 
 
-def believed(listener: VoteSignatures, sender: int, message: wire.Commit) -> int:
+def believed(listener: VoteSignatures, sender: int, message: Votes) -> int:
     checked = listener.check(sender, message)
-    assert isinstance(checked, wire.Commit)
-    return checked.holders
+    assert isinstance(checked, Votes)
+    return checked.voters
 
 
 def test_a_commit_proves_the_votes_that_it_carries() -> None:
@@ -69,36 +73,32 @@ def test_a_commit_proves_the_votes_that_it_carries() -> None:
 
 
 def test_a_vote_that_was_heard_is_checked_once() -> None:
-    votes = [held(voter) for voter in (A, B, C)]
+    votes = [own(voter) for voter in (A, B, C)]
     listener = vote_signatures(D)
     for voter, vote in enumerate(votes):
-        assert listener.check(voter, vote) is vote
-        assert listener.check(voter, vote) is vote
-    assert believed(listener, A, wire.Commit(0, DECISION, DIGEST, 0b0111)) == 0b0111
+        assert listener.check(voter, vote) == vote
+        assert listener.check(voter, vote) == vote
+    assert believed(listener, A, Votes(VOTE, 0b0111)) == 0b0111
     assert checks == ["a", "b", "c"]
 
 
-@pytest.mark.parametrize(
-    "signature", [b"", b"forged", held(B).signature], ids=["none", "forged", "another's"]
-)
+@pytest.mark.parametrize("signature", [b"", b"forged", signature_of(B)], ids=["none", "forged", "another's"])
 def test_a_vote_that_convinces_nobody_else_does_not_count_here_either(signature: bytes) -> None:
     listener = vote_signatures(D)
-    told = listener.check(A, wire.Held(0, DECISION, DIGEST, signature))
-    assert told == wire.Commit(0, DECISION, DIGEST, 0)
-    genuine = held(A)
-    assert listener.check(A, genuine) is genuine, "it may yet say so truly"
+    assert believed(listener, A, Votes(VOTE, 1 << A, ((A, signature),))) == 0
+    assert believed(listener, A, own(A)) == 1 << A, "it may yet say so truly"
 
 
 def test_what_was_learnt_from_a_commit_can_be_proved_to_others() -> None:
     second = vote_signatures(C)
     second.check(A, commit([A, B]))
-    told = second.seal(wire.Commit(0, DECISION, DIGEST, 0b0111))
-    assert isinstance(told, wire.Commit)
+    told = second.seal(Votes(VOTE, 0b0111))
+    assert isinstance(told, Votes)
     assert believed(vote_signatures(D), C, told) == 0b0111
 
 
 def test_who_only_says_so_speaks_for_itself() -> None:
-    assert believed(vote_signatures(D), A, commit([A], holders=0b1111)) == 0b0001
+    assert believed(vote_signatures(D), A, commit([A], claimed=0b1111)) == 0b0001
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_who_only_says_so_speaks_for_itself() -> None:
 )
 def test_a_signature_is_of_one_vote(ballot: int, digest: bytes) -> None:
     genuine = commit([A, B, C])
-    forged = wire.Commit(ballot, DECISION, digest, 0b0111, genuine.signatures)
+    forged = Votes(Vote(ballot, DECISION, digest), 0b0111, genuine.signatures)
     assert believed(vote_signatures(D), A, forged) == 0
 
 
@@ -116,24 +116,22 @@ def test_a_signature_is_of_one_round() -> None:
 
 def test_a_signature_is_of_one_voter_and_domain() -> None:
     genuine = dict(commit([A, B]).signatures)
-    forged = wire.Commit(0, DECISION, DIGEST, 0b0110, ((C, genuine[B]), (B, HELD.digest)))
+    forged = Votes(VOTE, 0b0110, ((C, genuine[B]), (B, DIGEST)))
     assert believed(vote_signatures(D), A, forged) == 0
 
 
 def test_strangers_hold_nothing() -> None:
     proofs = tuple((member, b"x") for member in range(64))
-    assert believed(vote_signatures(D), A, wire.Commit(0, DECISION, DIGEST, 0b0001)) == 0, (
-        "not even its own, unsigned"
-    )
-    assert believed(vote_signatures(D), A, wire.Commit(0, DECISION, DIGEST, 2**64 - 1, proofs)) == 0
+    assert believed(vote_signatures(D), A, Votes(VOTE, 0b0001)) == 0, "not even its own, unsigned"
+    assert believed(vote_signatures(D), A, Votes(VOTE, 2**64 - 1, proofs)) == 0
 
 
 def test_what_one_member_makes_us_check_and_keep_is_bounded() -> None:
     listener = vote_signatures(D)
     for ballot in range(10 * MAX_BAD_SIGNATURES):
-        vote = wire.Commit(ballot, DECISION, DIGEST, 0b0010, ((B, b"forged"),))
-        assert believed(listener, A, vote) == 0
-        listener.check(A, wire.Held(ballot, DECISION, DIGEST, b"x"))
+        vote = Vote(ballot, DECISION, DIGEST)
+        assert believed(listener, A, Votes(vote, 1 << B, ((B, b"forged"),))) == 0
+        assert believed(listener, A, Votes(vote, 1 << A, ((A, b"x"),))) == 0
     assert len(checks) == MAX_BAD_SIGNATURES
     assert len(listener._signatures) <= MAX_VOTES_PER_MEMBER
     assert believed(listener, B, commit([B, C])) == 0b0110
@@ -143,10 +141,7 @@ def test_who_tells_of_too_many_votes_is_no_longer_heard_and_silences_nobody_else
     listener = vote_signatures(D)
 
     def heard(voter: int, ballot: int) -> bool:
-        sealed = VoteSignatures(bytes(16), voter, PEERS, Counting(PEERS[voter])).seal(
-            wire.Held(ballot, DECISION, DIGEST)
-        )
-        return isinstance(listener.check(voter, sealed), wire.Held)
+        return believed(listener, voter, own(voter, Vote(ballot, DECISION, DIGEST))) == 1 << voter
 
     told = [heard(C, ballot) for ballot in range(2 * MAX_VOTES_PER_MEMBER)]
     assert told == [True] * MAX_VOTES_PER_MEMBER + [False] * MAX_VOTES_PER_MEMBER
@@ -157,8 +152,8 @@ def test_who_tells_of_too_many_votes_is_no_longer_heard_and_silences_nobody_else
 
 def test_a_vote_is_signed_once_and_anything_else_passes_as_it_is() -> None:
     signer = vote_signatures(A)
-    assert signer.seal(HELD) == signer.seal(HELD)
-    assert set(signer._signatures) == {Vote(0, DECISION, DIGEST)}
+    assert signer.seal(Votes(VOTE, 1 << A)) == signer.seal(Votes(VOTE, 1 << A))
+    assert set(signer._signatures) == {VOTE}
     for message in (wire.Prepare(3), wire.Fetch(0b11, b"")):
         assert signer.seal(message) is message
         assert signer.check(B, message) is message
