@@ -51,20 +51,11 @@ each run that was left and is still served."""
 ANNOUNCE_SECONDS = 0.5
 """Longest time for a script to agree on terms; after that, its run is announced to the peers that average."""
 
-OVERTIME = 0.5
-"""Seconds that a round may exceed its timeout before the session gives it up: half of the caller's grace."""
-
-WITHDRAW_SECONDS = 0.1
-"""Longest time for the outcome of a round that the session gives up; only a part that is just reduced takes any."""
-
 SEARCH_SECONDS = 5.0
 """Longest search of the directory. It takes some milliseconds; peers that it does not find in time are met later."""
 
 COMPARE_SECONDS = 5.0
 """Longest time for two questions to the peers of another spec; each may stay unanswered for 2 s."""
-
-LEAVE_SECONDS = 5.0
-"""Longest time to finish or fail an open round; the driver's own bound on a stalled peer is 2 s."""
 
 NUMPY = Kernels("numpy", f"others are loaded for the first run of {WORTH_VALUES:,} values or more")
 
@@ -136,7 +127,7 @@ class Session:
             raise Refused(f"run {self.name!r}: {objection}", "give the same, or use another name")
 
     async def start_round(self, request: StartRound) -> Outcome:
-        """Exchange the contribution in the shared memory; the outcome comes within its timeout plus `OVERTIME`.
+        """Exchange the contribution in the shared memory; the run driver ends the round within its timeout.
 
         Raises:
             Refused: A round is going on.
@@ -147,10 +138,14 @@ class Session:
         started, self._stopped = time.time(), ""
         self._round = asyncio.create_task(self._exchange(request))
         try:
-            outcome = await self._within(self._round, request.timeout)
+            await asyncio.wait({self._round})
+            if self._round.cancelled():
+                outcome = self._failed("the run was left before the round ended")
+            else:
+                outcome = self._round.result()
         finally:
             self._round = None
-        if not outcome.started:  # The round ended before a run driver was asked, or the session gave it up.
+        if not outcome.started:  # The round ended before a run driver was asked, or the run was left.
             outcome = msgspec.structs.replace(outcome, started=started)
         how = f"{len(outcome.contributors)} of {len(outcome.group)} contributed" if outcome.ok else "failed"
         took = outcome.seconds.get("total", 0.0)
@@ -362,22 +357,6 @@ class Session:
             transfer.reach(state.epoch + 1)
         return outcome
 
-    async def _within(self, round_: asyncio.Task[Outcome], timeout: float) -> Outcome:
-        done, _ = await asyncio.wait({round_}, timeout=timeout + OVERTIME)
-        if not done:
-            log.error("run %r: a round exceeded its timeout of %g s and was given up", self.name, timeout)
-            reason = f"the daemon gave the round up after {timeout:g} s"
-            for run_driver in self._run_drivers.values():
-                run_driver.withdraw(reason)
-            # The round knows whether it has voted, or has even ended just now.
-            await asyncio.wait({round_}, timeout=WITHDRAW_SECONDS)
-            if not round_.done():
-                round_.cancel()
-                return msgspec.structs.replace(self._failed(reason), in_doubt=True)
-        if round_.cancelled():
-            return self._failed("the run was left before the round ended")
-        return round_.result()
-
     def _failed(self, reason: str) -> Outcome:
         return Outcome(ok=False, reason=reason, run=self.name)
 
@@ -392,10 +371,7 @@ class Session:
             drivers = self._run_drivers.values()
             leaving = [asyncio.create_task(self._router.leave(run_driver, reason)) for run_driver in drivers]
         if leaving:
-            _, late = await asyncio.wait(leaving, timeout=LEAVE_SECONDS)
-            for task in late:
-                log.error("run %r: leaving took longer than %g s and was given up", self.name, LEAVE_SECONDS)
-                task.cancel()
+            await asyncio.wait(leaving)
         if self._round is not None:
             self._round.cancel()
         self._region = None

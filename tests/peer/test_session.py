@@ -1,8 +1,7 @@
-"""The figures of a gossip run in `status`, rounds that a session gives up, and what a join loads."""
+"""The figures of a gossip run in `status`, and what a join loads."""
 
 from __future__ import annotations
 
-import asyncio
 import subprocess
 import sys
 from collections import deque
@@ -12,7 +11,7 @@ import pytest
 
 from equipoise.averaging.outcome import Outcome
 from equipoise.compression.choice import WORTH_VALUES
-from equipoise.peer.session import OVERTIME, Session, _exchanges
+from equipoise.peer.session import _exchanges
 
 
 def test_exchanges_in_doubt_are_counted_beyond_the_history() -> None:
@@ -21,33 +20,6 @@ def test_exchanges_in_doubt_are_counted_beyond_the_history() -> None:
     told = _exchanges(run)  # type: ignore[arg-type]
     assert (told.partners, told.ok, told.failed, told.in_doubt) == (3, 5000, 9, 2)
     assert told.spread == pytest.approx(0.25), "an exchange with a newcomer tells no distance"
-
-
-@pytest.mark.parametrize(
-    ("ends", "ok", "in_doubt"),
-    [
-        (Outcome(ok=False, reason="timed out in phase commit", in_doubt=True), False, True),
-        (Outcome(ok=False, reason="timed out in phase scatter"), False, False),
-        (Outcome(ok=True, reason="mean over 2 of 2 members"), True, False),
-        (None, False, True),
-    ],
-    ids=["voted", "not voted", "ended just then", "stuck"],
-)
-async def test_a_round_that_the_session_gives_up_says_whether_it_is_in_doubt(
-    ends: Outcome | None, ok: bool, in_doubt: bool
-) -> None:
-    ended: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
-
-    async def exchange() -> Outcome:
-        return await ended
-
-    session = Session.__new__(Session)
-    session.name = "digits"
-    driver = SimpleNamespace(withdraw=lambda reason: None if ends is None else ended.set_result(ends))
-    session._run_drivers = {"average": driver}  # type: ignore[dict-item]
-    found = await session._within(asyncio.create_task(exchange()), -OVERTIME)
-    assert (found.ok, found.in_doubt) == (ok, in_doubt)
-    assert ends is None or found == ends
 
 
 JOIN = """
