@@ -166,6 +166,7 @@ class Member:
         self._held: dict[StateId, Mean] = {}
         self._offered = -1
         self._told = ""
+        self._crowded = ""
         self._why_alone = ""
 
     @property
@@ -180,8 +181,8 @@ class Member:
 
     @property
     def reason(self) -> str:
-        """The reason for this peer's phase, and why it knows no other peer, one line."""
-        return "; ".join(filter(None, (self._replica.reason, self._why_alone)))
+        """The reason for this peer's phase, and warnings, one line."""
+        return "; ".join(filter(None, (self._replica.reason, self._why_alone, self._crowded)))
 
     @property
     def pending(self) -> bool:
@@ -330,6 +331,7 @@ class Member:
             state = self._run.state
             # The number of known peers that were not in the group.
             missing = max(state.peers + 1 - len(outcome.group), 0) if isinstance(state, Idle) else 0
+            self._look_at_crowd(len(outcome.group), missing)
         self._hear(events.RoundEnded(outcome, missing))
         if not outcome.ok and self._downloads.recovering:
             self._await_mean()  # Asked for before the round ended. The next contribution needs it.
@@ -337,6 +339,18 @@ class Member:
             self._move_accumulated()
         if self.in_step:
             self._downloads.stop_snapshot()
+
+    def _look_at_crowd(self, group: int, missing: int) -> None:
+        """Warn if the run has more peers than a group holds: peers outside of the group end with another state."""
+        before, self._crowded = self._crowded, ""
+        peers, most = group + missing, self._run.options.group_size
+        if group >= most and missing:
+            self._crowded = (
+                f"this run has {peers} peers and groups of at most {most}: they cannot hold one state; "
+                f"join with group_size >= {peers}"
+            )
+        if self._crowded and not before:
+            log.warning("run %s: %s", self._run.name, self._crowded)
 
     def _is_past(self, outcome: Outcome) -> bool:
         """Whether a round began from an older state than a download has brought: its mean is of no more use."""
