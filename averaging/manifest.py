@@ -13,7 +13,7 @@ from typing import Annotated, Protocol
 
 import msgspec
 
-from equipoise.averaging.metrics import Report, Values, check_order
+from equipoise.averaging.metrics import Report, Values
 from equipoise.averaging.outcome import check_weight
 from equipoise.averaging.ports import MAX_CREDENTIAL_BYTES
 from equipoise.averaging.spec import MAX_GROUP_SIZE, PROTOCOL_VERSION
@@ -102,12 +102,8 @@ class Join(msgspec.Struct, frozen=True, array_like=True):
     credential: Credential
     state: StateId | None
     signature: Signature
-    fit: Values = ()
+    fit: Values = {}
     evaluation: Report | None = None
-
-    def __post_init__(self) -> None:
-        """Refuse numbers that are not in their canonical form."""
-        check_order(self.fit)
 
     def signed(self, sign: Sign) -> Join:
         """Return the join with its signature; the configuration and the transport bound the other values.
@@ -173,11 +169,6 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
         return {join.peer: join.state for join in self.members if join.state is not None}
 
     @property
-    def bounds(self) -> dict[str, StateId | None]:
-        """PeerID -> the state that the member's contribution was made for; see `Join.bound`."""
-        return {join.peer: join.bound for join in self.members}
-
-    @property
     def before(self) -> StateId | None:
         """The group's state before the round; None if no member claims one."""
         return group_state(self.states.values())
@@ -188,7 +179,7 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def id(self) -> bytes:
-        """The round's id: 16 bytes of SHA-256 over the manifest in msgpack, which is canonical for its types."""
+        """The round's id: 16 bytes of SHA-256 over the manifest in msgpack, whose maps keep their order."""
         return hashlib.sha256(msgspec.msgpack.encode(self)).digest()[:ROUND_ID_BYTES]
 
     @property

@@ -6,7 +6,6 @@ travel in the signed join, so every member averages the same numbers, and so doe
 
 from __future__ import annotations
 
-import itertools
 import statistics
 import sys
 from collections.abc import Iterable, Mapping
@@ -30,8 +29,8 @@ LARGEST = sys.float_info.max
 
 Name = Annotated[str, msgspec.Meta(pattern=rf"\A[ -~]{{1,{MAX_NAME_CHARS}}}\Z")]
 Finite = Annotated[float, msgspec.Meta(ge=-LARGEST, le=LARGEST)]
-Values = Annotated[tuple[tuple[Name, Finite], ...], msgspec.Meta(max_length=MAX_METRICS)]
-"""Names and numbers, sorted by name, each name once."""
+Values = Annotated[dict[Name, Finite], msgspec.Meta(max_length=MAX_METRICS)]
+"""Numbers by name."""
 
 Evaluation = tuple[float, Mapping[str, float]]
 """A weight, and numbers by name, as a script gives them."""
@@ -42,26 +41,11 @@ class Report(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         weight: How much they count, usually in samples; 0 does not count.
-        values: Names of 1 to 24 characters of printable ASCII with finite numbers, sorted, each name once.
+        values: Finite numbers by names of 1 to 24 characters of printable ASCII.
     """
 
     weight: Weight
     values: Values
-
-    def __post_init__(self) -> None:
-        """Refuse values that are not in their canonical form."""
-        check_order(self.values)
-
-
-def check_order(values: Values) -> None:
-    """Refuse numbers whose names are not sorted, or not each there once.
-
-    Raises:
-        ValueError: Names the first name out of order.
-    """
-    for (before, _), (name, _) in itertools.pairwise(values):
-        if before >= name:
-            raise ValueError(f"expected metrics sorted by name, each once, got {name!r} after {before!r}")
 
 
 def values_of(metrics: Mapping[str, float]) -> Values:
@@ -82,7 +66,7 @@ def values_of(metrics: Mapping[str, float]) -> Values:
                 f"expected a metric's name of 1 to {MAX_NAME_CHARS} characters of printable ASCII, "
                 f"got {str(name)[:80]!r}"
             )
-    return tuple((name, _finite(name, metrics[name])) for name in sorted(metrics))
+    return {name: _finite(name, metrics[name]) for name in sorted(metrics)}
 
 
 def report_of(evaluation: Evaluation) -> Report:
@@ -114,7 +98,7 @@ def averaged(reports: Iterable[tuple[float, Values]], robust: bool) -> dict[str,
     """
     found: dict[str, list[tuple[Fraction, Fraction]]] = {}
     for weight, values in reports:
-        for name, value in values if weight > 0 else ():
+        for name, value in values.items() if weight > 0 else ():
             found.setdefault(name, []).append((Fraction(weight), Fraction(value)))
     names = sorted(found, key=lambda name: (-len(found[name]), name))[:MAX_AVERAGES]
     return {name: float(_average(found[name], robust)) for name in sorted(names)}

@@ -133,7 +133,7 @@ class RunDriver:
         weight: float,
         timeout: float,
         state: StateId | None = None,
-        metrics: Values = (),
+        metrics: Values | None = None,
         evaluation: Report | None = None,
     ) -> Outcome:
         """Take part in one round.
@@ -166,7 +166,7 @@ class RunDriver:
             credential=b"",
             state=state,
             signature=b"",
-            fit=metrics,
+            fit=metrics or {},
             evaluation=evaluation,
         )
         manifest = await self._match(join, timeout)

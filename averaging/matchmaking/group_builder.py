@@ -286,8 +286,8 @@ class GroupBuilder:
         dialable = sorted((join for join in joins if join.dialable), key=lambda join: join.weight == 0)
         weighty = [join for join in joins if join.weight > 0]
         contributors = [join for join in weighty if self._counts(join)] or weighty
-        first = dict.fromkeys([*dialable[:1], *contributors[: self._needs.quorum], *joins])
-        return list(first)[: self._needs.group_size]
+        first = {join.peer: join for join in [*dialable[:1], *contributors[: self._needs.quorum], *joins]}
+        return list(first.values())[: self._needs.group_size]
 
     @property
     def contributors(self) -> tuple[str, ...]:

@@ -122,7 +122,7 @@ class StartRound(RunRequest[Outcome], frozen=True):
     weight: Weight
     timeout: Timeout
     state: StateId | None = None
-    metrics: Values = ()
+    metrics: Values = {}
     evaluation: Report | None = None
     clamped: Count = 0
 

@@ -72,7 +72,7 @@ class Waiting:
     contribution: torch.Tensor
     weight: float
     state: StateId | None = None
-    metrics: Values = ()
+    metrics: Values | None = None
     evaluation: Report | None = None
     group: concurrent.futures.Future[Formed | None] = field(default_factory=concurrent.futures.Future)
 
@@ -351,7 +351,7 @@ class FakeRunDriver:
         weight: float,
         timeout: float,
         state: StateId | None = None,
-        metrics: Values = (),
+        metrics: Values | None = None,
         evaluation: Report | None = None,
     ) -> Outcome:
         waiting = Waiting(

@@ -39,7 +39,7 @@ async def rounds(
         result = torch.empty(size)
         values = torch.randn(size, generator=torch.Generator().manual_seed(ord(name)))
         run = cluster.routers[name]._runs[spec.name]
-        scores = values_of({"score": ord(name) / 7}) if reports else ()
+        scores = values_of({"score": ord(name) / 7}) if reports else {}
         reported = scores, Report(float(ord(name)), scores)
         claimed = 1e12 if name == boast else weight
         return await averaged(run, values, result, claimed, 20.0, state, *reported), result

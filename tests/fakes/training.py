@@ -262,7 +262,7 @@ class FakeRun(Run):
         self.waiting = False
         self.waits_since = self.weight = 0.0
         self.claim: StateId | None = None
-        self.metrics: Values = ()
+        self.metrics: Values = {}
         self.evaluation: Report | None = None
         self.contribution = b""
         self.reported = 0.0
@@ -339,7 +339,7 @@ class FakeRun(Run):
         *reported: Any,
     ) -> Any:
         self.weight, self.claim, self.waiting, self.waits_since = weight, state, True, self.swarm.now
-        self.metrics, self.evaluation, _ = reported or ((), None, 0)
+        self.metrics, self.evaluation, _ = reported or ({}, None, 0)
         self.stands = self.stands if state is None else state.epoch
         self.contribution = bytes(self._region.contribution[: self.size])
         self.ended = None

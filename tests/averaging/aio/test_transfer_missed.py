@@ -83,15 +83,6 @@ async def test_what_was_missed_comes_with_its_metrics(cluster: Cluster) -> None:
         assert (same.metrics, same.evaluation) == (outcome.metrics, outcome.evaluation)
 
 
-async def test_a_daemon_refuses_metrics_out_of_order_before_it_seeks_a_group(cluster: Cluster) -> None:
-    await cluster.add("a", "b", "c", spec=SPEC)
-    run, values = cluster.routers["a"]._runs[SPEC.name], torch.zeros(SPEC.layout.size)
-    with pytest.raises(ValueError, match="'a' after 'b'"):
-        await averaged(run, values, values.clone(), 1.0, 20.0, BEFORE, (("b", 1.0), ("a", 1.0)))
-    outcomes = [outcome for outcome, _ in await rounds(cluster, "abc", BEFORE, SPEC, reports=True)]
-    assert all(outcomes), outcomes
-
-
 async def test_what_was_missed_names_whose_weight_was_capped(cluster: Cluster) -> None:
     await cluster.add("a", "b", "c", spec=SPEC)
     (outcome, _), *_ = await rounds(cluster, "abc", BEFORE, SPEC, boast="b")

@@ -91,11 +91,11 @@ def test_a_message_that_is_too_long_is_not_sent() -> None:
 @pytest.mark.parametrize(
     "stated",
     [
-        {"metrics": [["loss", float("nan")]]},
-        {"metrics": [["l" * 25, 1.0]]},
-        {"evaluation": [1.0, [["loss", float("inf")]]]},
-        {"evaluation": [1.0, [["b", 1.0], ["a", 1.0]]]},
-        {"evaluation": [-1.0, []]},
+        {"metrics": {"loss": float("nan")}},
+        {"metrics": {"l" * 25: 1.0}},
+        {"evaluation": [1.0, {"loss": float("inf")}]},
+        {"evaluation": [1.0, {"b": "c"}]},
+        {"evaluation": [-1.0, {}]},
     ],
 )
 def test_a_round_whose_metrics_are_not_valid_is_refused(stated: dict[str, object]) -> None:
