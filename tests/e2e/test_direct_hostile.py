@@ -239,6 +239,7 @@ def _messages(me: str, daemon: str, spec: RunSpec) -> dict[bytes, list[bytes]]:
                 rounds.Plan(3, 1, 3),
                 rounds.Report(3, 1, 3),
                 rounds.Propose(3, both, 1),
+                rounds.Votes(rounds.Vote(3, both, bytes(32)), 1),
                 rounds.Votes(rounds.Vote(3, both, bytes(32)), 3),
                 rounds.Fetch(3, b"\xff" * 100),
                 rounds.Heartbeat(),
