@@ -652,7 +652,7 @@ class Run:
             if moves:
                 copies = copies_of(tensors)
             settle = partial(self._averaged, tensors=tensors, region=region, copies=copies)
-            return self._start(AVERAGE, weight, deadline, settle, began, None, (), None, clamped)
+            return self._start(AVERAGE, weight, deadline, settle, began, None, {}, None, clamped)
 
     def _averaged(
         self,

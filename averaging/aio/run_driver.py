@@ -382,8 +382,9 @@ class RunDriver:
             outcome = await asyncio.shield(self._round.outcome)
             ok = outcome.ok
             if outcome.counted(self._sessions.peer):
-                # Before the next round's number is announced: no weight may count towards two rounds.
-                self.accumulated = 0.0
+                # Before the next round's number is announced: no weight may count towards two rounds. The same weight
+                # again is news then.
+                self.accumulated = self._reported = 0.0
             return outcome
         except asyncio.CancelledError:
             self._round.withdraw("cancelled")
