@@ -225,7 +225,8 @@ class Codec(ABC):
         return kernels(str(values.device)).tensors
 
     def _check(self, payload: torch.Tensor, count: int) -> None:
-        assert self.math is not None, "a codec without `math` has a check of its own"
+        if self.math is None:
+            raise NotImplementedError(f"{self.spec}: a codec without `math` needs a `_check` of its own")
         self.math.check(payload.cpu().numpy(), count)
 
     def __eq__(self, other: object) -> bool:

@@ -285,7 +285,7 @@ class Reach:
 
     async def ask(self, peer: str) -> Answer:
         """Ask `peer` to dial back; raises ConnectionError or Malformed if it did not try."""
-        ports = dict.fromkeys(address.port for address in well_formed(self.listening()))
+        ports = dict.fromkeys(one.port for one in well_formed(self.listening()) if not one.relayed)
         question = Ask(ports=tuple(ports)[:MAX_TARGETS], direct=self._direct.port)
         data = await self._link.call(peer, DIALBACK, encode(question), DIALBACK_SECONDS)
         answer = decode(data, Answer)

@@ -160,10 +160,10 @@ def _largest(gradients: Mapping[str, torch.Tensor]) -> float:
             low, high = values.aminmax()
             peaks.setdefault(gradient.device, []).append(torch.maximum(-low, high))
     # Stacked, they have a dtype that holds all of them.
-    largest = max((float(torch.stack(of_device).max()) for of_device in peaks.values()), default=0.0)
-    if not largest <= LIMIT:
+    largest = [float(torch.stack(of_device).max()) for of_device in peaks.values()]
+    if not all(one <= LIMIT for one in largest):  # The largest of numbers and NaN may be a number.
         _blame(gradients)
-    return largest
+    return max(largest, default=0.0)
 
 
 def _blame(gradients: Mapping[str, torch.Tensor]) -> None:

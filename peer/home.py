@@ -275,7 +275,7 @@ def _is_free(path: Path) -> bool:
     except OSError:  # It is not there, or nothing that a daemon has made.
         return True
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # Shared by all who only look.
     except BlockingIOError:
         return False
     finally:

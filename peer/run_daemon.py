@@ -217,9 +217,7 @@ class Keeper:
             _say(f"the daemon (process {self._process.pid}) {by}; it is started again in {pause:g} s")
             await asyncio.sleep(pause)
             pause, restarts = min(2 * pause, MAX_PAUSE), restarts + 1
-            if await self.start() > 0:
-                _say("it is not started again")
-                return 0
+            await self.start()
 
     async def stop(self) -> None:
         """Stop the daemon."""

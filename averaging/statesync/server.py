@@ -4,7 +4,7 @@ Theory of operation. A donor keeps a newcomer's `Ask` and answers it, and answer
 until the newcomer has finished or has been silent for a while. `wanted` is the next epoch of which newcomers want a
 snapshot. The trainer takes the snapshot when it reaches that epoch; training does not wait for it. The donor holds a
 snapshot until the next replaces it, and longer while a newcomer downloads it. The donor also keeps the last means, and
-makes an image of a mean when a newcomer asks for it. The driver adds the known votes for the mean to the answer.
+makes an image of a mean when a newcomer asks for it.
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ class DirectTransport:
         layer: Layer = DEFAULT_LAYER,
         policy: DialPolicy | None = None,
     ) -> None:
-        """Make a certificate; raises ValueError if unencrypted channels would be offered to other machines.
+        """Make the TLS context; raises ValueError if unencrypted channels would be offered to other machines.
 
         Without `listen` addresses no peer can dial this one (client mode). `layer` carries the frames once both sides
         have proved their PeerIDs. `policy` decides which addresses of credentials are dialled, and how often.

@@ -59,7 +59,11 @@ class Part:
         both = Schema((*joined.schema.tensors, *request.buffers.tensors))
         spec = RunSpec.create(joined.name, both, joined.options, dict(request.terms))
         self._specs[STEP], self._observes = spec, request.observes
-        self.use(STEP)
+        try:
+            self.use(STEP)
+        except Refused:
+            self._specs[STEP] = joined
+            raise
 
     def use(self, purpose: str) -> tuple[SimulatedRun, Member]:
         """The run of the swarm for a purpose, which this peer joins at first use, and this peer's part in it.

@@ -169,6 +169,13 @@ def test_another_spec_is_refused() -> None:
         check(one)
 
 
+def test_the_order_of_metrics_is_a_part_of_a_join() -> None:
+    own = join("a", fit={"f1": 1.0, "f2": 2.0})
+    changed = msgspec.structs.replace(own, fit={"f2": 2.0, "f1": 1.0})
+    with pytest.raises(ManifestError, match="signed by a"):
+        check(manifest(changed, join("b")), own)
+
+
 @pytest.mark.parametrize("own", [join("c"), join("a", weight=1), join("a", nonce=b"y" * NONCE_BYTES)])
 def test_the_own_join_must_be_there_unaltered(own: Join) -> None:
     with pytest.raises(ManifestError, match="own join of round 7"):
