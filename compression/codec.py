@@ -226,7 +226,7 @@ class Codec(ABC):
 
     def _check(self, payload: torch.Tensor, count: int) -> None:
         if self.math is None:
-            raise NotImplementedError(f"{self.spec}: a codec without `math` needs a `_check` of its own")
+            raise TypeError(f"{self.spec}: a codec without `math` needs a `_check` of its own")
         self.math.check(payload.cpu().numpy(), count)
 
     def __eq__(self, other: object) -> bool:
