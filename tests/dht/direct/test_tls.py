@@ -86,7 +86,7 @@ def test_a_key_of_another_kind_is_nobodys(identities, key) -> None:
 @pytest.mark.parametrize("chain", [False, True])
 @pytest.mark.parametrize("server", [False, True])
 def test_a_certificate_that_another_one_vouches_for_is_refused(identities, server, chain) -> None:
-    """Whoever vouches, a member or nobody, and whether or not the voucher comes along."""
+    """Vouched for by a member or by nobody, and whether or not the voucher comes along."""
     client, other = identities
     authority = certify(other.key, "authority", authority=True)
     vouched = certify(client.key, "client", issuer="authority", signer=other.key)

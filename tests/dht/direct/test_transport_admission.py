@@ -225,7 +225,7 @@ async def serving(serve) -> AsyncIterator[tuple[str, int]]:
 
 @contextlib.asynccontextmanager
 async def terminating(context: SSL.Context):
-    """Somebody who answers whoever dials with `context`; what gets through is noted."""
+    """A stranger that answers every dialler with `context`; what gets through is noted."""
     arrived: list[object] = []
 
     async def serve(connection: socket.socket) -> None:
