@@ -55,14 +55,14 @@ class Part:
 
     def agree(self, request: messages.AgreeRun) -> None:
         """See `Run.agree`; raises as `use` does."""
-        joined = self._specs[STEP]
+        joined, observed = self._specs[STEP], self._observes
         both = Schema((*joined.schema.tensors, *request.buffers.tensors))
         spec = RunSpec.create(joined.name, both, joined.options, dict(request.terms))
         self._specs[STEP], self._observes = spec, request.observes
         try:
             self.use(STEP)
         except Refused:
-            self._specs[STEP] = joined
+            self._specs[STEP], self._observes = joined, observed
             raise
 
     def use(self, purpose: str) -> tuple[SimulatedRun, Member]:
