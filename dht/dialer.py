@@ -91,6 +91,10 @@ class Dialer:
                 self._policy.meet(peer, host, now)
         return self.connected
 
+    def lose_all(self) -> None:
+        """Count no peer as connected: p2pd has ended, and its connections with it."""
+        self.connected, self._asked, self.paths = frozenset(), float("-inf"), {}
+
     async def reach(self, peer: str) -> None:
         """See to it that p2pd is connected to `peer`; raises Unreached, or P2pdClientError if p2pd is silent."""
         async with self._asking:

@@ -101,6 +101,7 @@ class Supervisor:
             self.reason = await self._until_broken(p2pd)
             _log.warning("%s; starting it again", self.reason)
             await self._link.detach()
+            self._dialer.lose_all()
             await p2pd.stop()
             delay = 0.0
             while self.reason:

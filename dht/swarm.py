@@ -332,7 +332,6 @@ class Swarm:
         self._reach.doubt()
         self._reach.relays.lose_all()
         # The connections of a p2pd that was restarted are gone: the peers met before are tried again at once.
-        await self._dialer.refresh()
         self._bootstrap.network_changed()
         self.directory.renew()
 
