@@ -163,7 +163,7 @@ class Peer(Driver):
 
     def greet(self, sender: Peer, manifest: Manifest) -> None:
         """The first word of a round, from a member of it."""
-        if not sender.dead and manifest.id not in [known.id for _, known in self.formed]:
+        if not sender.dead and all(known != manifest for _, known in self.formed):
             self.tell(events.RoundHeard(sender.name))
 
     def end_round(self, round: int) -> None:
