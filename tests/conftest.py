@@ -7,8 +7,14 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from e2e.swarm import ChildProcess, Swarm
+
+# Examples have no deadline: machines stall, and the first example compiles or imports.
+settings.register_profile("quick", deadline=None, max_examples=30)
+settings.register_profile("thorough", deadline=None, max_examples=300)
+settings.load_profile("quick")
 
 CALL_REPORT = pytest.StashKey[pytest.TestReport]()
 

@@ -1,16 +1,12 @@
-"""The fixture of a cluster. Property tests of this folder have no deadline per example: machines stall."""
+"""The fixture of a cluster."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
 
 import pytest
-from hypothesis import settings
 
 from fakes.cluster import Cluster
-
-settings.register_profile("equipoise", deadline=None)
-settings.load_profile("equipoise")
 
 
 @pytest.fixture

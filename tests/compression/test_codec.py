@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_numpy
 
@@ -259,7 +259,6 @@ def test_flushing_subnormal_numbers_changes_no_byte(codec: Codec, values: torch.
 
 
 @every_codec
-@settings(max_examples=300)
 @given(data=st.data(), count=st.integers(0, 80))
 def test_any_bytes_decode_or_are_refused(codec: Codec, data: st.DataObject, count: int) -> None:
     size = codec.encoded_size(count)

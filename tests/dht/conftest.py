@@ -9,15 +9,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
 
 from equipoise.dht.direct.transport import DirectTransport
 from equipoise.dht.identity import Identity, load_or_create
 from equipoise.dht.swarm import Swarm, SwarmOptions
 from fakes.direct import Peers, port_of
-
-settings.register_profile("equipoise", deadline=None)
-settings.load_profile("equipoise")
 
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
 POLL_SECONDS = 0.01

@@ -173,7 +173,8 @@ def test_half_of_the_peers_are_drawn_alike_by_all(places: list[DaemonProcess]) -
         assert len(drawn) == 1
         assert set(record.contributors) == set(*drawn)
         assert len(record.contributors) == 2
-        assert {one.peer for one in trainers if record.number in one.fits} == set(record.contributors)
+        # A peer that falls silent for a moment is replaced by the next in the order, which then has trained too.
+        assert {one.peer for one in trainers if record.number in one.fits} >= set(record.contributors)
 
 
 def trained_with_a_late_one(places: list[DaemonProcess], late: str, rounds: int) -> list[Trainer]:

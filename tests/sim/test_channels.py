@@ -7,6 +7,7 @@ from random import Random
 import pytest
 
 from equipoise.averaging.allreduce.events import Finish, Group
+from fakes.seeds import few_and_many
 from simulator.faults import Fault, When
 from simulator.network import Weather
 from simulator.scenario import group_of, starts_of
@@ -28,9 +29,9 @@ def simulate(
     return report, [note for process in world.processes.values() for note in process.member.machine.notes]
 
 
-@pytest.mark.parametrize("first", range(0, 200, 100))
-def test_values_lost_with_one_of_two_channels_are_sent_again_at_once(first: int) -> None:
-    for seed in range(first, first + 100):
+@few_and_many(60, 200)
+def test_values_lost_with_one_of_two_channels_are_sent_again_at_once(seeds: range) -> None:
+    for seed in seeds:
         chance = Random(f"drop {seed}")
         victim, step = chance.randrange(MEMBERS), chance.randint(10, 60)
         faults: list[tuple[When, Fault]] = []
@@ -62,16 +63,16 @@ def test_who_holds_another_mean_than_the_others_chose_without_it_fetches_theirs_
 
 
 @pytest.mark.parametrize("members", [2, 3, 4, 6])
-@pytest.mark.parametrize("first", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (100, 200))])
+@few_and_many(50, 300)
 def test_a_member_whose_network_breaks_for_less_than_a_stall_costs_nobody_one(
-    members: int, first: int
+    members: int, seeds: range
 ) -> None:
     """All channels of one member break, during gather or near it, and come back one by one, as with its p2pd.
 
     Means that overtook their proposal were refused and never sent again. Two members opened a ballot each, or one
     opened a ballot that the others did not need, and no ballot had a majority.
     """
-    for seed in range(first, first + 100):
+    for seed in seeds:
         chance = Random(f"network {seed}")
         victim, leader = chance.randrange(members), chance.randrange(members)
         gather = When(member=chance.randrange(members), phase="gather")

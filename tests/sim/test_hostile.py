@@ -10,6 +10,7 @@ import pytest
 from equipoise.averaging.allreduce.events import Finish
 from equipoise.averaging.allreduce.machine import AllReduce
 from equipoise.averaging.allreduce.vote_signatures import VoteSignatures
+from fakes.seeds import few_and_many
 from simulator.core import Violation
 from simulator.faults import Fault, When
 from simulator.network import Weather
@@ -39,14 +40,15 @@ def scenario(seed: int, attack: Callable[[], Fault]) -> Scenario:
     return Scenario(seed, group, starts, weather, faults, core=0b0111)
 
 
-def attacked(attack: Callable[[], Fault], seeds: int = 60) -> None:
-    for seed in range(seeds):
+def attacked(attack: Callable[[], Fault], seeds: range = range(60)) -> None:
+    for seed in seeds:
         World(scenario(seed, attack)).run()
 
 
 @pytest.mark.parametrize("attack", ATTACKS.values(), ids=ATTACKS)
-def test_the_others_finish_with_the_exact_mean(attack: Callable[[], Fault]) -> None:
-    attacked(attack)
+@few_and_many(30, 60)
+def test_the_others_finish_with_the_exact_mean(attack: Callable[[], Fault], seeds: range) -> None:
+    attacked(attack, seeds)
 
 
 def lied_to(seed: int) -> Scenario:

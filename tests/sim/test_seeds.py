@@ -5,20 +5,12 @@ from __future__ import annotations
 import pytest
 
 from equipoise.averaging.allreduce.events import Finish
+from fakes.seeds import few_and_many
 from simulator.scenario import draw_scenario
 from simulator.world import Report, World
 
-BLOCK = 50
-"""Seeds per test: a failure names its block at once, and the seed in its message."""
-
 RECOVERY_SECONDS = 30.0
 """From the last fault to the core's success. Usual are 0 to 7; duelling leaders that back off take longer."""
-
-
-def blocks(first: int, by_default: int, end: int, size: int = BLOCK) -> pytest.MarkDecorator:
-    """Blocks of the seeds from `first` to `end`; those from `by_default` on only with `-m slow`."""
-    slow = [pytest.param(start, marks=pytest.mark.slow) for start in range(by_default, end, size)]
-    return pytest.mark.parametrize("first", [*range(first, by_default, size), *slow])
 
 
 def simulate(seed: int, sizes: tuple[int, int], live: bool, keep_story: bool = False) -> Report:
@@ -29,23 +21,23 @@ def simulate(seed: int, sizes: tuple[int, int], live: bool, keep_story: bool = F
         raise
 
 
-@blocks(0, 100, 400)
-def test_whatever_goes_wrong_nobody_is_wrong(first: int) -> None:
-    for seed in range(first, first + BLOCK):
+@few_and_many(60, 400)
+def test_whatever_goes_wrong_nobody_is_wrong(seeds: range) -> None:
+    for seed in seeds:
         simulate(seed, (2, 7), live=False)
 
 
-@blocks(0, 100, 400)
-def test_a_core_that_is_spared_succeeds(first: int) -> None:
-    for seed in range(first, first + BLOCK):
+@few_and_many(60, 400)
+def test_a_core_that_is_spared_succeeds(seeds: range) -> None:
+    for seed in seeds:
         report = simulate(seed, (2, 7), live=True)
         assert report.seconds < report.calm_at + RECOVERY_SECONDS, seed
 
 
 @pytest.mark.parametrize("live", [False, True])
-@blocks(1000, 1000 + BLOCK // 2, 1000 + 2 * BLOCK, BLOCK // 2)
-def test_groups_of_up_to_sixteen(first: int, live: bool) -> None:
-    for seed in range(first, first + BLOCK // 2):
+@few_and_many(12, 100)
+def test_groups_of_up_to_sixteen(seeds: range, live: bool) -> None:
+    for seed in seeds:
         simulate(seed, (8, 16), live)
 
 
@@ -79,8 +71,8 @@ def test_scenarios_are_varied() -> None:
 
 
 def test_most_calm_rounds_succeed_at_once() -> None:
-    calm = [seed for seed in range(80) if not draw_scenario(seed, (2, 16), live=True).faults]
-    assert len(calm) > 10
+    calm = [seed for seed in range(40) if not draw_scenario(seed, (2, 16), live=True).faults]
+    assert len(calm) > 5
     for seed in calm:
         report = simulate(seed, (2, 16), live=True)
         assert all(isinstance(end, Finish) for end in report.ends), seed
