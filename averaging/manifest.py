@@ -16,7 +16,7 @@ import msgspec
 from equipoise.averaging.metrics import Report, Values
 from equipoise.averaging.outcome import check_weight
 from equipoise.averaging.ports import MAX_CREDENTIAL_BYTES
-from equipoise.averaging.spec import MAX_GROUP_SIZE, PROTOCOL_VERSION
+from equipoise.averaging.spec import MAX_GROUP_SIZE
 from equipoise.averaging.state import StateId, group_state
 from equipoise.averaging.strategy import Needs
 from equipoise.averaging.weights import ATTENDANCE_LIMIT, MAX_WEIGHT, Weight, contributing
@@ -141,8 +141,7 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
     """The members of one round's group.
 
     Attributes:
-        version: Protocol version.
-        spec: Hash of the RunSpec in hex.
+        spec: Hash of the RunSpec in hex, and of the protocol's version with it.
         round: The round's number.
         coordinator: PeerID of the peer that put it together; not always a member.
         members: Their joins, sorted by PeerID.
@@ -150,7 +149,6 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
             not. The coordinator's word.
     """
 
-    version: int
     spec: SpecHash
     round: RoundNumber
     coordinator: PeerName
@@ -161,7 +159,7 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
     def of(cls, coordinator: str, joins: list[Join], drawn: tuple[str, ...] = ()) -> Manifest:
         """Put joins of one spec and one round together."""
         members = tuple(sorted(joins, key=lambda join: join.peer))
-        return cls(PROTOCOL_VERSION, members[0].spec, members[0].round, coordinator, members, drawn)
+        return cls(members[0].spec, members[0].round, coordinator, members, drawn)
 
     @property
     def states(self) -> dict[str, StateId]:
@@ -211,8 +209,6 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
 
     def _misfit(self, spec: str, group_size: int) -> str:
         """Return the first fault of the manifest's form, one line; empty if the form is right."""
-        if self.version != PROTOCOL_VERSION:
-            return f"expected protocol version {PROTOCOL_VERSION}, got {self.version}"
         if self.spec != spec:
             return f"expected the spec {spec[:12]}, got {self.spec[:12]}"
         if not 2 <= len(self.members) <= group_size:

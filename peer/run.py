@@ -291,7 +291,8 @@ class Run:
             self._contributed, self._accumulated = accumulated, None
             settle = partial(self._stepped, tensors=stepped, region=region, me=self.peer)
             try:
-                pending = self._start(STEP, weight, deadline, settle, began, state, *reported, clamped)
+                request = messages.StartRound(self.name, STEP, weight, timeout, state, *reported, clamped)
+                pending = self._start(request, deadline, settle, began)
             except EquipoiseError:
                 self._keep()
                 raise
@@ -623,18 +624,14 @@ class Run:
 
     def _start(
         self,
-        purpose: messages.Purpose,
-        weight: float,
+        request: messages.StartRound,
         deadline: float,
         settle: Callable[[Outcome | None], None],
         began: float,
-        *stated: Any,
     ) -> PendingRound:
-        """Start a round whose contribution is there; its encoding `began` then."""
+        """Start a round, with what is left of its timeout: the encoding of its contribution `began` then."""
         now = self.clock()
-        request = messages.StartRound(
-            self.name, purpose, weight, max(deadline - now, SHORTEST_TIMEOUT), *stated
-        )
+        request = structs.replace(request, timeout=max(deadline - now, SHORTEST_TIMEOUT))
         self.pending = PendingRound(self._link, request, deadline, settle, now - began)
         return self.pending
 
@@ -652,7 +649,8 @@ class Run:
             if moves:
                 copies = copies_of(tensors)
             settle = partial(self._averaged, tensors=tensors, region=region, copies=copies)
-            return self._start(AVERAGE, weight, deadline, settle, began, None, {}, None, clamped)
+            request = messages.StartRound(self.name, AVERAGE, weight, timeout, clamped=clamped)
+            return self._start(request, deadline, settle, began)
 
     def _averaged(
         self,

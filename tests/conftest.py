@@ -10,6 +10,9 @@ import pytest
 from hypothesis import settings
 
 from e2e.swarm import ChildProcess, Swarm
+from equipoise.dht.hivemind_stub import bare_packages
+
+bare_packages()  # As in a daemon, before anything imports hivemind.
 
 # Examples have no deadline: machines stall, and the first example compiles or imports.
 settings.register_profile("quick", deadline=None, max_examples=30)

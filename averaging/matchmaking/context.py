@@ -14,7 +14,6 @@ from equipoise.averaging.matchmaking.events import Action, Send
 from equipoise.averaging.matchmaking.group_builder import StragglerWait
 from equipoise.averaging.matchmaking.membership import LEAP, MAX_JUMP, Membership
 from equipoise.averaging.rate_limit import Allowance
-from equipoise.averaging.spec import PROTOCOL_VERSION
 from equipoise.averaging.strategy import Needs
 
 JOINS_SECONDS, MAX_JOINS, MAX_JOINS_OF_ONE = 1.0, 2000, 100
@@ -100,14 +99,8 @@ class Context:
         return msgspec.structs.replace(stated, peer=self.peer, spec=self.spec, round=number).signed(self.sign)
 
     def mismatch(self, request: wire.JoinRequest) -> Objection | None:
-        """Return the objection if a request has another spec or version than this peer; None if both match."""
+        """Return the objection if a request has another spec than this peer; None if it has the same."""
         join = request.join
-        if request.version != PROTOCOL_VERSION:
-            older = "asking" if request.version < PROTOCOL_VERSION else "convening"
-            return Objection(
-                f"expected protocol version {PROTOCOL_VERSION}, got {request.version}: "
-                f"upgrade the {older} peer's equipoise, which is older"
-            )
         if join.spec != self.spec:
             return Objection(
                 f"expected spec {self.spec[:12]}, got {join.spec[:12]}: schema or options of the run differ"

@@ -24,7 +24,6 @@ from equipoise.averaging.spec import (
     MAX_NAME_CHARS,
     MAX_TERM_VALUE_CHARS,
     MAX_TERMS,
-    PROTOCOL_VERSION,
 )
 from equipoise.averaging.state import StateId
 from equipoise.averaging.timing import MAX_WAIT
@@ -70,13 +69,11 @@ class JoinRequest(_Message, frozen=True, tag=True):
         join: The joiner's signed join.
         patience: Seconds that the joiner will wait in all.
         hops: Number of redirects followed; at `MAX_HOPS` the join is not redirected again.
-        version: Protocol version.
     """
 
     join: Join
     patience: Patience = MAX_PATIENCE
     hops: Hops = 0
-    version: int = PROTOCOL_VERSION
 
 
 class Standing(msgspec.Struct, frozen=True, array_like=True):

@@ -17,7 +17,6 @@ from typing import NamedTuple
 
 import msgspec
 import torch
-from sklearn.datasets import load_digits
 from torch import nn
 
 from equipoise.peer import Outcome, Run, connect
@@ -71,6 +70,8 @@ class Digits(NamedTuple):
 
 def split_digits() -> tuple[Digits, Digits]:
     """All images as (training, test), shuffled alike in every process."""
+    from sklearn.datasets import load_digits  # A second, for those that only want the rest of this module.
+
     bunch = load_digits()
     pixels = torch.as_tensor(bunch.data, dtype=torch.float32) / MAX_PIXEL
     digits = Digits(pixels, torch.as_tensor(bunch.target, dtype=torch.int64))

@@ -6,6 +6,9 @@ from equipoise.dht.hivemind_stub import bare_packages
 
 bare_packages()
 
+import equipoise.peer.cli  # noqa: E402
+import equipoise.peer.daemon  # noqa: E402
+import equipoise.peer.wiring  # noqa: E402, F401
 from equipoise.compression import kernels  # noqa: E402
 
 kernels()

@@ -14,6 +14,7 @@ from equipoise.averaging.allreduce.failure_detector import (
     Attendance,
     Awaited,
 )
+from fakes.seeds import few_and_many
 from simulator.faults import Fault, When
 from simulator.network import PART_BYTES, Weather
 from simulator.scenario import group_of, starts_of
@@ -48,23 +49,28 @@ def outgoing(*senders: int) -> tuple[tuple[int, int], ...]:
 
 
 @pytest.mark.parametrize("transfer", [(2.5, 3.0), (2.1, 7.0)])
-def test_where_all_links_are_slow_everyone_counts(transfer: tuple[float, float]) -> None:
-    for seed in range(15):
+@few_and_many(6, 15)
+def test_where_all_links_are_slow_everyone_counts(transfer: tuple[float, float], seeds: range) -> None:
+    for seed in seeds:
         report = World(scenario(seed, transfer)).run()
         assert counted(report) == {EVERYONE}, seed
 
 
 @pytest.mark.parametrize("leader", [0, VICTIM])
-def test_one_that_is_four_times_slower_counts(leader: int) -> None:
-    for seed in range(15):
+@few_and_many(6, 15)
+def test_one_that_is_four_times_slower_counts(leader: int, seeds: range) -> None:
+    for seed in seeds:
         report = World(scenario(seed, (1.0, 1.2), Fault(World.slow, outgoing(VICTIM), 4.5), leader)).run()
         assert counted(report) == {EVERYONE}, seed
 
 
 @pytest.mark.parametrize("leader", [0, VICTIM])
 @pytest.mark.parametrize("transfer", [TRICKLE, PART_BYTES / MIN_BYTES_PER_SECOND / 1.5, 2.0])
-def test_one_that_trickles_costs_seconds_and_not_the_round(leader: int, transfer: float) -> None:
-    for seed in range(15):
+@few_and_many(6, 15)
+def test_one_that_trickles_costs_seconds_and_not_the_round(
+    leader: int, transfer: float, seeds: range
+) -> None:
+    for seed in seeds:
         made = scenario(seed, (0.01, 0.02), Fault(World.slow, outgoing(VICTIM), transfer), leader)
         report = World(made).run()
         # What the victim says waits behind the part that it writes, and it leads.

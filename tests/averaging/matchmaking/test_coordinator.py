@@ -28,7 +28,6 @@ from simulator.matchmaking import RUN
         ),
         (asks("bob", round=LEAP + 1), "far ahead"),
         (asks("bob", spec=OTHER_SPEC), "expected spec"),
-        (MessageReceived("bob", wire.JoinRequest(RUN, join("bob"), version=99)), "expected protocol version"),
     ],
 )
 def test_joins_that_are_wrong_are_refused_with_the_reason(request_: MessageReceived, why: str) -> None:

@@ -205,7 +205,7 @@ def test_client_mode_peers_that_are_planned_together_are_guests_elsewhere(seeds:
         assert all(len(peer.formed) >= 8 for peer in world.peers.values()), seed
 
 
-@few_and_many(5, 40)
+@few_and_many(3, 40)
 def test_peers_that_never_met_and_are_ready_at_once_form_one_group_though_some_cannot_be_asked(
     seeds: range,
 ) -> None:
@@ -403,7 +403,7 @@ def test_a_convener_that_never_closes_holds_its_group_once() -> None:
     assert len(rounds_of(world)) == 1
 
 
-@few_and_many(3, 10)
+@few_and_many(2, 10)
 @pytest.mark.parametrize("compute", [0.3, 2.0])
 def test_a_channel_that_is_cut_keeps_nobody_out_of_the_next_round(compute: float, seeds: range) -> None:
     for seed in seeds:
@@ -448,7 +448,7 @@ def test_records_of_the_dead_do_not_stop_the_living() -> None:
         assert len(since) >= 10, name
 
 
-@few_and_many(5, 20)
+@few_and_many(3, 20)
 def test_different_views_of_the_run_converge_on_one_group(seeds: range) -> None:
     for seed in seeds:
         world = World(names(6), 8, seed=seed)
@@ -513,7 +513,7 @@ def storm(world: World, peers: list[str], draw: Random) -> None:
         peer.blind_to = set(draw.sample(peers, len(peers) // 2)) - {name}
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(seed=st.integers(0, 10**9), count=st.integers(2, 20), group_size=st.sampled_from([2, 3, 4, 8, 16]))
 @example(
     seed=219788389, count=15, group_size=2

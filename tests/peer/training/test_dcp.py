@@ -9,9 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.checkpoint.stateful import Stateful
 
 from equipoise.peer.training import ImageError, SwarmOptimizer
 from equipoise.peer.training.dcp import SwarmState
@@ -61,6 +58,8 @@ def trained(make: Make, steps: int, model: nn.Module | None = None) -> SwarmOpti
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 @pytest.mark.parametrize("steps", [0, 3])
 def test_what_was_saved_is_loaded_into_one_that_has_not_begun(tmp_path: Path, make: Make, steps: int) -> None:
+    from torch.distributed.checkpoint import load, save  # Two seconds, for one of the workers.
+
     saved, fresh = trained(make, steps), trained(make, 0)
     save({"swarm": SwarmState(saved)}, checkpoint_id=tmp_path)
     load({"swarm": SwarmState(fresh)}, checkpoint_id=tmp_path)
@@ -79,6 +78,8 @@ def test_looking_at_a_state_does_not_change_it() -> None:
 
 
 def test_it_is_a_stateful_with_the_names_of_the_parameters() -> None:
+    from torch.distributed.checkpoint.stateful import Stateful
+
     state = SwarmState(trained(OPTIMIZERS["adamw"], 1))
     assert isinstance(state, Stateful)
     assert {"model/0.weight", "optimizer/state/0.weight/exp_avg"} <= set(state.state_dict())
