@@ -12,6 +12,7 @@ from equipoise.averaging.outcome import Outcome
 from equipoise.averaging.state import StateId, group_state
 from equipoise.averaging.strategy import Federated, parse_strategy
 from equipoise.averaging.weights import ATTENDANCE_LIMIT
+from equipoise.peer.control.messages import StartRound
 from fakes.training import Actor, FakeRun, FakeSwarm
 
 
@@ -109,11 +110,11 @@ class FederatedRun(FakeRun):
         reason = f"too late by {late:.3g} s: its round is over"
         self.end(Outcome(ok=False, reason=reason, run=self.name, late=late), None)
 
-    def _start(self, purpose: str, weight: float, deadline: float, settle: Any, *stated: Any) -> Any:
-        pending = super()._start(purpose, weight, deadline, settle, *stated)
-        if weight > ATTENDANCE_LIMIT:
+    def _start(self, request: StartRound, *when: Any) -> Any:
+        pending = super()._start(request, *when)
+        if request.weight > ATTENDANCE_LIMIT:
             self.swarm.alarms.append(self.swarm.now + self.swarm.rules.grace)
-            self.swarm.begun.append((self.swarm.now, self.peer_name, self.claim, weight))
+            self.swarm.begun.append((self.swarm.now, self.peer_name, self.claim, request.weight))
             if self.swarm.is_late(self) and not self.swarm.mute:
                 self._end_late()
         return pending

@@ -26,7 +26,7 @@ from equipoise.averaging.statesync.server import KEPT_MEANS
 from equipoise.averaging.strategy import parse_strategy
 from equipoise.averaging.weights import CAPPED, cap_of, counted_weights
 from equipoise.compression import parse_codec
-from equipoise.peer.control.messages import AgreeRun, JoinRun, LeaveRun, ReportAccumulated
+from equipoise.peer.control.messages import AgreeRun, JoinRun, LeaveRun, ReportAccumulated, StartRound
 from equipoise.peer.run import Run
 from equipoise.peer.shared_memory import Region
 from equipoise.peer.tensors import Binding, Tensors
@@ -330,17 +330,15 @@ class FakeRun(Run):
 
     def _start(
         self,
-        purpose: str,
-        weight: float,
+        request: StartRound,
         deadline: float,
-        settle: Any,
+        settle: Callable[[Outcome | None], None],
         began: float,
-        state: Any = None,
-        *reported: Any,
     ) -> Any:
-        self.weight, self.claim, self.waiting, self.waits_since = weight, state, True, self.swarm.now
-        self.metrics, self.evaluation, _ = reported or ({}, None, 0)
-        self.stands = self.stands if state is None else state.epoch
+        self.weight, self.claim = request.weight, request.state
+        self.waiting, self.waits_since = True, self.swarm.now
+        self.metrics, self.evaluation = request.metrics, request.evaluation
+        self.stands = self.stands if request.state is None else request.state.epoch
         self.contribution = bytes(self._region.contribution[: self.size])
         self.ended = None
         self.pending = FakePending(self, settle, deadline - time.monotonic())  # type: ignore[assignment]

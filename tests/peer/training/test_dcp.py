@@ -58,7 +58,9 @@ def trained(make: Make, steps: int, model: nn.Module | None = None) -> SwarmOpti
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 @pytest.mark.parametrize("steps", [0, 3])
 def test_what_was_saved_is_loaded_into_one_that_has_not_begun(tmp_path: Path, make: Make, steps: int) -> None:
-    from torch.distributed.checkpoint import load, save  # Two seconds, for one of the workers.
+    # Two seconds, for one of the workers.
+    from torch.distributed.checkpoint.state_dict_loader import load
+    from torch.distributed.checkpoint.state_dict_saver import save
 
     saved, fresh = trained(make, steps), trained(make, 0)
     save({"swarm": SwarmState(saved)}, checkpoint_id=tmp_path)
