@@ -105,7 +105,7 @@ class Pairing(Matchmaker):
     # ---- the partner ----
 
     def _proposed(self, peer: str, request: wire.JoinRequest, now: float) -> None:
-        join, objection = request.join, self._context.mismatch(request)
+        join, objection = request.join, self._context.mismatch(request.join)
         if objection is None and not self._takes(peer):
             objection = Objection("it is not free", BUSY_SECONDS)
         if objection is None:

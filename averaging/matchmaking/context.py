@@ -98,9 +98,8 @@ class Context:
         number = self.round if round is None else round
         return msgspec.structs.replace(stated, peer=self.peer, spec=self.spec, round=number).signed(self.sign)
 
-    def mismatch(self, request: wire.JoinRequest) -> Objection | None:
-        """Return the objection if a request has another spec than this peer; None if it has the same."""
-        join = request.join
+    def mismatch(self, join: Join) -> Objection | None:
+        """Return the objection if a join is of another spec than this peer's; None if it is of the same."""
         if join.spec != self.spec:
             return Objection(
                 f"expected spec {self.spec[:12]}, got {join.spec[:12]}: schema or options of the run differ"

@@ -266,7 +266,7 @@ class Coordinator:
 
     def _objection(self, peer: str, request: wire.JoinRequest, now: float) -> Objection | None:
         round = request.join.round
-        if mismatch := self._context.mismatch(request):
+        if mismatch := self._context.mismatch(request.join):
             return mismatch
         if round not in self._closed and round < self._context.round:
             return Objection(f"round {round} is over here")
