@@ -158,7 +158,9 @@ def _parse(text: str, example: str) -> tuple[str, str, int, list[str]]:
     if not (port.isascii() and port.isdigit() and len(port) <= 5 and int(port) <= 65535):
         raise _error(text, f"expected a TCP port from 0 to 65535, got {port[:16]!r}", example)
     if protocol.startswith("ip"):
-        wanted, fits = f"an IPv{protocol[2]} address", is_ip(host) and (":" in host) == (protocol == "ip6")
+        # An address with a zone means another host on each machine, and resolvers fail at what a zone may hold.
+        fits = is_ip(host) and "%" not in host and (":" in host) == (protocol == "ip6")
+        wanted = f"an IPv{protocol[2]} address without a zone"
     else:
         wanted, fits = "a host name", len(host) <= MAX_HOST_CHARACTERS and bool(_HOSTNAME.fullmatch(host))
     if not fits:

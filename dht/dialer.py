@@ -219,8 +219,9 @@ async def told(host: str, port: int) -> AsyncIterator[None]:
         raise Unreached("failed", f"what answers at {where} hangs up") from None
     except ConnectionRefusedError:
         raise Unreached("refused", f"nobody listens at {where} (connection refused)") from None
-    except socket.gaierror as error:
-        raise Unreached("unresolved", f"host name {host} is not found ({error.strerror})") from None
+    except (socket.gaierror, UnicodeError) as error:
+        why = getattr(error, "strerror", None) or "no name that can be looked up"
+        raise Unreached("unresolved", f"host name {host} is not found ({why})") from None
     except OSError as error:
         if error.errno in (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENETDOWN):
             raise Unreached("no network", f"no network route to {where} ({error.strerror})") from None

@@ -40,6 +40,8 @@ MAX_RECORDS = 512
 MAX_PEER_CHARACTERS = 64
 """Longest PeerID; an Ed25519 PeerID has 52 characters."""
 MAX_INSTANCE_BYTES = 16
+MAX_TIME = 2**40
+"""Latest time that a peer may say its clock shows, in seconds since 1970; infinity and NaN are none."""
 MAX_NEAREST = 20
 """Most peers named as nearest to a key: Kademlia's k."""
 MAX_MESSAGE_BYTES = 128 * 1024
@@ -122,7 +124,7 @@ class Message(Versioned, frozen=True, kw_only=True):
     """
 
     serves: bool
-    time: float
+    time: Annotated[float, msgspec.Meta(ge=0, le=MAX_TIME)]
     addresses: Addresses = ()
     relays: bool = False
     instance: Annotated[bytes, msgspec.Meta(max_length=MAX_INSTANCE_BYTES)] = b""

@@ -302,8 +302,8 @@ class Swarm:
         ]
         if self._protocol.doubled_until > time.monotonic():
             found.append(
-                "another daemon runs with this one's identity, other peers say: it has a copy of this home; "
-                "stop one of the two, and start it with another --home"
+                "a peer says that another daemon runs with this one's identity: if there is a copy of this home, "
+                "stop one of the two daemons, and start it with another --home"
             )
         return found
 

@@ -44,6 +44,10 @@ MAX_PEERS = 256
 MAX_CHANNELS = 4
 """Most open channels of a kind with one peer: two if both dialled at once, and as many that the peer has given up."""
 
+MAX_OPEN = 256
+"""Most open channels in all, but for those in use. Beyond it, channels are closed of the peers unused for longest. The
+transports hold twice as many, so that there is always room to open one, however many strangers come."""
+
 RETRY_SECONDS, MAX_RETRY_SECONDS = 1.0, 30.0
 """Shortest and longest time until a direct channel that could not be opened is tried again; it doubles each time."""
 
@@ -395,6 +399,7 @@ class Sessions:
         alike = channels.direct if direct else channels.streams
         if len(alike) > MAX_CHANNELS:
             self._broke(channels, alike[0])
+        self._make_room()
         await self._read(channels, channel, False)
 
     # ---- idle channels ----
@@ -407,14 +412,23 @@ class Sessions:
             for channel in channels.idle(self._loop.time(), IDLE_SECONDS):
                 if self._unused(peer, channels):
                     channels.remove(channel)
-                    self._tasks.spawn(self._retire(channels, channel))
+                    self._tasks.spawn(self._retire(channels, channel, FAREWELL_SECONDS))
         self._sweeper = self._loop.call_later(SWEEP_SECONDS, self._sweep)
 
-    async def _retire(self, channels: PeerChannels, channel: Channel) -> None:
-        """Say farewell; what the other end had sent before it heard of it is still read."""
+    def _make_room(self) -> None:
+        excess = sum(len(one.channels) for one in self._peers.values()) - MAX_OPEN
+        for peer, channels in list(self._peers.items()) if excess > 0 else ():
+            if excess > 0 and self._unused(peer, channels):
+                for channel in list(channels.channels):
+                    channels.remove(channel)
+                    self._tasks.spawn(self._retire(channels, channel, 0.0))
+                    excess -= 1
+
+    async def _retire(self, channels: PeerChannels, channel: Channel, seconds: float) -> None:
+        """Say farewell; what the other end had sent before it heard of it is still read for some seconds."""
         try:
             await channel.send(channels.outbox.farewell())
-            await asyncio.sleep(FAREWELL_SECONDS)
+            await asyncio.sleep(seconds)
         except ConnectionError as error:
             log.debug("idle channel with %s: %s", channel.peer, error)
         finally:

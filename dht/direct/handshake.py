@@ -23,7 +23,7 @@ from equipoise.dht.direct import aead
 from equipoise.dht.direct.errors import Refused
 from equipoise.dht.direct.sockets import said
 from equipoise.dht.direct.streams import AeadStream, TlsStream
-from equipoise.dht.direct.tls import GREETING_RECORD_BYTES, TlsSession
+from equipoise.dht.direct.tls import TlsSession
 from equipoise.dht.identity import peer_of, public_key_of
 from equipoise.dht.streams import Stream
 
@@ -36,6 +36,9 @@ _PREFACE = struct.Struct("!4sBB32s32s")
 PREFACE_BYTES = _PREFACE.size
 HANDSHAKE_BYTES = 4096
 """Most bytes of TLS' handshake that are read at once."""
+MAX_RECORDS = 4
+"""Most records of TLS until the greeting has come: OpenSSL sends two tickets first, which are good for nothing here."""
+RECORD_PREFIX_BYTES = 5
 
 _LAYERS: tuple[Layer, ...] = get_args(Layer)
 
@@ -103,12 +106,14 @@ async def secure(
         if tls.peer != expected:
             raise Refused("impostor", f"it holds the key of {tls.peer or 'no peer'}, not of {expected}")
         layer, greeting = bytes([_LAYERS.index(preface.layer)]), bytearray(1)
-        most = GREETING_RECORD_BYTES
         if dialler:
             await loop.sock_sendall(connection, tls.seal(layer))
+        records = 0
         while not tls.open_into(memoryview(greeting)):
-            await _read(connection, tls, most)
-            most = 1  # It is no greeting, but an alert, which is a little longer.
+            if records == MAX_RECORDS:
+                raise Refused("tls failure", "it does not greet")
+            await _read_record(connection, tls)
+            records += 1
         if not dialler:
             await loop.sock_sendall(connection, tls.seal(layer))
         if greeting != layer:  # An attacker in between has altered the preface.
@@ -141,6 +146,20 @@ async def _read(connection: socket.socket, tls: TlsSession, most: int) -> None:
         tls.feed(data)
     else:
         tls.end()
+
+
+async def _read_record(connection: socket.socket, tls: TlsSession) -> None:
+    """Take in one record, and nothing of what follows, which may be no TLS."""
+    record, size = bytearray(), RECORD_PREFIX_BYTES
+    while len(record) < size:
+        data = await asyncio.get_running_loop().sock_recv(connection, size - len(record))
+        if not data:
+            tls.end()
+            return
+        record += data
+        if len(record) == RECORD_PREFIX_BYTES:
+            size += int.from_bytes(record[3:])
+    tls.feed(record)
 
 
 async def _accepted(stream: Stream, dialler: bool) -> Stream:

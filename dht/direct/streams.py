@@ -23,6 +23,9 @@ TLS_PIECE_BYTES = 128 * 1024
 """Most bytes that are encrypted at once, as eight records: larger copies no longer fit the cache."""
 TLS_READ_BYTES = 256 * 1024
 """Most bytes that are read from the socket at once."""
+MAX_OVERHEAD, SLACK_BYTES = 4, TLS_READ_BYTES + 64 * 1024
+"""Most bytes of TLS for each byte of content, and most beyond that, what waits to be opened included. Messages of TLS
+itself, as updates of keys, have no content, and each costs more than a kilobyte of it."""
 
 
 class TlsStream(Stream):
@@ -32,6 +35,7 @@ class TlsStream(Stream):
         super().__init__(connection, buffer_bytes=0)
         self._tls = tls
         self._raw = memoryview(bytearray(TLS_READ_BYTES))
+        self._fed = self._opened = 0
 
     async def send(self, head: Buffer, body: Buffer = b"") -> None:
         """Write `head`, which is small, and `body`."""
@@ -52,10 +56,14 @@ class TlsStream(Stream):
         at_least = max(1, lacking - RECORD_BYTES)
         try:
             while not (opened := self._tls.open_into(view)):
+                if self._fed > MAX_OVERHEAD * self._opened + SLACK_BYTES:
+                    raise BytesRefused(f"{self._fed} bytes of TLS hold {self._opened} bytes")
                 taken = await super()._take(self._raw, at_least, bound)
+                self._fed += taken
                 self._tls.feed(self._raw[:taken])
         except Refused as fault:
             raise (StreamClosed if fault.why == "went away" else BytesRefused)(str(fault)) from None
+        self._opened += opened
         return opened
 
 

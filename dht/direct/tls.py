@@ -22,8 +22,6 @@ RECORD_BYTES = 16 * 1024
 """Most plaintext of a record (RFC 8446, section 5.1); OpenSSL hands out one record at a time."""
 OVERHEAD_BYTES = 32
 """Bound above the bytes that a record takes beside its plaintext: 5 of prefix, 16 of tag, one of type."""
-GREETING_RECORD_BYTES = 5 + 1 + 1 + 16
-"""Size of a record with one byte of plaintext."""
 EXTRA_BYTES = 32 * 1024
 """Bound above the bytes that OpenSSL sends by itself: a flight of the handshake, an alert, an answer to new keys."""
 
@@ -42,7 +40,7 @@ def make_context(identity: Identity) -> SSL.Context:
     4.4.3). So TLS proves that the other side holds the key in its certificate, and `TlsSession.peer` is the PeerID that
     is this key. Nothing else in a certificate counts, nobody vouches for another, and nothing is trusted: a context of
     pyOpenSSL begins with no authority. Not a single session is resumed, for a resumed one would not prove a key:
-    servers keep none and hand out no tickets.
+    servers keep none, and their tickets are good for nothing.
     """
     context = SSL.Context(SSL.TLS_METHOD)
     context.set_min_proto_version(SSL.TLS1_3_VERSION)

@@ -62,6 +62,8 @@ def test_binary_form() -> None:
         ("/ip4/127.0.0.1", "expected /ip4/ADDRESS/tcp/PORT"),
         (f"/ip4/127.0.0.300/tcp/1/p2p/{PEER}", "expected an IPv4 address"),
         (f"/ip6/127.0.0.1/tcp/1/p2p/{PEER}", "expected an IPv6 address"),
+        (f"/ip6/fe80::1%eth0/tcp/1/p2p/{PEER}", "expected an IPv6 address without a zone"),
+        (f"/ip6/2600::1%é../tcp/1/p2p/{PEER}", "expected an IPv6 address without a zone"),
         (f"/dns4/-bad-/tcp/1/p2p/{PEER}", "expected a host name"),
         (f"/ip4/127.0.0.1/udp/1/p2p/{PEER}", "/tcp"),
         (f"/ip4/127.0.0.1/tcp/65536/p2p/{PEER}", "TCP port"),

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import math
 import time
 from types import SimpleNamespace
 
 import pytest
 
 from equipoise.dht.clock import FRESH_SECONDS, MAX_OFFSET_SECONDS, MAX_SAMPLES, SwarmClock
+from equipoise.dht.protocol import Message, decode, encode
+from equipoise.dht.sanitize import Malformed
 
 NOW = 1.8e9
 MINUTE, HOUR, DAY = 60.0, 3600.0, 86_400.0
@@ -54,6 +57,12 @@ def test_the_warning_names_the_amount_and_what_to_do(ahead: tuple[float, ...], w
     warning = clock_of(*ahead).warning
     assert f"this machine's clock is {words}" in warning
     assert "set the clock that is wrong" in warning
+
+
+@pytest.mark.parametrize("time", [math.inf, -math.inf, math.nan, 1e308, -1.0])
+def test_what_no_clock_shows_is_no_message(time: float) -> None:
+    with pytest.raises(Malformed):
+        decode(encode(Message(serves=True, time=time)), Message)
 
 
 @pytest.mark.parametrize("ahead", [(), (3.0,), (-9.0, 8.0), (2 * HOUR, 0.0), (DAY, 0.2, -0.3, 0.0)])

@@ -383,6 +383,26 @@ async def test_an_idle_channel_is_closed_and_nobody_calls_that_a_loss(
         assert ears.lost_nothing
 
 
+async def test_however_many_strangers_come_there_is_room_and_a_round_keeps_its_channels(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MAX_OPEN", 6)
+    pair.begin()
+    pair.sessions["a"].post("b", b"first")
+    await pair.hear(1)
+    kept = pair.sessions["b"].enter(ROUND, {"a": b""}) or pair.sessions["b"]._peers["a"].channels
+    for stranger in range(20):
+        transport, _ = pair.libp2p.peer(f"stranger{stranger}")
+        for _ in range(2):
+            await Speaker(await transport.open("b")).greet()
+    open_ = [channel for one in pair.sessions["b"]._peers.values() for channel in one.channels]
+    assert len(open_) <= 6
+    assert set(kept) <= set(open_)
+    pair.sessions["a"].post("b", b"second")
+    assert await pair.hear(1) == [b"second"]
+    assert pair.ears["b"].lost_nothing
+
+
 @pytest.mark.parametrize(
     "header",
     [b"", b"R", FRAME + b"\1", FRAME + bytes(16) + b"no hello", FAREWELL + bytes(16), b"H" + bytes(23)],

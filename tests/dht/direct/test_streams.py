@@ -11,7 +11,7 @@ import pytest
 from equipoise.dht import streams as base
 from equipoise.dht.direct import aead, streams
 from equipoise.dht.direct.aead import Opener, Sealer
-from equipoise.dht.streams import WAKE_BYTES, Stream, StreamClosed
+from equipoise.dht.streams import WAKE_BYTES, BytesRefused, Stream, StreamClosed
 from equipoise.dht.transport import FramedChannel
 
 KEY = bytes(32)
@@ -126,6 +126,31 @@ async def test_the_end_of_a_stream_within_a_record_does_not_wait(ends) -> None:
     ends.far.close()
     with pytest.raises(StreamClosed, match="closed by the other end"):
         await receiving
+
+
+class Empty:
+    """TLS whose records hold one byte in a thousand, as where the other end only changes its keys."""
+
+    def __init__(self) -> None:
+        self.fed = self.unread = 0
+
+    def feed(self, data: memoryview) -> None:
+        self.fed += len(data)
+        self.unread += len(data)
+
+    def open_into(self, view: memoryview) -> int:
+        opened, self.unread = min(self.unread // 1000, len(view)), self.unread % 1000
+        return opened
+
+
+async def test_tls_that_holds_next_to_nothing_is_refused_soon(ends) -> None:
+    tls = Empty()
+    stream = streams.TlsStream(ends.near, tls)  # type: ignore[arg-type]
+    sending = asyncio.ensure_future(asyncio.get_running_loop().sock_sendall(ends.far, bytes(4_000_000)))
+    with pytest.raises(BytesRefused, match="bytes of TLS hold"):
+        await stream.receive_into(memoryview(bytearray(4000)))
+    assert tls.fed < 1_000_000
+    sending.cancel()
 
 
 async def test_too_little_to_go_on_with_is_progress_and_silence_is_none(ends, monkeypatch, reads) -> None:

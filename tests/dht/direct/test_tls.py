@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives.serialization import Encoding
 from OpenSSL import SSL
 
 from equipoise.dht.direct.errors import Refused
-from equipoise.dht.direct.tls import GREETING_RECORD_BYTES, TlsSession, make_context
+from equipoise.dht.direct.tls import TlsSession, make_context
 from equipoise.dht.identity import Identity
 from fakes.certificates import certify, presenting
 
@@ -128,11 +128,6 @@ def test_keys_for_what_follows_tls_are_the_twos_own_and_differ_by_side(identitie
     assert len({*keys[0], *(again[0].export_key(side, 32) for side in sides)}) == 4
 
 
-def test_a_greeting_has_the_size_that_is_read_of_it(sessions) -> None:
-    meet(*sessions)
-    assert len(sessions[1].seal(b"x")) == GREETING_RECORD_BYTES
-
-
 @pytest.mark.parametrize("size", [0, 1, 16384, 16385, 300_000])
 def test_all_that_is_sealed_comes_out_at_once(sessions, size) -> None:
     client, server = sessions
@@ -143,11 +138,24 @@ def test_all_that_is_sealed_comes_out_at_once(sessions, size) -> None:
     assert client.seal() == b""
 
 
-def test_nothing_is_handed_out_to_resume_a_session_with(sessions) -> None:
-    client, server = sessions
-    meet(client, server)
-    assert server.seal() == b""
-    assert len(server.seal(b"x")) < 64, "no ticket goes along"
+def test_a_ticket_resumes_nothing(identities) -> None:
+    contexts = [make_context(one) for one in identities]
+    flights = []
+    session = None
+    for _ in range(2):
+        client, server = between(*contexts)
+        if session is not None:
+            client._tls.set_session(session)
+        client.shake_hands()
+        server.feed(client.seal())
+        server.shake_hands()
+        flights.append(server.seal())
+        client.feed(flights[-1])
+        meet(client, server)
+        client.feed(server.seal(b"x"))
+        assert opened(client, 1) == b"x"
+        session = client._tls.get_session()
+    assert len(flights[1]) == len(flights[0]), "the second has a certificate and its signature too"
 
 
 def test_an_altered_record_ends_the_session(sessions) -> None:

@@ -185,6 +185,23 @@ async def test_who_forgoes_encryption_leaves_no_socket_behind(monkeypatch, diall
     assert [stream.closed for stream in made] == [True]
 
 
+async def test_who_sends_anything_but_a_greeting_is_not_read_for_ever(monkeypatch) -> None:
+    monkeypatch.setattr(handshake.TlsSession, "open_into", lambda self, view: 0)
+    own, other = (Identity(Ed25519PrivateKey.generate(), Path()) for _ in range(2))
+    near, far = socket.socketpair()
+    near.setblocking(False)
+    far.setblocking(False)
+    preface, loop = Preface("aead", other.peer, own.peer), asyncio.get_running_loop()
+    accepting = asyncio.ensure_future(handshake.secure(near, make_context(own), preface, dialler=False))
+    client = handshake.TlsSession(make_context(other), server=False)
+    while not client.shake_hands():
+        await loop.sock_sendall(far, client.seal())
+        client.feed(await loop.sock_recv(far, handshake.HANDSHAKE_BYTES))
+    await loop.sock_sendall(far, client.seal() + bytes(2 * handshake.HANDSHAKE_BYTES))
+    with far, pytest.raises(Refused, match="does not greet"):
+        await accepting
+
+
 async def knock(dial, claimed: str, target, context: SSL.Context, layer):
     """Dial `target` as an attacker would, with any certificate behind a claim that is as good as can be."""
     connection = await dial(target)
