@@ -159,7 +159,7 @@ async def _read_record(connection: socket.socket, tls: TlsSession) -> None:
         record += data
         if len(record) == RECORD_PREFIX_BYTES:
             size += int.from_bytes(record[3:])
-    tls.feed(record)
+    tls.feed(bytes(record))
 
 
 async def _accepted(stream: Stream, dialler: bool) -> Stream:

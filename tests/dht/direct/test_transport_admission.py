@@ -16,7 +16,7 @@ from equipoise.dht.direct import handshake, transport
 from equipoise.dht.direct.credential import issue
 from equipoise.dht.direct.errors import Refused
 from equipoise.dht.direct.handshake import Preface, parse_preface
-from equipoise.dht.direct.tls import make_context
+from equipoise.dht.direct.tls import TlsSession, make_context
 from equipoise.dht.identity import Identity
 from equipoise.dht.streams import Stream
 from fakes.certificates import certify, presenting
@@ -186,14 +186,14 @@ async def test_who_forgoes_encryption_leaves_no_socket_behind(monkeypatch, diall
 
 
 async def test_who_sends_anything_but_a_greeting_is_not_read_for_ever(monkeypatch) -> None:
-    monkeypatch.setattr(handshake.TlsSession, "open_into", lambda self, view: 0)
+    monkeypatch.setattr(TlsSession, "open_into", lambda self, view: 0)
     own, other = (Identity(Ed25519PrivateKey.generate(), Path()) for _ in range(2))
     near, far = socket.socketpair()
     near.setblocking(False)
     far.setblocking(False)
     preface, loop = Preface("aead", other.peer, own.peer), asyncio.get_running_loop()
     accepting = asyncio.ensure_future(handshake.secure(near, make_context(own), preface, dialler=False))
-    client = handshake.TlsSession(make_context(other), server=False)
+    client = TlsSession(make_context(other), server=False)
     while not client.shake_hands():
         await loop.sock_sendall(far, client.seal())
         client.feed(await loop.sock_recv(far, handshake.HANDSHAKE_BYTES))
