@@ -45,8 +45,8 @@ MAX_CHANNELS = 4
 """Most open channels of a kind with one peer: two if both dialled at once, and as many that the peer has given up."""
 
 MAX_OPEN = 256
-"""Most open channels in all, but for those in use. Beyond it, channels are closed of the peers unused for longest. The
-transports hold twice as many, so that there is always room to open one, however many strangers come."""
+"""Most open channels in all, but for those in use. Beyond it, the unused peer with the most loses one for each that
+comes. The transports hold twice as many, so that there is always room to open one, however many strangers come."""
 
 RETRY_SECONDS, MAX_RETRY_SECONDS = 1.0, 30.0
 """Shortest and longest time until a direct channel that could not be opened is tried again; it doubles each time."""
@@ -416,13 +416,12 @@ class Sessions:
         self._sweeper = self._loop.call_later(SWEEP_SECONDS, self._sweep)
 
     def _make_room(self) -> None:
-        excess = sum(len(one.channels) for one in self._peers.values()) - MAX_OPEN
-        for peer, channels in list(self._peers.items()) if excess > 0 else ():
-            if excess > 0 and self._unused(peer, channels):
-                for channel in list(channels.channels):
-                    channels.remove(channel)
-                    self._tasks.spawn(self._retire(channels, channel, 0.0))
-                    excess -= 1
+        if sum(len(one.channels) for one in self._peers.values()) > MAX_OPEN:
+            spare = (one for peer, one in self._peers.items() if one.channels and self._unused(peer, one))
+            if most := max(spare, key=lambda one: len(one.channels), default=None):
+                channel = most.channels[0]
+                most.remove(channel)
+                self._tasks.spawn(self._retire(most, channel, 0.0))
 
     async def _retire(self, channels: PeerChannels, channel: Channel, seconds: float) -> None:
         """Say farewell; what the other end had sent before it heard of it is still read for some seconds."""
