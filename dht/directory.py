@@ -269,7 +269,7 @@ class RunDirectory:
         return Kept(record.peer, seal(record, self._identity), lifetime)
 
     def _members(self, run: str) -> list[str]:
-        return [entry.record.peer for entry in self._protocol.record_store.current(run, time.monotonic())]
+        return list(self._protocol.record_store.peers(run, time.monotonic()))
 
     def _targets(self, own: _Own) -> list[str]:
         peers = dict.fromkeys((*self._members(own.record.run), *own.replicas))
@@ -342,7 +342,9 @@ class RunDirectory:
         if own is not None and entry.newcomer and record.peer != self._identity.peer:
             own.grows = True
             # In a large run it hears of this peer by its own search, or by this peer's next renewal.
-            if len(self._members(record.run)) <= MAX_TOLD_AT_ONCE:
+            # Of the others only so many are counted: a stranger may have thousands of records come in a moment.
+            others = self._protocol.record_store.peers(record.run, time.monotonic())
+            if len(list(itertools.islice(others, MAX_TOLD_AT_ONCE + 1))) <= MAX_TOLD_AT_ONCE:
                 own.publisher.publish(own.kept, [record.peer])
             if own.record.dialable != self._reach.dialable:
                 self._renew(own)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Annotated, TypeVar
 
@@ -285,9 +286,15 @@ class RecordStore:
 
     def current(self, run: str, now: float) -> list[Entry]:
         """Return the entries of `run` that are not void and whose authors have not left, sorted by PeerID."""
-        names = sorted(name for shard in range(SHARDS) for name in self._keys.get(key_of(run, shard), ()))
-        entries = (self._entries[name] for name in names)
-        return [entry for entry in entries if entry.expires > now and not entry.offline]
+        return [self._entries[peer, run] for peer in sorted(self.peers(run, now))]
+
+    def peers(self, run: str, now: float) -> Iterator[str]:
+        """Yield the authors of the current entries of `run`, in any order; no record is decoded for it."""
+        for shard in range(SHARDS):
+            for name in self._keys.get(key_of(run, shard), ()):
+                entry = self._entries[name]
+                if entry.expires > now and not entry.offline:
+                    yield name[0]
 
     def newest(self, peer: str) -> Readiness | None:
         """Return the record of `peer` that arrived last, in whichever run; void ones included."""

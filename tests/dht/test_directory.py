@@ -2,10 +2,12 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from equipoise.dht import directory
 from equipoise.dht.dialer import Dialer
@@ -21,7 +23,7 @@ from equipoise.dht.directory import (
 from equipoise.dht.identity import Identity
 from equipoise.dht.p2pd_client import P2pdClient
 from equipoise.dht.protocol import REPLICAS, CallError, Message, RecordProtocol
-from equipoise.dht.records import SHARDS, TTL_SECONDS, Kept, Readiness, key_of, seal, unseal
+from equipoise.dht.records import SHARDS, TTL_SECONDS, Kept, Readiness, RecordStore, key_of, seal, unseal
 from equipoise.dht.state import PROTOCOL_VERSION, ReachStatus
 
 
@@ -327,7 +329,8 @@ async def test_a_newcomer_is_told_at_once_in_a_small_run_only(
         return ()
 
     monkeypatch.setattr(found, "_search", nobody)
-    monkeypatch.setattr(found, "_members", lambda run: [f"mate {number}" for number in range(members)])
+    mates = [f"mate {number}" for number in range(members)]
+    monkeypatch.setattr(protocol.record_store, "peers", lambda run, now: iter(mates))
     await found.announce("digits", spec="ab", ready=False, round=1, accumulated=0.0)
     publisher = found._own["digits"].publisher
     monkeypatch.setattr(publisher, "publish", lambda kept, peers: published.append(list(peers)))
@@ -354,3 +357,29 @@ async def test_a_late_answer_loses_only_a_peer_that_says_nothing_meanwhile(
     with pytest.raises(CallError, match="does not answer within"):
         await protocol.ping(stranger.peer)
     assert (stranger.peer in protocol.peers) is heard
+
+
+async def test_each_of_thousands_of_records_costs_as_much_as_the_first(
+    tmp_path: Path, identity: Identity, monkeypatch
+) -> None:
+    monkeypatch.setattr("equipoise.dht.records.verify", lambda *_: True)
+    announced, protocol = directory_of(tmp_path, identity)
+    await announced.announce("digits", spec="ab", ready=False, round=1, accumulated=0.0)
+    store, seen = protocol.record_store, [0]
+    plain = RecordStore.peers
+
+    def peers(self: RecordStore, run: str, now: float) -> Iterator[str]:
+        for peer in plain(self, run, now):
+            seen[0] += 1
+            yield peer
+
+    monkeypatch.setattr(RecordStore, "peers", peers)
+    count = 10 * MAX_TOLD_AT_ONCE
+    for number in range(count):
+        other = Identity(Ed25519PrivateKey.generate(), tmp_path / str(number))
+        kept = record_of(other, 1)
+        entry = store.enter(kept, unseal(kept.data)[0], time.monotonic())
+        announced._on_record(entry)
+    assert seen[0] <= count * (MAX_TOLD_AT_ONCE + 1)
+    assert len(list(plain(store, "digits", time.monotonic()))) == count + 1
+    await announced.withdraw("digits")
