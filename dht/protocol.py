@@ -41,7 +41,7 @@ MAX_PEER_CHARACTERS = 64
 """Longest PeerID; an Ed25519 PeerID has 52 characters."""
 MAX_INSTANCE_BYTES = 16
 MAX_TIME = 2**40
-"""Latest time that a peer may say its clock shows, in seconds since 1970; infinity and NaN are none."""
+"""Latest time that a peer's clock may show, in seconds since 1970; infinity and NaN are refused too."""
 MAX_NEAREST = 20
 """Most peers named as nearest to a key: Kademlia's k."""
 MAX_MESSAGE_BYTES = 128 * 1024
