@@ -101,7 +101,7 @@ async def secure(
         tls = TlsSession(context, server=not dialler)
         while not tls.shake_hands():
             await loop.sock_sendall(connection, tls.seal())
-            await _read(connection, tls, HANDSHAKE_BYTES)
+            await _read(connection, tls)
         expected = preface.acceptor if dialler else preface.dialler
         if tls.peer != expected:
             raise Refused("impostor", f"it holds the key of {tls.peer or 'no peer'}, not of {expected}")
@@ -140,8 +140,8 @@ def _closed_if_refused(opened: socket.socket | Stream) -> Iterator[None]:
         raise
 
 
-async def _read(connection: socket.socket, tls: TlsSession, most: int) -> None:
-    data = await asyncio.get_running_loop().sock_recv(connection, most)
+async def _read(connection: socket.socket, tls: TlsSession) -> None:
+    data = await asyncio.get_running_loop().sock_recv(connection, HANDSHAKE_BYTES)
     if data:
         tls.feed(data)
     else:
