@@ -330,7 +330,7 @@ class RunDriver:
     async def _seek(
         self, formed: asyncio.Future[Manifest | Outcome], join: Join, timeout: float
     ) -> Manifest | Outcome:
-        """Wait for a group; begin anew when others can dial this peer now, or no longer: its join says so, signed."""
+        """Wait for a group; state the join anew when others can dial this peer now, or no longer, for it says so."""
         until = self._loop.time() + timeout
         dialable: bool | None = None
         while True:
@@ -350,7 +350,6 @@ class RunDriver:
                 await asyncio.wait({formed}, timeout=DIALABLE_SECONDS)
                 if formed.done():
                     return formed.result()
-            self._driver.tell(events.Withdrew())
 
     def _note_mean(self, found: FetchOutcome) -> None:
         """Keep the round whose mean came; end the search of a federated contribution that is late for it."""

@@ -88,7 +88,7 @@ class Pairing(Matchmaker):
 
     def _begin(self, event: events.BecameReady, now: float) -> None:
         self._own = self._context.join(event.join)
-        self._wants, self._exchanging = event, None
+        self._wants, self._asked, self._exchanging = event, None, None
         self._asks_at, self._listens = now, LISTEN_SECONDS
 
     def _receive(self, peer: str, message: object, now: float) -> None:

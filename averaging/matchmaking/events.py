@@ -18,7 +18,7 @@ class CandidatesSeen(msgspec.Struct, frozen=True):
 
 
 class BecameReady(msgspec.Struct, frozen=True):
-    """This peer has something to average and wants a group.
+    """This peer has something to average and wants a group, or states its join anew while it seeks one.
 
     Attributes:
         join: Its statement about itself. `Context.join` adds the round's number and the signature.

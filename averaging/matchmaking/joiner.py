@@ -85,12 +85,16 @@ class Joiner:
         return self._ready is not None
 
     def begin(self, ready: BecameReady, now: float) -> None:
-        """Start to seek.
+        """Start to seek, or state the join anew: a group with the join that it had may be on its way, and counts.
 
         Raises:
             ValueError: The weight is not valid.
         """
         self._context.join(ready.join)
+        joins = self._joins
+        if self._ready is not None:
+            self.end()
+        self._joins = joins
         self._membership.dialable = ready.join.dialable
         self._membership.own_misses = 0
         if ready.join.bound is None:

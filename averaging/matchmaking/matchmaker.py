@@ -57,12 +57,10 @@ class Matchmaker(ABC):
         """Take in an event; return the actions, in order.
 
         Raises:
-            ValueError: The caller's mistake: `BecameReady` while ready, or with a weight that is not valid.
+            ValueError: The caller's mistake: `BecameReady` with a weight that is not valid.
         """
         context = self._context
         match event:
-            case events.BecameReady() if self.ready:
-                raise ValueError("expected BecameReady while not ready, this peer is ready already")
             case events.CandidatesSeen(candidates):
                 self._membership.see(candidates, now)
                 context.ask(self._membership.to_ask(now), now)

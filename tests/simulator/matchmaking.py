@@ -117,10 +117,18 @@ class Peer(Driver):
     def become_ready(self, weight: float, patience: float) -> None:
         """It has something to average, if it is not ready already."""
         if not self.machine.ready:
-            nonce = self._world.random.randbytes(NONCE_BYTES)
             self.became_ready += 1
-            join = stated(weight=weight, nonce=nonce, dialable=self.dialable, state=self.claim)
-            self.tell(events.BecameReady(join, patience))
+            self._state_join(weight, patience)
+
+    def restate(self, weight: float, patience: float) -> None:
+        """It states its join anew, if it still seeks a group."""
+        if self.machine.ready:
+            self._state_join(weight, patience)
+
+    def _state_join(self, weight: float, patience: float) -> None:
+        nonce = self._world.random.randbytes(NONCE_BYTES)
+        join = stated(weight=weight, nonce=nonce, dialable=self.dialable, state=self.claim)
+        self.tell(events.BecameReady(join, patience))
 
     @property
     def claim(self) -> StateId | None:

@@ -181,8 +181,9 @@ def test_an_exchange_is_never_announced() -> None:
     assert not any(isinstance(action, events.Announce) for action in actions)
 
 
-def test_becoming_ready_twice_is_the_callers_mistake() -> None:
+def test_a_join_stated_anew_is_proposed_in_place_of_the_first() -> None:
     one = pairing("alice", "bob")
-    one.handle(ready(), 1.0)
-    with pytest.raises(ValueError, match="while not ready"):
-        one.handle(ready(), 1.1)
+    ((_, request),) = sent(one.handle(ready(), 1.0), JoinRequest)
+    ((_, anew),) = sent(one.handle(ready(nonce=b"m" * NONCE_BYTES), 1.1), JoinRequest)
+    assert declined(one.handle(pair("bob", request.join, join("bob")), 1.2)) == ["bob"]
+    assert len(formed(one.handle(pair("bob", anew.join, join("bob")), 1.3))) == 1

@@ -284,6 +284,21 @@ def test_a_manifest_after_withdrawal_is_ignored() -> None:
     )
 
 
+def test_a_manifest_with_a_join_that_was_stated_anew_meanwhile_counts() -> None:
+    coordinator, second, _ = roles(2)
+    one = machine(second, coordinator)
+    [(_, request)] = sent(one.handle(ready(dialable=False), 1.0), wire.JoinRequest)
+    restated = one.handle(ready(nonce=b"m" * NONCE_BYTES), 1.2)
+    assert [message.ticket for _, message in sent(restated, wire.LeaveRequest)] == [request.join.ticket]
+    [(_, anew)] = sent(restated, wire.JoinRequest)
+    assert anew.join.dialable
+    manifest = Manifest.of(coordinator, [join(coordinator), request.join])
+    message = events.MessageReceived(coordinator, wire.GroupFormed(RUN, manifest, 0.0))
+    actions = one.handle(message, 1.3)
+    assert formed(actions) == manifest
+    assert not one.ready
+
+
 def test_a_second_manifest_is_ignored() -> None:
     coordinator, second, _ = roles(2)
     one = machine(second, coordinator)
@@ -316,13 +331,6 @@ def test_a_manifest_that_is_not_valid_is_refused_and_the_next_is_asked() -> None
     actions = one.handle(events.MessageReceived(coordinator, wire.GroupFormed(RUN, manifest, 0.0)), 1.1)
     assert formed(actions) is None
     assert sent(actions, wire.JoinRequest)[0][0] == second
-
-
-def test_ready_twice_is_the_callers_mistake() -> None:
-    one = machine("alice", "bob")
-    one.handle(ready(), 1.0)
-    with pytest.raises(ValueError, match="ready already"):
-        one.handle(ready(), 1.1)
 
 
 def test_a_weight_that_is_no_number_is_the_callers_mistake() -> None:

@@ -101,6 +101,19 @@ def test_sixteen_in_fours_form_full_groups_that_mix_round_after_round() -> None:
             assert all(len(one & other) == 1 for one, other in itertools.product(first, second))
 
 
+@pytest.mark.parametrize("count", [2, 3])
+def test_joins_that_are_stated_anew_while_the_group_closes_miss_nothing(count: int) -> None:
+    for seed in range(50):
+        world = warm(count, 4, seed)
+        together(world, names(count), within=5 * LATENCY)
+        for name in names(count):
+            peer = world.peers[name]
+            peer.after(world.random.uniform(0, 10 * LATENCY), peer.restate, 1.0, 3600.0)
+        assert world.run(1.0, until=lambda world=world: everyone_formed(world, names(count), 0.0)), seed
+        [(_, members)] = rounds_of(world).values()
+        assert members == tuple(names(count))
+
+
 @pytest.mark.parametrize(
     ("count", "group_size"),
     [
