@@ -15,8 +15,10 @@ FIRST_RESTART_SECONDS = 0.1
 MAX_RESTART_SECONDS = 5.0
 """Longest pause before p2pd is started again if it dies at every start."""
 WATCH_SECONDS = 1.0
-"""Time between two questions to p2pd; a hung one is killed after two answers that do not come."""
-MAX_SILENT_WATCHES = 2
+"""Time between two questions to p2pd."""
+MAX_SILENT_WATCHES = 4
+"""Most questions in a row that go unanswered before p2pd is killed, half a minute in all: with thirty daemons on two
+cores it may be busy for ten seconds, and to start it again costs all of them more than to wait."""
 END_SECONDS = 0.2
 """Longest time from the break of the connection to the news that the process has ended."""
 REATTACH_ATTEMPTS = 4

@@ -104,6 +104,10 @@ class Joiner:
         if believed is not None and believed <= self._context.round - 2:
             # A lie may have led this peer into a round without other peers: it comes back, but not to a past round.
             self._context.round = max(self._context.floor, believed)
+        if ready.join.bound is None and not self._policy.patient:
+            # A mate that has had this round with others cannot come back to it: the rest of its group follows. Else
+            # peers that are a round apart stay so, because each call brings all of them one round on.
+            self._context.round = self._membership.outrun(self._context.round, self._context.ceiling, now)
         if self._policy.patient and self._in_vain:
             # A peer that has had a later round than the others cannot come back to theirs.
             highest = self._membership.highest_round(self._context.ceiling, now)

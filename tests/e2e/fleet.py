@@ -17,7 +17,11 @@ class Fleet(contextlib.ExitStack):
     """One run over all daemons; member i holds `values[i]` until a round changes it."""
 
     def __init__(
-        self, daemons: Sequence[DaemonProcess], values: Sequence[torch.Tensor], **options: Any
+        self,
+        daemons: Sequence[DaemonProcess],
+        values: Sequence[torch.Tensor],
+        patience: float = 30.0,
+        **options: Any,
     ) -> None:
         super().__init__()
         self.daemons = list(daemons)
@@ -30,7 +34,7 @@ class Fleet(contextlib.ExitStack):
         ]
         # Before they know each other, peers rightly form groups of those they know.
         for run in self.runs:
-            eventually(lambda run=run: self._knows_all(run), "all peers to know each other")
+            eventually(lambda run=run: self._knows_all(run), "all peers to know each other", patience)
 
     def start(self, weights: Sequence[float], timeout: float = 60.0) -> list[Any]:
         """Start a round of everyone; returns what to collect its outcomes from."""

@@ -388,7 +388,7 @@ def test_a_peer_that_missed_two_rounds_is_not_waited_for_until_it_shows_itself()
         for name in names:
             actions = one.handle(asks(name, round, hops=wire.MAX_HOPS), 10.0 * round)
         at_once = bool(sent(actions, wire.GroupFormed))
-        for _ in range(20):
+        for _ in range(40):
             elapse(one, one._now, one._now + INVITE_SECONDS)
             one._context.membership.hear("dave", one._now)
         return at_once

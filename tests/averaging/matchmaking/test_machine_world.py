@@ -135,6 +135,30 @@ def test_any_number_takes_part_round_after_round(count: int, group_size: int) ->
     check_safety(world, group_size)
 
 
+def call(world: World, peers: list[str]) -> list[int]:
+    """All average once, and give up after a while; returns how many members each group had."""
+    began, before = world.now, rounds_of(world).keys()
+    together(world, peers, within=0.2)
+    world.run(30.0, until=lambda: world.now > began + 0.2 and everyone_formed(world, peers, began))
+    for name in peers:
+        world.withdraw(name)
+    world.run(0.2)
+    return sorted(len(members) for key, (_, members) in rounds_of(world).items() if key not in before)
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_peers_that_are_rounds_ahead_are_in_full_groups_with_the_others_after_three_calls(seed: int) -> None:
+    world = warm(32, 8, seed)
+    assert [call(world, names(32)) for _ in range(2)] == 2 * [4 * [8]]
+    ahead = world.random.sample(names(32), 4)
+    for _ in range(2):
+        call(world, ahead)
+    for _ in range(3):
+        call(world, names(32))
+    assert [call(world, names(32)) for _ in range(3)] == 3 * [4 * [8]]
+    check_safety(world, 8)
+
+
 def test_a_usual_straggler_is_learnt_and_waited_for() -> None:
     world = warm(4, 8, seed=2)
     for name in names(3):
