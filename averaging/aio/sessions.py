@@ -39,7 +39,8 @@ MAX_UNACKNOWLEDGED = 4096
 """Most frames to one peer without an acknowledgement. A link of 1 GB/s and 300 ms has 1,200 parts under way."""
 
 MAX_PEERS = 256
-"""Most peers with a session. Beyond it the one unused for longest is closed; a group has at most 64 members."""
+"""Most peers with a session; a group has at most 64 members. Beyond it the one unused for longest is closed, strangers
+before peers that this one has been in a round with."""
 
 MAX_CHANNELS = 4
 """Most open channels of a kind with one peer: two if both dialled at once, and as many that the peer has given up."""
@@ -104,6 +105,7 @@ class PeerChannels:
         dialling: The task that opens a direct channel.
         patience: Until when frames wait for that, in the loop's time.
         redials: True if the last channel broke, and another is to be opened though nothing waits to be sent.
+        met: Whether a round with the peer has begun.
         news: Set when a channel was opened, greeted or removed, or when no direct one will be open for now.
     """
 
@@ -116,6 +118,7 @@ class PeerChannels:
         self.dialling: asyncio.Task[None] | None = None
         self.patience = 0.0
         self.redials = False
+        self.met = False
         self.news = asyncio.Event()
         self._retry_in = 0.0
         self._retry_at = 0.0
@@ -269,8 +272,9 @@ class Sessions:
         for peer, credential in credentials.items():
             if self.admit(peer, credential):
                 self._dial_soon(peer)
-        if round and self._direct is not None:
-            for peer in credentials:
+        for peer in credentials.keys() - {self.peer} if round else ():
+            self._get(peer).met = True
+            if self._direct is not None:
                 self._direct.meet(peer)
 
     def admit(self, peer: str, credential: bytes) -> bool:
@@ -356,8 +360,10 @@ class Sessions:
         channels = self._peers.pop(peer, None) or PeerChannels()
         self._peers[peer] = channels  # most recently used last
         if len(self._peers) > MAX_PEERS:
-            stale = next((name for name, other in self._peers.items() if self._unused(name, other)), None)
-            if stale is not None and stale != peer:
+            unused = [
+                name for name, other in self._peers.items() if name != peer and self._unused(name, other)
+            ]
+            if stale := min(unused, key=lambda name: self._peers[name].met, default=None):
                 self._drop(stale, f"closed: unused for longest of {MAX_PEERS} peers")
         return channels
 

@@ -145,11 +145,11 @@ async def test_a_round_goes_through_direct_channels(pair: Pair) -> None:
     assert not pair.streams["a"].channels
 
 
-async def test_only_a_round_meets_whom_it_admits(pair: Pair) -> None:
+async def test_only_a_round_meets_the_others_that_it_admits(pair: Pair) -> None:
     pair.sessions["a"].enter(b"transfer", {"b": b"credential of b"})
     assert pair.direct["a"].met == []
     pair.begin()
-    assert pair.direct["a"].met == ["a", "b"]
+    assert pair.direct["a"].met == ["b"]
 
 
 async def test_without_a_round_nobody_is_admitted(pair: Pair) -> None:
@@ -399,6 +399,20 @@ async def test_however_many_channels_strangers_open_there_is_room_and_others_kee
     pair.sessions["a"].post("b", b"first")
     assert await pair.hear(1) == [b"first"]
     assert pair.ears["b"].lost_nothing
+
+
+async def test_of_too_many_peers_strangers_are_dropped_before_those_of_past_rounds(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MAX_PEERS", 8)
+    sessions = pair.sessions["b"]
+    sessions.enter(b"round", {"a": b""}, round=True)
+    sessions.leave(b"round")
+    for stranger in range(20):
+        await Speaker(await pair.libp2p.peer(f"stranger{stranger}")[0].open("b")).greet()
+    assert list(sessions._peers) == ["a", *(f"stranger{one}" for one in range(13, 20))]
+    lost = [pair.ears["b"].losses.get_nowait()[0] for _ in range(pair.ears["b"].losses.qsize())]
+    assert lost == [f"stranger{one}" for one in range(13)]
 
 
 @pytest.mark.parametrize(
