@@ -14,7 +14,7 @@ from equipoise.peer.training.history import History, Record
 from equipoise.peer.training.image import Stateful
 from equipoise.peer.training.local import DiLoCo, LocalSGD
 from equipoise.peer.training.optimizer import SwarmOptimizer
-from equipoise.peer.training.options import FederatedOptions, GossipOptions, LocalOptions, Options
+from equipoise.peer.training.options import FederatedOptions, LocalOptions, Options
 from equipoise.peer.training.safetensors_io import ImageError
 
 __all__ = [
@@ -25,7 +25,6 @@ __all__ = [
     "Federated",
     "FederatedOptions",
     "Gossip",
-    "GossipOptions",
     "History",
     "ImageError",
     "LocalOptions",

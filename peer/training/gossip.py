@@ -11,8 +11,6 @@ move by opposite amounts, so the sum over all peers changes by local steps alone
 from __future__ import annotations
 
 import logging
-import time
-from typing import Unpack
 
 import torch
 
@@ -23,9 +21,9 @@ from equipoise.peer.errors import Refused
 from equipoise.peer.futures import PendingRound
 from equipoise.peer.run import Run
 from equipoise.peer.tensors import named_tensors
+from equipoise.peer.training import member
 from equipoise.peer.training.local import LocalTraining
-from equipoise.peer.training.member import LEAST_SECONDS
-from equipoise.peer.training.options import GossipKeywords, GossipOptions, from_keywords
+from equipoise.peer.training.options import LocalOptions
 
 NEWCOMER = ATTENDANCE_LIMIT
 """Weight of a peer in its first exchange: the mean is almost its partner's model."""
@@ -50,20 +48,23 @@ class Gossip(LocalTraining[Outcome]):
         finished: The outcome of the all-reduce at the end.
     """
 
-    def __init__(self, run: Run, every: int = 0, **options: Unpack[GossipKeywords]) -> None:
+    def __init__(
+        self, run: Run, every: int = 0, *, weight: float = 1.0, timeout: float = 30.0, wait_for: int = 0
+    ) -> None:
         """Watch the steps of the optimizer that holds the run's parameters, from `with` on.
 
         Args:
             run: Joined with the model and `strategy="gossip"`, and used for nothing else.
             every: Steps from the start of one exchange to the start of the next, if the first has ended by then.
-            **options: Other fields of `GossipOptions`.
+            weight: Weight of this peer in the mean of a pair.
+            timeout: Seconds for one exchange, the search for a partner included. The loop does not wait for it.
+            wait_for: Other peers to wait for before the loop begins, at most a minute.
 
         Raises:
-            TypeError: An option is unknown; names it, and the closest known one.
             ValueError: An option is out of its range.
             Refused: Another loop trains with the run already, or the run has another strategy.
         """
-        self._options = from_keywords(GossipOptions, {"every": every, **options})
+        self._options = LocalOptions(every=every, weight=weight, timeout=timeout, wait_for=wait_for)
         super().__init__(named_tensors(run.source).values())
         run.refuse_if_trained()
         if not run.strategy.pairs:
@@ -79,8 +80,7 @@ class Gossip(LocalTraining[Outcome]):
         # All live peers are drawn, so the group closes at once when they are in, or with two and after the grace.
         all_of_them = {"strategy": f"federated:quorum=2,grace={END_GRACE}", "group_size": MAX_GROUP_SIZE}
         self._end = run.branch(f"{run.name}/end", run.source, **all_of_them)
-        for one in (run, self._end):
-            one.wait_for(self._options.wait_for)
+        member.wait_for((run, self._end), wait_for)
 
     def finish(self, timeout: float = END_SECONDS) -> Outcome:
         """End with one all-reduce among the peers that end too, so that they have one model. `with` calls this.
@@ -93,12 +93,12 @@ class Gossip(LocalTraining[Outcome]):
         Returns:
             The outcome of the all-reduce; not ok if no other peer ends.
         """
-        deadline = time.monotonic() + timeout
+        deadline = self._run.clock() + timeout
         if self._pending is not None:
             self._pending.stop_search("this peer ends")
             if self._pending.wait(timeout):
                 self._collect()
-        left = max(deadline - time.monotonic(), LEAST_SECONDS)
+        left = max(deadline - self._run.clock(), member.LEAST_SECONDS)
         self.finished = self._end.average(self._options.weight, left)
         return self.finished
 

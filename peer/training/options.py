@@ -151,37 +151,6 @@ class LocalOptions(CommonOptions):
         _require_positive("weight", self.weight)
 
 
-@dataclass(frozen=True, kw_only=True)
-class GossipOptions:
-    """Options of an exchange in pairs.
-
-    Attributes:
-        every: Steps from the start of one exchange to the start of the next, if the first has ended by then.
-        weight: Weight of this peer in the mean of a pair.
-        timeout: Seconds for one exchange, the search for a partner included. The loop does not wait for it.
-        wait_for: Other peers to wait for before the loop begins, at most a minute.
-    """
-
-    every: int
-    weight: float = 1.0
-    timeout: float = 30.0
-    wait_for: int = 0
-
-    def __post_init__(self) -> None:
-        _require_number("every", self.every, 1, math.inf, "a whole number of steps >= 1", int)
-        _require_positive("weight", self.weight)
-        _require_positive("timeout", self.timeout)
-        _require_number("wait_for", self.wait_for, 0, math.inf, "a whole number of peers >= 0", int)
-
-
-class GossipKeywords(TypedDict, total=False):
-    """Keywords of `Gossip` beside `every`."""
-
-    weight: float
-    timeout: float
-    wait_for: int
-
-
 class FederatedKeywords(TypedDict, total=False):
     """The keywords of `Federated` beside `checkpoints`; `FederatedOptions` documents them."""
 
