@@ -169,12 +169,19 @@ class Federated:
             FederatedOptions, dict(options), ("fit", "evaluate", "outer", "checkpoints")
         )
         until = Until.parse(self._options.until) if self._options.until else None
-        if checkpoints is not None and until is not None:
-            _require_one_mode(checkpoints, until)
+        if checkpoints and until and checkpoints.best == until.name and checkpoints.mode != until.mode:
+            # The worst checkpoint would be kept as the best, by the very metric that is to get better.
+            raise ValueError(
+                f"checkpoints: expected mode={until.mode!r}, as until={str(until)!r} asks for it, "
+                f"got {checkpoints.mode!r}"
+            )
         self._ending = Ending(self._options.rounds, until, self._options.patience)
         self._config = MappingProxyType(_plain(self._options.config))
         run.refuse_if_trained()
-        self._strategy = _strategy_of(run)
+        if not isinstance(strategy := run.strategy, FederatedStrategy):
+            told = f"expected a run with the strategy federated, {run.name!r} has {strategy.spec!r}"
+            raise Refused(told, 'join it with strategy="federated"')
+        self._strategy = strategy
         self._run, self._fit, self._evaluate = run, fit, evaluate
         self._outer = parse_outer(outer) if isinstance(outer, str) else copy.deepcopy(outer)
         self._local = stepped_tensors(run.source)
@@ -486,9 +493,8 @@ class Federated:
         result = self._result
         if result is None:
             return
-        has_counted = any(
-            self._run.peer in record.contributors for record in self.history.since(result.state.epoch + 1)
-        )
+        later = [record for record in self.history if record.number > result.state.epoch]
+        has_counted = any(self._run.peer in record.contributors for record in later)
         too_old = self._strategy.late == "drop" and result.state != self.member.id
         if has_counted or too_old or result.weight_at(self.member.id) < LEAST_CONTRIBUTION:
             self._result = None
@@ -519,21 +525,6 @@ class Federated:
         if len(told) > MAX_CONFIG_TERMS or any(len(name) > MAX_TERM_CHARS for name in told):
             told = {"config": short(json.dumps(dict(self._config), sort_keys=True))}
         return {**terms, **told}
-
-
-def _require_one_mode(checkpoints: Checkpoints, until: Until) -> None:
-    """Refuse to keep the worst checkpoint as the best, by the very metric that is to get better."""
-    if checkpoints.best == until.name and checkpoints.mode != until.mode:
-        told = f"expected mode={until.mode!r}, as until={str(until)!r} asks for it, got {checkpoints.mode!r}"
-        raise ValueError(f"checkpoints: {told}")
-
-
-def _strategy_of(run: Run) -> FederatedStrategy:
-    strategy = run.strategy
-    if not isinstance(strategy, FederatedStrategy):
-        told = f"expected a run with the strategy federated, {run.name!r} has {strategy.spec!r}"
-        raise Refused(told, 'join it with strategy="federated"')
-    return strategy
 
 
 def _plain(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -149,10 +149,6 @@ class History(Sequence[Record]):
         at = record.number - self._records[0].number if self._records else 0
         self._records[at : at + 1] = [record]
 
-    def since(self, number: int) -> list[Record]:
-        """The records from round `number` on, as far as they are here."""
-        return [record for record in self._records if record.number >= number]
-
     def write(self, path: str | os.PathLike[str]) -> None:
         """Write the records to a file, one JSON object a line.
 

@@ -85,7 +85,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
         parts["optimizer"] = image.OptimizerPart(inner, parameters, self.scheduler is not None)
         parts["model"] = model
         frozen = {name: one for name, one in module.named_parameters() if not one.requires_grad}
-        run.agree(terms_of(inner, options, self.scheduler, parameters, frozen), options.buffers)
+        run.agree(self._terms(frozen), options.buffers)
         subject = Subject(parameters, buffers, model, image.TrainingState(parts), self._update)
         self.member = Member(run, subject, options, options.target_batch_size)
         self._pace = Pace(options.target_batch_size)
@@ -262,36 +262,24 @@ class SwarmOptimizer(torch.optim.Optimizer):
             scaled = gradient if factor == 1 else gradient * factor
             parameter.grad = (scaled.to_sparse(1) if name in self._sparse else scaled).to(parameter.dtype)
 
-
-def terms_of(
-    inner: torch.optim.Optimizer,
-    options: Options,
-    scheduler: torch.optim.lr_scheduler.LRScheduler | None,
-    parameters: Mapping[str, torch.Tensor],
-    frozen: Mapping[str, torch.Tensor],
-) -> dict[str, str]:
-    """The terms of the run, which must be alike on all peers."""
-    terms = {
-        "optimizer": type(inner).__name__,
-        "hyperparameters": hyperparameters(inner),
-        "parameter groups": _grouped(inner, parameters),
-        "target batch size": number(options.target_batch_size),
-        "clip": "none" if options.clip is None else number(options.clip),
-        "scheduler": "none" if scheduler is None else _schedule(scheduler),
-        "buffers": "averaged" if options.buffers else "each peer's own",
-        "extra state": short(", ".join(sorted(options.extra))) or "none",
-    }
-    if frozen:
-        terms["frozen parameters"] = image.digest(frozen)[:16]
-    return terms
-
-
-def hyperparameters(inner: torch.optim.Optimizer) -> str:
-    """The hyperparameters of all groups, as text, or as a digest if the text is long."""
-    left_out = ("params", "initial_lr")
-    groups = [sorted(group.items()) for group in inner.param_groups]
-    told = [[f"{key}={value}" for key, value in group if key not in left_out] for group in groups]
-    return short("; ".join(map(", ".join, told)))
+    def _terms(self, frozen: Mapping[str, torch.Tensor]) -> dict[str, str]:
+        """The terms of the run, which must be alike on all peers."""
+        options, left_out = self._options, ("params", "initial_lr")
+        groups = [sorted(group.items()) for group in self.inner.param_groups]
+        told = [[f"{key}={value}" for key, value in group if key not in left_out] for group in groups]
+        terms = {
+            "optimizer": type(self.inner).__name__,
+            "hyperparameters": short("; ".join(map(", ".join, told))),
+            "parameter groups": _grouped(self.inner, self.parameters),
+            "target batch size": number(options.target_batch_size),
+            "clip": "none" if options.clip is None else number(options.clip),
+            "scheduler": "none" if self.scheduler is None else _schedule(self.scheduler),
+            "buffers": "averaged" if options.buffers else "each peer's own",
+            "extra state": short(", ".join(sorted(options.extra))) or "none",
+        }
+        if frozen:
+            terms["frozen parameters"] = image.digest(frozen)[:16]
+        return terms
 
 
 def _grouped(inner: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]) -> str:

@@ -149,7 +149,7 @@ def test_a_snapshot_has_the_last_rounds_and_a_peer_that_saw_them_has_all(tmp_pat
         one.add(record(rounds + 1, 0.75, seconds=2.0))
     assert torch.equal(newcomer.tree()["records"], veteran.tree()["records"])
     assert [one.number for one in newcomer] == list(range(6, rounds + 2))
-    assert newcomer.since(rounds + 1) == [record(rounds + 1, 0.75, seconds=2.0)]
+    assert newcomer[-1:] == [record(rounds + 1, 0.75, seconds=2.0)]
     veteran.load(newcomer.tree())
     assert [one.seconds for one in veteran] == [1.0] * rounds + [2.0]
     veteran.write(tmp_path / "history.jsonl")
