@@ -106,7 +106,9 @@ class Encoder:
         try:
             lane.encode(part, values)
         except NonFiniteError as error:
-            raise self._named(part.start + error.index, error.value) from None
+            name, at = self.layout.locate(part.start + error.index)
+            told = f"tensor {name!r} holds {error.value} at flat index {at}"
+            raise SchemaError(f"{told}: expected finite values within fp32's range") from None
         lane.clear(part.stop, end)
 
     def decode(self, stored: memoryview, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -120,7 +122,10 @@ class Encoder:
         given = {name: tensor.detach() for name, tensor in tensors.items()}
         lanes = self._lanes(self._plan(given), given, stored, aside=False)
         if any(isinstance(lane, DeviceLane) for lane, _ in lanes):
-            self._check(stored)
+            # Devices decode what the host has checked.
+            for lane, spans in self._lanes(self._spans, {}, stored, aside=False):
+                for span in spans:
+                    lane.check(span.part)
         try:
             for lane, spans in lanes:
                 for span in spans:
@@ -132,16 +137,6 @@ class Encoder:
         """Wait until no device reads any more from what was given to `decode`."""
         while self._unsettled:
             self._unsettled.pop()()
-
-    def _check(self, stored: memoryview) -> None:
-        """Check on the host what devices will decode.
-
-        Raises:
-            CodecError: No encoder writes such a vector.
-        """
-        for lane, spans in self._lanes(self._spans, {}, stored, aside=False):
-            for span in spans:
-                lane.check(span.part)
 
     def _decode_span(self, lane: Lane, span: Span, tensors: Mapping[str, torch.Tensor]) -> None:
         part, _, pieces = span
@@ -167,8 +162,6 @@ class Encoder:
 
     def _plan(self, tensors: Mapping[str, torch.Tensor]) -> Plan:
         devices = tuple(linked(tensors[place.tensor.name]) for place in self.layout.places)
-        if not any(devices):
-            return self._spans
         if devices != self._planned[0]:
             self._planned = devices, _spans(self.layout, devices)
         return self._planned[1]
@@ -192,12 +185,6 @@ class Encoder:
             max(span.part.size for span in spans),
             max(self.layout.codec_of(span.part).encoded_size(span.part.size) for span in spans),
             max((one.numel() for one in alone if one is not None and not _is_dense(one)), default=0),
-        )
-
-    def _named(self, index: int, value: float) -> SchemaError:
-        name, at = self.layout.locate(index)
-        return SchemaError(
-            f"tensor {name!r} holds {value} at flat index {at}: expected finite values within fp32's range"
         )
 
 
@@ -235,7 +222,8 @@ def _alone(lane: Lane, span: Span, tensors: Mapping[str, torch.Tensor], divisor:
     values = values if _is_plain(values, room) else room.copy_(values)
     if divisor == 1 or buffer:
         return values
-    return torch.div(values, lane.number(divisor), out=room)
+    # By a Python number CUDA would not divide, but multiply by its reciprocal; also below.
+    return torch.div(values, room.new_full((), divisor), out=room)
 
 
 def _together(lane: Lane, span: Span, tensors: Mapping[str, torch.Tensor], divisor: float) -> torch.Tensor:
@@ -246,7 +234,7 @@ def _together(lane: Lane, span: Span, tensors: Mapping[str, torch.Tensor], divis
     lane.copy([place.view(one.shape) for place, one in zip(places, sources, strict=True)], sources)
     if divisor != 1:
         chosen = [place for piece, place in zip(span.pieces, places, strict=True) if not piece.buffer]
-        by = lane.number(divisor)
+        by = room.new_full((), divisor)
         for values in [room] if len(chosen) == len(places) else chosen:
             values.div_(by)
     return room

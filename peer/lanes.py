@@ -82,10 +82,6 @@ class Lane:
         """How many values were clamped, or None if a value was not finite; waits for the encoding."""
         return sum(note for note in self._notes if isinstance(note, int))
 
-    def number(self, value: float) -> float | torch.Tensor:
-        """A number by which torch divides values of this lane, each quotient rounded once."""
-        return value
-
     def copy(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         """Copy tensors of equal shapes, converted to the dtypes of the targets: on a GPU, by few kernels."""
         torch._foreach_copy_(targets, sources)
@@ -164,10 +160,6 @@ class DeviceLane(Lane):
             noted = clamped(torch.cat(notes)) if notes else 0
         reported = super().clamped()
         return None if noted is None or reported is None else noted + reported
-
-    def number(self, value: float) -> float | torch.Tensor:
-        """See `Lane.number`: by a Python number CUDA would not divide, but multiply by its reciprocal."""
-        return torch.full((), value, dtype=torch.float32, device=self.device)
 
     def encode(self, part: Part, values: torch.Tensor) -> None:
         """See `Lane.encode`; what is not finite shows in `clamped`."""
