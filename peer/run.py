@@ -38,7 +38,7 @@ from equipoise.peer.errors import DaemonLost, EquipoiseError, Refused, RoundPend
 from equipoise.peer.futures import Download, PendingRound, check_timeout
 from equipoise.peer.lanes import kernels_of, pin
 from equipoise.peer.purposes import AVERAGE, STEP
-from equipoise.peer.shared_memory import Region, shared_copy
+from equipoise.peer.shared_memory import Region, SharedMemory
 from equipoise.peer.tensors import Binding, Gradients, Tensors, copies_of, named_gradients
 
 if TYPE_CHECKING:
@@ -398,9 +398,14 @@ class Run:
             ValueError: The image is empty, or larger than can be served.
             Refused: The machine has not enough memory.
         """
-        shared = shared_copy(memoryview(image).cast("B"))
-        with contextlib.closing(shared), contextlib.suppress(DaemonLost):
-            self._link.ask(messages.OfferState(self.name, state, shared.capacity), OFFER_SECONDS, [shared.fd])
+        content = memoryview(image).cast("B")
+        if not content:
+            raise ValueError("expected an image of 1 byte or more, got none")
+        size = len(content)
+        with contextlib.closing(SharedMemory.reserve(size)) as shared, contextlib.suppress(DaemonLost):
+            shared.allocate(size)
+            shared.view(size, writable=True)[:] = content
+            self._link.ask(messages.OfferState(self.name, state, size), OFFER_SECONDS, [shared.fd])
 
     def fetch(
         self, at_least: int, limit: int, timeout: float = 60.0, among: tuple[str, ...] = ()

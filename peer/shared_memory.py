@@ -50,7 +50,12 @@ class SharedMemory:
         Raises:
             Refused: There cannot be so much.
         """
-        memory = cls(_anonymous_file(), capacity)
+        if SEALED:
+            fd = os.memfd_create("equipoise", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        else:
+            fd, path = tempfile.mkstemp(prefix="equipoise-")
+            Path(path).unlink()
+        memory = cls(fd, capacity)
         try:
             os.ftruncate(memory.fd, capacity)
             if SEALED:
@@ -115,8 +120,6 @@ class SharedMemory:
 class Region:
     """Two encoded vectors of `size` bytes in shared memory: first the contribution, then the mean.
 
-    The mapping goes when the last view of it goes; nothing may unmap it earlier.
-
     Attributes:
         contribution: u8 [size], written by the client before a round.
         mean: u8 [size], written by the daemon during a round and valid if its outcome is ok.
@@ -150,27 +153,3 @@ class Region:
         """
         with contextlib.closing(SharedMemory.attach(fd, 2 * size)) as memory:
             return cls(memory)
-
-
-def shared_copy(image: memoryview) -> SharedMemory:
-    """Copy bytes, u8 [bytes], to shared memory.
-
-    Raises:
-        ValueError: The image is empty.
-        Refused: The machine has not enough memory.
-    """
-    if not image:
-        raise ValueError("expected an image of 1 byte or more, got none")
-    shared = SharedMemory.reserve(len(image))
-    shared.allocate(len(image))
-    shared.view(len(image), writable=True)[:] = image
-    return shared
-
-
-def _anonymous_file() -> int:
-    """A descriptor of memory that is freed with its last holder."""
-    if SEALED:
-        return os.memfd_create("equipoise", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    fd, path = tempfile.mkstemp(prefix="equipoise-")
-    Path(path).unlink()
-    return fd

@@ -11,7 +11,7 @@ import pytest
 
 from equipoise.peer import shared_memory
 from equipoise.peer.errors import Refused
-from equipoise.peer.shared_memory import Region, SharedMemory, shared_copy
+from equipoise.peer.shared_memory import Region, SharedMemory
 
 linux = pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="looks into /proc")
 
@@ -26,7 +26,9 @@ def descriptors() -> int:
 
 
 def test_what_a_client_copies_the_daemon_reads() -> None:
-    mine = shared_copy(memoryview(b"an image"))
+    mine = SharedMemory.reserve(8)
+    mine.allocate(8)
+    mine.view(8, writable=True)[:] = b"an image"
     theirs = SharedMemory.attach(os.dup(mine.fd), mine.capacity)
     view = theirs.view(8, writable=False)
     mine.close()
@@ -70,7 +72,7 @@ def test_memory_that_could_end_the_daemon_is_refused_and_nothing_is_left() -> No
     os.ftruncate(fd, 80)
     with pytest.raises(Refused, match="sealed"):
         SharedMemory.attach(fd, 80)
-    honest = shared_copy(memoryview(bytes(20)))
+    honest = SharedMemory.reserve(20)
     with pytest.raises(Refused, match="81 bytes of shared memory, got 20"):
         SharedMemory.attach(os.dup(honest.fd), 81)
     read, write = os.pipe()
