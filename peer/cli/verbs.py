@@ -313,7 +313,8 @@ def demo(as_json: bool, **options: Any) -> None:
     In federated rounds the drawn peers train by themselves, and all make the same step with the mean of their models.
     At the end there is a plot of the accuracy by round.
     """
-    from equipoise.peer.demo import DemoOptions, run_demo
+    from equipoise.peer.demo.options import DemoOptions
+    from equipoise.peer.demo.swarm import run_demo
 
     # SIGTERM unwinds the stack as Ctrl-C does, so that every process is ended.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))

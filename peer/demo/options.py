@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from equipoise.peer.errors import EquipoiseError, ExitStatus
+from equipoise.peer.errors import EquipoiseError, FlagError
 
 MAX_PEERS = 16
 """A daemon and a trainer take about 0.7 GB together; more would not fit an ordinary machine."""
@@ -44,16 +44,6 @@ PLOT = "equipoise-demo.svg"
 PLOT_FORMATS = (".png", ".svg")
 
 
-class DemoUsageError(EquipoiseError, ValueError):
-    """The demo cannot be run as asked."""
-
-    exit_status = ExitStatus.USAGE
-
-
-class DemoError(EquipoiseError):
-    """The demo cannot be run here, or its swarm did not come up."""
-
-
 class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The choices of the user.
 
@@ -83,8 +73,8 @@ class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
         """Refuse what cannot work before anything is started; returns the options with their codec named.
 
         Raises:
-            DemoUsageError: A count is out of its range, or the codec or the strategy is unknown.
-            DemoError: scikit-learn is missing.
+            FlagError: A count is out of its range, or the codec or the strategy is unknown.
+            EquipoiseError: scikit-learn is missing.
         """
         most, remain = self.peers - MIN_SURVIVORS, f", so that {MIN_SURVIVORS} remain"
         for name, given, allowed, why in (
@@ -93,12 +83,10 @@ class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
             ("kill", self.kill, range(most + 1), remain),
         ):
             if given not in allowed:
-                raise DemoUsageError(
-                    f"expected --{name} from {allowed[0]} to {allowed[-1]}{why}, got {given}"
-                )
+                raise FlagError(f"expected --{name} from {allowed[0]} to {allowed[-1]}{why}, got {given}")
         told = self._named()
         if importlib.util.find_spec("sklearn") is None:
-            raise DemoError(
+            raise EquipoiseError(
                 "the demo's data comes with scikit-learn; install it: pip install 'equipoise[demo]'"
             )
         return told
@@ -124,23 +112,23 @@ class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
             option = "split"
             partition(range(CLASSES), self.peers, self.split)
         except ValueError as error:
-            raise DemoUsageError(f"--{option}: {error}") from error
+            raise FlagError(f"--{option}: {error}") from error
         if not isinstance(strategy, Federated):
             for name, given in (("outer", self.outer), ("plot", self.plot)):
                 if given:
-                    raise DemoUsageError(f"--{name} needs --strategy federated, got {self.strategy}")
+                    raise FlagError(f"--{name} needs --strategy federated, got {self.strategy}")
             return msgspec.structs.replace(self, codec=codec)
         if strategy.tags:
-            raise DemoUsageError("--strategy: the demo's daemons carry no tags, so none would be drawn")
+            raise FlagError("--strategy: the demo's daemons carry no tags, so none would be drawn")
         for name, needed, there in (
             ("available", strategy.available, self.peers),
             ("quorum", strategy.quorum, self.peers - self.kill),
         ):
             if needed > there:
-                raise DemoUsageError(f"--strategy: expected {name} of at most {there} peers, got {needed}")
+                raise FlagError(f"--strategy: expected {name} of at most {there} peers, got {needed}")
         plot = self.plot or PLOT
         if Path(plot).suffix not in PLOT_FORMATS:
-            raise DemoUsageError(f"--plot: expected a file name that ends in .png or .svg, got {plot!r}")
+            raise FlagError(f"--plot: expected a file name that ends in .png or .svg, got {plot!r}")
         return msgspec.structs.replace(self, codec=codec, outer=outer, plot=plot)
 
     @property
@@ -152,8 +140,3 @@ class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
     def limit(self) -> float:
         """Seconds after which the demo gives up."""
         return SECONDS + SECONDS_PER_PEER * max(0, self.peers - FEW_PEERS)
-
-    @property
-    def target(self) -> float:
-        """Samples that the swarm gathers before it steps."""
-        return float(BATCH * BATCHES_PER_PEER * self.peers)

@@ -12,9 +12,10 @@ import msgspec
 from rich.console import Console
 
 from equipoise.peer.demo.display import LiveTable, PlainLines, render_summary, write_plot
-from equipoise.peer.demo.options import DemoError, DemoOptions
+from equipoise.peer.demo.options import DemoOptions
 from equipoise.peer.demo.processes import STOP_SECONDS, Child, Family, daemon_command
 from equipoise.peer.demo.summary import Failed, Ledger, Report, Stepped, Summary
+from equipoise.peer.errors import EquipoiseError
 
 HEAR_SECONDS = 0.5
 """Time to listen before the next look at the clock."""
@@ -45,7 +46,7 @@ class DemoSwarm:
         """Start everything, train, kill half-way where asked, and return the result.
 
         Raises:
-            DemoError: A daemon did not come up.
+            EquipoiseError: A daemon did not come up.
         """
         self._start_daemons()
         self._start_trainers()
@@ -72,11 +73,11 @@ class DemoSwarm:
         while not all(daemon in addresses for daemon in daemons):
             if self._late:
                 silent = ", ".join(daemon.name for daemon in daemons if daemon not in addresses)
-                raise DemoError(f"{silent} did not start in {self._options.limit:g} s")
+                raise EquipoiseError(f"{silent} did not start in {self._options.limit:g} s")
             for child, line in self._family.hear(HEAR_SECONDS):
                 if line is None:
                     child.reap(DEATH_SECONDS)
-                    raise DemoError(child.ending)
+                    raise EquipoiseError(child.ending)
                 if line.startswith("/"):
                     addresses.setdefault(child, line.strip())
         return [addresses[daemon] for daemon in daemons]
@@ -158,8 +159,8 @@ def run_demo(options: DemoOptions, json: bool = False) -> Summary:
     """Run the demo and print its result to standard output; notes go to standard error where `json`.
 
     Raises:
-        DemoUsageError: An option is out of its range.
-        DemoError: scikit-learn is missing, or a daemon did not come up.
+        FlagError: An option is out of its range.
+        EquipoiseError: scikit-learn is missing, or a daemon did not come up.
     """
     options = options.check()
     console = Console(stderr=json)

@@ -165,7 +165,10 @@ def _batches(share: Digits, generator: torch.Generator) -> Iterator[Digits]:
 def train(run: Run, learner: Learner, options: DemoOptions) -> None:
     """Make all updates together with the others, and report each."""
     optimizer = run.optimizer(
-        learner.optimizer, target_batch_size=options.target, alone="wait", wait_for=options.peers - 1
+        learner.optimizer,
+        target_batch_size=BATCH * BATCHES_PER_PEER * options.peers,
+        alone="wait",
+        wait_for=options.peers - 1,
     )
     losses: list[float] = []
     while optimizer.epoch < options.rounds:

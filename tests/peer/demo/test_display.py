@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from equipoise.peer.demo import DemoOptions, Summary
 from equipoise.peer.demo.display import LiveTable, PlainLines, render_summary, write_plot
-from equipoise.peer.demo.summary import Finished, Ledger, Stepped
+from equipoise.peer.demo.options import DemoOptions
+from equipoise.peer.demo.summary import Finished, Ledger, Stepped, Summary
 
 OPTIONS = DemoOptions(peers=4, rounds=2, strategy="federated:fraction=0.5", outer="fedyogi").check()
 

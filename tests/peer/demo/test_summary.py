@@ -6,14 +6,10 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from equipoise.peer.demo import DemoError, DemoOptions, DemoUsageError, Summary
 from equipoise.peer.demo.display import PlainLines, render_summary
-from equipoise.peer.demo.summary import (
-    Finished,
-    Ledger,
-    Report,
-    Stepped,
-)
+from equipoise.peer.demo.options import DemoOptions
+from equipoise.peer.demo.summary import Finished, Ledger, Report, Stepped, Summary
+from equipoise.peer.errors import EquipoiseError, FlagError
 
 OPTIONS = DemoOptions(peers=3, rounds=2)
 
@@ -118,7 +114,7 @@ def test_bytes_are_those_of_all_trainers_in_all_rounds() -> None:
     ],
 )
 def test_options_out_of_range_are_refused(options: dict[str, object], message: str) -> None:
-    with pytest.raises(DemoUsageError, match=message):
+    with pytest.raises(FlagError, match=message):
         msgspec.convert(options, DemoOptions).check()
 
 
@@ -131,7 +127,7 @@ def test_federated_options_name_their_defaults() -> None:
 
 def test_missing_data_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(DemoError, match=r"pip install 'equipoise\[demo\]'"):
+    with pytest.raises(EquipoiseError, match=r"pip install 'equipoise\[demo\]'"):
         DemoOptions().check()
 
 

@@ -9,9 +9,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from equipoise.peer.demo import DemoError, DemoOptions
+from equipoise.peer.demo.options import DemoOptions
 from equipoise.peer.demo.summary import Failed, Finished, Report, Stepped, Summary
 from equipoise.peer.demo.swarm import DemoSwarm
+from equipoise.peer.errors import EquipoiseError
 
 ADDRESS = "/ip4/127.0.0.1/tcp/1/p2p/Qm"
 
@@ -144,5 +145,5 @@ def test_a_swarm_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_daemon_that_does_not_come_up_is_named() -> None:
     family = FakeFamily({})
     family.hear = lambda seconds: iter([(family.children[0], None)])  # type: ignore[method-assign]
-    with pytest.raises(DemoError, match="daemon 1 ended"):
+    with pytest.raises(EquipoiseError, match="daemon 1 ended"):
         DemoSwarm(DemoOptions(), family, Path("folder"), Notes()).run()  # type: ignore[arg-type]
