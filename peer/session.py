@@ -414,10 +414,6 @@ class Service:
         if self._sessions.get(session.name) is session:
             del self._sessions[session.name]
 
-    async def peers(self) -> list[PeerRow]:
-        """All known peers of the open runs, in both of their purposes."""
-        return [row for session in self.sessions for row in await session.peers()]
-
     async def _load_kernels(self, request: JoinRun) -> None:
         """Load what the run computes with, in threads: a daemon without a run does not need these libraries.
 

@@ -40,14 +40,10 @@ MAX_TIMEOUT = 86_400.0
 LENGTH = struct.Struct(">I")
 
 Answer = TypeVar("Answer")
-Purpose = Literal["average", "step"]
 Topic = Literal["training", "checkpoints"]
 
 Weight = Annotated[float, msgspec.Meta(ge=0, le=sys.float_info.max)]
 """A finite number; what is decoded needs no other check."""
-
-Count = Annotated[int, msgspec.Meta(ge=0)]
-"""A number of values; what is decoded needs no other check."""
 
 Timeout = Annotated[float, msgspec.Meta(gt=0, le=MAX_TIMEOUT)]
 """Seconds; what is decoded needs no other check."""
@@ -118,13 +114,13 @@ class StartRound(RunRequest[Outcome], frozen=True):
         clamped: Number of values that were clamped when the contribution was encoded.
     """
 
-    purpose: Purpose
+    purpose: Literal["average", "step"]
     weight: Weight
     timeout: Timeout
     state: StateId | None = None
     metrics: Values = {}
     evaluation: Report | None = None
-    clamped: Count = 0
+    clamped: Annotated[int, msgspec.Meta(ge=0)] = 0
 
 
 class ReportAccumulated(RunRequest[None], frozen=True):

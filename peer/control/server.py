@@ -168,7 +168,7 @@ class Connection:
             case messages.AskStatus():
                 return self._daemon.status()
             case messages.AskPeers():
-                return await service.peers()
+                return [row for session in service.sessions for row in await session.peers()]
             case messages.AskRounds(limit):
                 return self._daemon.history.last(min(max(limit, 1), MAX_ROUNDS_LISTED))[-MAX_ROUNDS_LISTED:]
             case messages.StopDaemon():
@@ -279,10 +279,8 @@ def _watching(pid: int, ended: Callable[[], None]) -> Iterator[None]:
     """Call `ended` when process `pid` ends: its forked children may hold the socket open long after it."""
     try:
         descriptor = os.pidfd_open(pid)
-    except (
-        AttributeError,
-        OSError,
-    ):  # The interpreter was built for an old system, or it is in another namespace.
+    except (AttributeError, OSError):
+        # The interpreter was built for an old system, or the process is in another namespace.
         yield
         return
     loop = asyncio.get_running_loop()

@@ -67,7 +67,19 @@ class FrameSocket:
             ControlError: The other end sends too much.
         """
         while True:
-            data = await self._receive()
+            try:
+                # `socket.recv_fds` passes no flags on: scripts' own children would inherit the descriptors.
+                data, found, flags, _ = self._socket.recvmsg(READ_BYTES, _ROOM, socket.MSG_CMSG_CLOEXEC)
+            except BlockingIOError:
+                self._ready.clear()
+                self._watch(True)
+                await self._ready.wait()
+                continue
+            for *_, content in found:
+                self._descriptors += array.array("i", content[: len(content) - len(content) % 4])
+            if flags & socket.MSG_CTRUNC or len(self._descriptors) > MAX_DESCRIPTORS:
+                told = f"expected at most {MAX_DESCRIPTORS} descriptors that wait for JoinRun, got more"
+                raise ControlError(told)
             if not data:
                 raise EOFError
             if frames := self._decoder.feed(data):
@@ -99,23 +111,6 @@ class FrameSocket:
         self._socket.close()
         while self._descriptors:
             os.close(self._descriptors.pop())
-
-    async def _receive(self) -> bytes:
-        while True:
-            try:
-                # `socket.recv_fds` passes no flags on: scripts' own children would inherit the descriptors.
-                data, found, flags, _ = self._socket.recvmsg(READ_BYTES, _ROOM, socket.MSG_CMSG_CLOEXEC)
-            except BlockingIOError:
-                self._ready.clear()
-                self._watch(True)
-                await self._ready.wait()
-                continue
-            for *_, content in found:
-                self._descriptors += array.array("i", content[: len(content) - len(content) % 4])
-            if flags & socket.MSG_CTRUNC or len(self._descriptors) > MAX_DESCRIPTORS:
-                told = f"expected at most {MAX_DESCRIPTORS} descriptors that wait for JoinRun, got more"
-                raise ControlError(told)
-            return data
 
     def _watch(self, wanted: bool) -> None:
         """The socket stays watched from one wait to the next: to register it each time costs as much as reading."""

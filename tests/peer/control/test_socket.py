@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 
+from equipoise.peer.control.messages import LENGTH
 from equipoise.peer.control.server import _watching
 from equipoise.peer.control.socket import FrameSocket
 
@@ -14,8 +15,8 @@ async def test_received_descriptors_are_not_inherited_by_children() -> None:
     end = FrameSocket(near)
     memory = os.memfd_create("test")
     try:
-        socket.send_fds(far, [b"x"], [memory])
-        await end._receive()
+        socket.send_fds(far, [LENGTH.pack(1), b"x"], [memory])
+        assert await end.frames() == [b"x"]
         received = end.take_descriptor()
         assert not os.get_inheritable(received)
         assert os.fstat(received).st_ino == os.fstat(memory).st_ino
