@@ -161,12 +161,8 @@ def _largest(gradients: Mapping[str, torch.Tensor]) -> float:
             peaks.setdefault(gradient.device, []).append(torch.maximum(-low, high))
     # Stacked, they have a dtype that holds all of them.
     largest = [float(torch.stack(of_device).max()) for of_device in peaks.values()]
-    if not all(one <= LIMIT for one in largest):  # The largest of numbers and NaN may be a number.
-        _blame(gradients)
-    return max(largest, default=0.0)
-
-
-def _blame(gradients: Mapping[str, torch.Tensor]) -> None:
+    if all(one <= LIMIT for one in largest):  # The largest of numbers and NaN may be a number.
+        return max(largest, default=0.0)
     for name, gradient in gradients.items():
         flat = (gradient.to_dense() if gradient.is_sparse else gradient).flatten()
         bad = (~torch.isfinite(flat.float())).nonzero()
@@ -176,3 +172,4 @@ def _blame(gradients: Mapping[str, torch.Tensor]) -> None:
                 f"gradient {name!r} holds {value} at flat index {int(bad[0])} ({len(bad)} such values): expected "
                 f"finite values within fp32's range; nothing was accumulated"
             )
+    return max(largest)

@@ -36,7 +36,6 @@ from equipoise.peer.config import RESUME_ENV
 from equipoise.peer.errors import EquipoiseError
 from equipoise.peer.home import CHECKPOINTS
 from equipoise.peer.run import Run
-from equipoise.peer.training.image import Image
 from equipoise.peer.training.member import Member
 
 FORMAT = 1
@@ -64,8 +63,6 @@ LOCK_FILE = ".lock"
 
 MAX_FOLDER_CHARS = 120
 """Most characters of a name: file systems allow 255 bytes, and quoting a name in foreign letters grows it ninefold."""
-
-Read = Callable[[torch.Tensor], Image]
 
 Mode = Literal["max", "min"]
 """Whether the best value of a metric is the highest or the lowest."""
@@ -250,7 +247,14 @@ class Keeper:
                 passed.append(str(error))
                 self._damaged.add(path)
                 continue
-            _checked(path, manifest, content, self._member.read).load()
+            try:
+                image = self._member.read(torch.frombuffer(content, dtype=torch.uint8))
+            except ValueError as error:
+                raise Misfit(f"checkpoint {path} does not fit: {error}", "nothing was loaded") from error
+            if image.id != manifest.state:
+                told = f"checkpoint {path} claims to be of {manifest.state}, and holds {image.id}"
+                raise Misfit(told, "remove it")
+            image.load()
             why = f"the newest that is sound; passed over: {'; '.join(passed)}" if passed else "the newest"
             return manifest.state, f"{path}, epoch {manifest.state.epoch}: {why}"
         if not passed:
@@ -581,16 +585,6 @@ def _content(path: Path, limit: int) -> memoryview:
             return np.fromfile(file, np.uint8, min(os.fstat(handle).st_size, limit + 1)).data
     except OSError as error:
         raise Damaged(f"checkpoint {path.parent} is damaged: {path.name}: {error.strerror}") from error
-
-
-def _checked(path: Path, manifest: Manifest, content: memoryview, read: Read) -> Image:
-    try:
-        image = read(torch.frombuffer(content, dtype=torch.uint8))
-    except ValueError as error:
-        raise Misfit(f"checkpoint {path} does not fit: {error}", "nothing was loaded") from error
-    if image.id != manifest.state:
-        raise Misfit(f"checkpoint {path} claims to be of {manifest.state}, and holds {image.id}", "remove it")
-    return image
 
 
 def _lock(path: Path) -> int:

@@ -177,17 +177,14 @@ class SharedOptimizer:
         self.optimizer = optimizer
         self.epoch = -1
         self._shared: StateId | None = None
+        self._model = model
         self._parameters = list(model.module.parameters())
         self._group = group
         self._share(lambda: None)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As any optimizer's."""
-        for parameter in self._parameters:
-            if set_to_none:
-                parameter.grad = None
-            elif parameter.grad is not None:
-                parameter.grad.zero_()
+        self._model.zero_grad(set_to_none)
 
     def step(self) -> None:
         """`SwarmOptimizer.step` on rank 0; then all ranks have its parameters. All ranks call it, equally often.

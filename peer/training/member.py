@@ -323,9 +323,10 @@ class Member:
             return  # This peer itself ended the search.
         self.last = outcome
         self.outcomes += 1
-        was_in_step = self.in_step
-        if self._is_past(outcome):
-            return
+        of, was_in_step = outcome.state, self.in_step
+        moved = was_in_step and self._claimed != self.id
+        if outcome.ok and moved and of is not None and of.epoch < self.id.epoch:
+            return  # A download has brought a later state: this mean is of no more use.
         missing = 0
         if outcome.ok:
             state = self._run.state
@@ -351,12 +352,6 @@ class Member:
             )
         if self._crowded and not before:
             log.warning("run %s: %s", self._run.name, self._crowded)
-
-    def _is_past(self, outcome: Outcome) -> bool:
-        """Whether a round began from an older state than a download has brought: its mean is of no more use."""
-        of = outcome.state
-        moved = self.in_step and self._claimed != self.id
-        return outcome.ok and moved and of is not None and of.epoch < self.id.epoch
 
     def _comes(self, pending: PendingRound) -> bool:
         """Wait for a round; returns whether it has ended. If not, a download has brought its mean meanwhile."""
