@@ -8,7 +8,7 @@ import os
 import re
 import socket
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from configparser import RawConfigParser
 from pathlib import Path
 from typing import Annotated, Any
@@ -206,8 +206,7 @@ def _from_file(path: Path) -> list[tuple[str, Any, str]]:
     return [(key, value, f"file {path}") for key, value in table.items()]
 
 
-def _from_environment(environ: Mapping[str, str]) -> list[tuple[str, Any, str]]:
-    found: list[tuple[str, Any, str]] = []
+def _from_environment(environ: Mapping[str, str]) -> Iterator[tuple[str, Any, str]]:
     for key in KEYS:
         name = ENV_PREFIX + key.upper()
         text = environ.get(name)
@@ -217,8 +216,7 @@ def _from_environment(environ: Mapping[str, str]) -> list[tuple[str, Any, str]]:
                 value = text.replace(",", " ").split()
             elif _TYPES[key] in _BOOLEANS:
                 value = RawConfigParser.BOOLEAN_STATES.get(text.strip().lower(), text)
-            found.append((key, value, f"environment {name}"))
-    return found
+            yield key, value, f"environment {name}"
 
 
 def _from_flags(flags: Mapping[str, Any], style: str) -> list[tuple[str, Any, str]]:

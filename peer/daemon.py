@@ -70,10 +70,7 @@ class Daemon:
     _home: Home
 
     def __init__(
-        self,
-        loaded: Loaded,
-        say: Callable[[str], None] = lambda line: None,
-        home: Home | None = None,
+        self, loaded: Loaded, say: Callable[[str], None] = lambda line: None, home: Home | None = None
     ) -> None:
         """`say` is told lines for people: the addresses, then each change of state; `home` has been taken already."""
         self._loaded = loaded

@@ -123,9 +123,8 @@ class Binding:
         """Move the tensors, in place, by the difference of a mean, u8 [`size`], from their copies; overwrites those."""
         with torch.no_grad():
             for name, tensor in tensors.items():
-                torch.sub(
-                    tensor, copies[name], out=copies[name]
-                )  # The steps since; a second model would take memory.
+                # The steps since; a second model would take memory.
+                torch.sub(tensor, copies[name], out=copies[name])
             self.averages.decode(mean, tensors)
             for name, tensor in tensors.items():
                 tensor.add_(copies[name])

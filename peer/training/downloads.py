@@ -58,12 +58,7 @@ class Downloads:
         self._begin(events.FetchFailed, partial(self._run.fetch, at_least, limit, FETCH_SECONDS, among))
 
     def recover(
-        self,
-        after: StateId,
-        circle: tuple[str, ...],
-        timeout: float,
-        proved: bool,
-        patient: bool,
+        self, after: StateId, circle: tuple[str, ...], timeout: float, proved: bool, patient: bool
     ) -> None:
         """Begin to fetch the mean that the group applied to the state `after`; see `Run.recover`."""
         self._begin(
