@@ -21,7 +21,7 @@ from OpenSSL import SSL
 
 from equipoise.dht.direct import aead
 from equipoise.dht.direct.errors import Refused
-from equipoise.dht.direct.sockets import said
+from equipoise.dht.direct.sockets import receive_exactly, said
 from equipoise.dht.direct.streams import AeadStream, TlsStream
 from equipoise.dht.direct.tls import TlsSession
 from equipoise.dht.identity import peer_of, public_key_of
@@ -59,8 +59,6 @@ class Preface:
 
 def parse_preface(data: bytes | bytearray) -> Preface:
     """Decode `PREFACE_BYTES` bytes of a stranger; raises Refused if they are no preface, or have another version."""
-    if len(data) != PREFACE_BYTES:
-        raise Refused("malformed preface", f"expected {PREFACE_BYTES} bytes, got {len(data)}")
     magic, version, layer, dialler, acceptor = _PREFACE.unpack(data)
     if magic != _MAGIC:
         raise Refused("malformed preface", "it does not begin as a direct channel does")
@@ -69,18 +67,6 @@ def parse_preface(data: bytes | bytearray) -> Preface:
     if layer >= len(_LAYERS):
         raise Refused("malformed preface", f"expected a layer below {len(_LAYERS)}, got {layer}")
     return Preface(_LAYERS[layer], peer_of(dialler), peer_of(acceptor))
-
-
-async def receive_opening(connection: socket.socket) -> bytes:
-    """Read the dialling side's first `PREFACE_BYTES`, and no byte more; raises OSError if the connection ends."""
-    data = bytearray(PREFACE_BYTES)
-    view, loop = memoryview(data), asyncio.get_running_loop()
-    while view:
-        got = await loop.sock_recv_into(connection, view)
-        if not got:
-            raise Refused("went away", "it closed the connection before it said who it is")
-        view = view[got:]
-    return bytes(data)
 
 
 async def secure(
@@ -101,7 +87,7 @@ async def secure(
         tls = TlsSession(context, server=not dialler)
         while not tls.shake_hands():
             await loop.sock_sendall(connection, tls.seal())
-            await _read(connection, tls)
+            tls.feed(await loop.sock_recv(connection, HANDSHAKE_BYTES))
         expected = preface.acceptor if dialler else preface.dialler
         if tls.peer != expected:
             raise Refused("impostor", f"it holds the key of {tls.peer or 'no peer'}, not of {expected}")
@@ -112,7 +98,9 @@ async def secure(
         while not tls.open_into(memoryview(greeting)):
             if records == MAX_RECORDS:
                 raise Refused("tls failure", "it does not greet")
-            await _read_record(connection, tls)
+            # A record, and nothing of what follows, which may be no TLS.
+            prefix = await receive_exactly(connection, RECORD_PREFIX_BYTES)
+            tls.feed(prefix + await receive_exactly(connection, int.from_bytes(prefix[3:])))
             records += 1
         if not dialler:
             await loop.sock_sendall(connection, tls.seal(layer))
@@ -138,28 +126,6 @@ def _closed_if_refused(opened: socket.socket | Stream) -> Iterator[None]:
         if isinstance(error, OSError) and not isinstance(error, Refused):
             raise Refused("went away", said(error)) from None
         raise
-
-
-async def _read(connection: socket.socket, tls: TlsSession) -> None:
-    data = await asyncio.get_running_loop().sock_recv(connection, HANDSHAKE_BYTES)
-    if data:
-        tls.feed(data)
-    else:
-        tls.end()
-
-
-async def _read_record(connection: socket.socket, tls: TlsSession) -> None:
-    """Take in one record, and nothing of what follows, which may be no TLS."""
-    record, size = bytearray(), RECORD_PREFIX_BYTES
-    while len(record) < size:
-        data = await asyncio.get_running_loop().sock_recv(connection, size - len(record))
-        if not data:
-            tls.end()
-            return
-        record += data
-        if len(record) == RECORD_PREFIX_BYTES:
-            size += int.from_bytes(record[3:])
-    tls.feed(bytes(record))
 
 
 async def _accepted(stream: Stream, dialler: bool) -> Stream:

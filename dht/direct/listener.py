@@ -12,7 +12,7 @@ from equipoise.dht.address import ListenAddress, is_ip, is_loopback
 from equipoise.dht.dialpolicy import Place
 from equipoise.dht.direct.errors import Refused
 from equipoise.dht.direct.handshake import PREFACE_BYTES
-from equipoise.dht.direct.sockets import prepare
+from equipoise.dht.direct.sockets import prepare, receive_exactly
 from equipoise.dht.limits import Tally
 from equipoise.dht.p2pd import ListenError, listen_error, with_port
 from equipoise.dht.streams import Acceptor
@@ -143,8 +143,6 @@ def origin_answer(host: str, port: int) -> bytes:
 
 def parse_origin(data: bytes) -> tuple[str, int]:
     """Return the address and port in an answer; raises Refused if it is no answer."""
-    if len(data) != ORIGIN_BYTES:
-        raise Refused("went away", f"expected {ORIGIN_BYTES} bytes, got {len(data)}")
     try:
         host, port = data.decode("ascii").split()
         if "%" not in host and 1 <= int(port) <= 65535:
@@ -156,12 +154,5 @@ def parse_origin(data: bytes) -> tuple[str, int]:
 
 async def ask_origin(connection: socket.socket) -> tuple[str, int]:
     """Ask a direct listener where it sees this fresh connection come from; raises OSError if it does not answer."""
-    loop = asyncio.get_running_loop()
-    await loop.sock_sendall(connection, ORIGIN_QUESTION)
-    data = b""
-    while len(data) < ORIGIN_BYTES:
-        got = await loop.sock_recv(connection, ORIGIN_BYTES - len(data))
-        if not got:
-            break
-        data += got
-    return parse_origin(data)
+    await asyncio.get_running_loop().sock_sendall(connection, ORIGIN_QUESTION)
+    return parse_origin(await receive_exactly(connection, ORIGIN_BYTES))

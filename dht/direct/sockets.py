@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 from equipoise.dht.address import is_ip
+from equipoise.dht.direct.errors import Refused
 from equipoise.dht.streams import closed_on_failure
 
 USER_TIMEOUT_MS = 3000
@@ -90,6 +91,18 @@ async def connect(host: str, port: int, permits: Callable[[str], bool] = lambda 
         raise ConnectionError(f"no answer within {DIAL_SECONDS:.1f} s") from None
     except UnicodeError:
         raise ConnectionError("it is no name of a host") from None
+
+
+async def receive_exactly(connection: socket.socket, size: int) -> bytes:
+    """Read the next `size` bytes, and no byte more; raises Refused if the connection ends before."""
+    data, loop = bytearray(size), asyncio.get_running_loop()
+    view = memoryview(data)
+    while view:
+        got = await loop.sock_recv_into(connection, view)
+        if not got:
+            raise Refused("went away", "it closed the connection too soon")
+        view = view[got:]
+    return bytes(data)
 
 
 def said(error: BaseException) -> str:

@@ -118,13 +118,11 @@ class TlsSession:
         return True
 
     def feed(self, data: memoryview | bytes) -> None:
-        """Take in bytes from the network."""
-        if data:  # OpenSSL takes nothing for an error.
+        """Take in bytes from the network; none: there are no more."""
+        if data:
             self._tls.bio_write(data)
-
-    def end(self) -> None:
-        """The network has no more bytes."""
-        self._tls.bio_shutdown()
+        else:
+            self._tls.bio_shutdown()
 
     def seal(self, plain: memoryview | bytes = b"") -> bytes:
         """Return `plain` as bytes for the network, with whatever waited to be sent."""

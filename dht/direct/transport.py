@@ -13,9 +13,9 @@ from equipoise.dht.dialpolicy import DialPolicy, Place, private_networks
 from equipoise.dht.direct import handshake
 from equipoise.dht.direct.credential import Allowlist, issue
 from equipoise.dht.direct.errors import Refusals, Refused, Why
-from equipoise.dht.direct.handshake import Layer, Preface, parse_preface
+from equipoise.dht.direct.handshake import PREFACE_BYTES, Layer, Preface, parse_preface
 from equipoise.dht.direct.listener import ORIGIN_QUESTION, Gate, Listener, endpoints, origin_answer
-from equipoise.dht.direct.sockets import connect, keep_alive, said, shown, tune
+from equipoise.dht.direct.sockets import connect, keep_alive, receive_exactly, said, shown, tune
 from equipoise.dht.direct.tls import make_context
 from equipoise.dht.identity import Identity
 from equipoise.dht.limits import LruDict
@@ -255,7 +255,7 @@ class DirectTransport:
             if dialled:
                 self.channels.check_room(peer)
                 return self._enter(peer, await self._claim(connection, peer, address))
-            preface = parse_preface(await handshake.receive_opening(connection))
+            preface = parse_preface(await receive_exactly(connection, PREFACE_BYTES))
             if preface.dialler != peer:
                 raise Refused("other peer", f"{preface.dialler} is where {peer} was expected")
             return await self._introduce(connection, address[0], preface)
@@ -291,7 +291,7 @@ class DirectTransport:
         assert task is not None
         try:
             async with asyncio.timeout(HANDSHAKE_SECONDS):
-                opening = await handshake.receive_opening(connection)
+                opening = await receive_exactly(connection, PREFACE_BYTES)
                 if opening == ORIGIN_QUESTION:
                     await asyncio.get_running_loop().sock_sendall(connection, origin_answer(*address))
                     return

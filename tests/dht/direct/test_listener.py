@@ -59,7 +59,7 @@ def test_refusals_take_a_line_a_second_and_reason_with_a_count(caplog: pytest.Lo
     assert refusals.counts == {"malformed preface": 20_000, "timeout": 1}
 
 
-@given(st.binary(max_size=100))
+@given(st.binary(min_size=PREFACE_BYTES, max_size=PREFACE_BYTES))
 @settings(max_examples=500)
 def test_noise_is_no_preface(noise: bytes) -> None:
     with pytest.raises(Refused):

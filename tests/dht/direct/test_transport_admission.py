@@ -15,7 +15,8 @@ from OpenSSL import SSL
 from equipoise.dht.direct import handshake, transport
 from equipoise.dht.direct.credential import issue
 from equipoise.dht.direct.errors import Refused
-from equipoise.dht.direct.handshake import Preface, parse_preface
+from equipoise.dht.direct.handshake import PREFACE_BYTES, Preface, parse_preface
+from equipoise.dht.direct.sockets import receive_exactly
 from equipoise.dht.direct.tls import TlsSession, make_context
 from equipoise.dht.identity import Identity
 from equipoise.dht.streams import Stream
@@ -246,7 +247,7 @@ async def terminating(context: SSL.Context):
     arrived: list[object] = []
 
     async def serve(connection: socket.socket) -> None:
-        preface = parse_preface(await handshake.receive_opening(connection))
+        preface = parse_preface(await receive_exactly(connection, PREFACE_BYTES))
         with contextlib.suppress(Refused):
             stream = await handshake.secure(connection, context, preface, dialler=False)
             arrived.append(stream)
