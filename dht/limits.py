@@ -65,12 +65,6 @@ def backoff(pause: float, first: float, most: float, growth: float = 2.0) -> flo
 class Tally(Counter[str]):
     """Counts work under way by name; a name whose count is 0 is forgotten."""
 
-    def drop(self, name: str) -> None:
-        """Count one less of `name`."""
-        self[name] -= 1
-        if self[name] <= 0:
-            del self[name]
-
     @contextlib.contextmanager
     def counting(self, *names: str) -> Iterator[None]:
         """Count one more of each of `names` within the context."""
@@ -79,7 +73,9 @@ class Tally(Counter[str]):
             yield
         finally:
             for name in names:
-                self.drop(name)
+                self[name] -= 1
+                if self[name] <= 0:
+                    del self[name]
 
 
 class RateLimit:

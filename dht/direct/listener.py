@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import socket
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
@@ -13,7 +14,6 @@ from equipoise.dht.dialpolicy import Place
 from equipoise.dht.direct.errors import Refused
 from equipoise.dht.direct.handshake import PREFACE_BYTES
 from equipoise.dht.direct.sockets import prepare, receive_exactly
-from equipoise.dht.limits import Tally
 from equipoise.dht.p2pd import ListenError, listen_error, with_port
 from equipoise.dht.streams import Acceptor
 
@@ -111,7 +111,6 @@ class Gate:
 
     def __init__(self) -> None:
         self._waiting: dict[Hashable, str] = {}
-        self._counts = Tally()
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -122,18 +121,16 @@ class Gate:
         if ":" in address:  # One customer has 2**64 addresses of IPv6.
             host = str(ipaddress.ip_network((address.partition("%")[0], 64), strict=False))
         if len(self._waiting) >= MAX_WAITING:
-            most = max(self._counts.values())
-            evicted = next(one for one, home in self._waiting.items() if self._counts[home] == most)
-            self.leave(evicted)
+            # Of equals, the first counted: that of the oldest stranger.
+            [(most, _)] = Counter(self._waiting.values()).most_common(1)
+            evicted = next(one for one, home in self._waiting.items() if home == most)
+            del self._waiting[evicted]
         self._waiting[guest] = host
-        self._counts[host] += 1
         return evicted
 
     def leave(self, guest: Hashable) -> None:
         """Forget `guest`; idempotent."""
-        host = self._waiting.pop(guest, None)
-        if host is not None:
-            self._counts.drop(host)
+        self._waiting.pop(guest, None)
 
 
 def origin_answer(host: str, port: int) -> bytes:
