@@ -135,10 +135,7 @@ def is_host(host: str) -> bool:
 
 def is_loopback(host: str) -> bool:
     """Tell whether `host` is an IP address that only this machine reaches."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+    return ipaddress.ip_address(host).is_loopback if is_ip(host) else host == "localhost"
 
 
 def _parse(text: str, example: str) -> tuple[str, str, int, list[str]]:

@@ -189,7 +189,7 @@ class Reach:
         self._protocol = protocol
         self._verdict = Reachability(hidden)
         self._limit = RateLimit(CALLS_PER_SECOND, BURST)
-        self._under_way = 0
+        self._room = asyncio.Semaphore(MAX_AT_ONCE)
         self._service = RelayService(link, protocol.dialer, relay)
         trials = Trials(folder)
         self._offers: LruDict[str, None] = LruDict(MAX_CANDIDATES)
@@ -298,11 +298,10 @@ class Reach:
 
     async def _answer(self, peer: str, data: bytes) -> bytes:
         """Dial `peer` back at its request."""
-        if self._under_way >= MAX_AT_ONCE or not self._limit.allow(peer, time.monotonic()):
+        if self._room.locked() or not self._limit.allow(peer, time.monotonic()):
             raise Malformed("too many questions")
         ask = decode(data, Ask)
-        self._under_way += 1
-        try:
+        async with self._room:
             seen = direct_hosts((await self._link.connections()).get(peer, ()))
             where = [(host, port) for host in seen for port in ask.ports][:MAX_TARGETS]
             hosts = seen[:MAX_TARGETS] if where and ask.direct else []
@@ -312,8 +311,6 @@ class Reach:
             )
             blocked = other.failed if hosts and not other.reached else ""
             return encode(msgspec.structs.replace(answer, direct=self._direct.port, blocked=blocked))
-        finally:
-            self._under_way -= 1
 
     def _follow(self) -> None:
         """Look for relays unless other peers are known to dial this one."""

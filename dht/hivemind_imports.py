@@ -21,18 +21,16 @@ from hivemind.utils.multiaddr import Multiaddr as Multiaddr
 peer_id_of = functools.lru_cache(4096)(PeerID.from_base58)
 """The PeerID object of a PeerID in base58: to make one takes 40 microseconds, and most are wanted again."""
 
+_log = logging.getLogger("equipoise.dht.hivemind")
+
 
 class _Quiet(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self._logger = logging.getLogger("equipoise.dht.hivemind")
-
     def emit(self, record: logging.LogRecord) -> None:
-        self._logger.debug("%s", record.getMessage())
+        _log.debug("%s", record.getMessage())
 
 
-_logger = logging.getLogger("hivemind")
-_logger.handlers[:] = [_Quiet()]
-_logger.propagate = False
+_theirs = logging.getLogger("hivemind")
+_theirs.handlers[:] = [_Quiet()]
+_theirs.propagate = False
 # hivemind renames the level for the whole process.
 logging.addLevelName(logging.WARNING, "WARNING")

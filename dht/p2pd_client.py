@@ -44,6 +44,8 @@ StreamHandler = Callable[[str, bool, Stream], Awaitable[None]]
 """Has the other end's PeerID, proved by libp2p, whether a relay lies between, and the stream, closed at its end."""
 
 _log = logging.getLogger(__name__)
+_peer = functools.lru_cache(MAX_DECODED)(lambda data: str(PeerID(data)))
+_multiaddr = functools.lru_cache(MAX_DECODED)(lambda data: str(Multiaddr(data)))
 
 
 class P2pdClientError(ConnectionError):
@@ -162,16 +164,6 @@ class P2pdClient:
         if self._p2p is None:
             raise P2pdGone("p2pd is not running")
         return self._p2p._client
-
-
-@functools.lru_cache(MAX_DECODED)
-def _peer(data: bytes) -> str:
-    return str(PeerID(data))
-
-
-@functools.lru_cache(MAX_DECODED)
-def _multiaddr(data: bytes) -> str:
-    return str(Multiaddr(data))
 
 
 async def _bounded(request: Awaitable[Any], what: str, seconds: float = REQUEST_SECONDS) -> Any:

@@ -111,17 +111,14 @@ class FramedChannel:
 
         Raises ConnectionError if the channel is closed or broken, or a length exceeds its maximum.
         """
-        within = False
+        await self.wait_readable()
         try:
-            await self._stream.wait_readable()
-            within = True
             return await self._receive(place)
         except StreamClosed as error:
             raise self._broken("receive from", error) from None
         except BaseException:
             # Bytes of a frame may have moved: nothing after them can be understood.
-            if within:
-                self.close("a receive was abandoned within a frame")
+            self.close("a receive was abandoned within a frame")
             raise
 
     async def _receive(self, place: Place) -> tuple[bytes, memoryview]:
