@@ -47,20 +47,15 @@ def scratch(count: int, device: torch.device) -> torch.Tensor:
     return piece
 
 
-def extremes(values: torch.Tensor) -> tuple[float, float]:
-    """Return the least and greatest of `values`, f32 [n >= 1]; both are NaN where any value is."""
+def within(values: torch.Tensor, limit: float = F32_MAX) -> bool:
+    """Say whether all `values`, f32 [n >= 1], lie in [-limit, limit]; NaN does not, and makes both extremes NaN."""
     low, high = torch.aminmax(values)
-    return low.item(), high.item()
-
-
-def within(low: float, high: float, limit: float = F32_MAX) -> bool:
-    """Say whether extremes lie in [-limit, limit]; NaN does not."""
-    return low >= -limit and high <= limit
+    return low.item() >= -limit and high.item() <= limit
 
 
 def first_non_finite(values: torch.Tensor) -> int | None:
     """Return the index of the first NaN or infinity in `values`, f32 [n], or None."""
     for span in spans(values.numel(), values.device):
-        if not within(*extremes(values[span])):
+        if not within(values[span]):
             return int(span.start) + int((~torch.isfinite(values[span])).to(torch.uint8).argmax())
     return None

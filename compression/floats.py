@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from equipoise.compression.array_math import FORMATS, FloatMath
 from equipoise.compression.choice import compiled
-from equipoise.compression.chunks import extremes, first_non_finite, scratch, spans, within
+from equipoise.compression.chunks import first_non_finite, scratch, spans, within
 from equipoise.compression.codec import Codec
 from equipoise.compression.errors import NonFiniteError
 from equipoise.compression.late_torch import torch
@@ -39,9 +39,8 @@ class FloatCodec(Codec):
         clamped = 0
         for span in spans(values.numel(), values.device):
             piece = values[span]
-            low, high = extremes(piece)
-            if not within(low, high, self._limit):
-                if not within(low, high) and (index := first_non_finite(values)) is not None:
+            if not within(piece, self._limit):
+                if not within(piece) and (index := first_non_finite(values)) is not None:
                     raise NonFiniteError(index, values.numel(), values[index].item())
                 clamped += int((piece.abs() > self._limit).sum())
                 kept = scratch(piece.numel(), piece.device)

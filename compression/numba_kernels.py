@@ -68,14 +68,9 @@ def _codes(base, start, count):  # type: ignore[no-untyped-def]
     return numba.carray(_code_pointer(base + start), (count,))
 
 
-@numba.njit(**_compiled)
-def _blocks(count, block):  # type: ignore[no-untyped-def]
-    return -(-count // block)
-
-
 @numba.njit(numba.boolean(_U8, numba.int64, numba.int64), **_compiled)
 def _fits(payload, count, block):  # type: ignore[no-untyped-def]
-    size = _blocks(count, block) * SCALE_BYTES + count
+    size = -(-count // block) * SCALE_BYTES + count
     return payload.size == size and payload.ctypes.data % SCALE_BYTES == 0
 
 
@@ -131,7 +126,7 @@ def _add_codes(codes, scale, weight, into):  # type: ignore[no-untyped-def]
 def _encode(values, payload, block):  # type: ignore[no-untyped-def]
     if not _fits(payload, values.size, block):
         return False
-    split = _blocks(values.size, block) * SCALE_BYTES
+    split = payload.size - values.size
     scales = payload[:split].view(np.float32)
     from_values, from_codes = values.ctypes.data, payload.ctypes.data + split
     for b in range(scales.size):
@@ -149,7 +144,7 @@ def _encode(values, payload, block):  # type: ignore[no-untyped-def]
 def _sound(payload, count, block):  # type: ignore[no-untyped-def]
     if not _fits(payload, count, block):
         return False
-    split = _blocks(count, block) * SCALE_BYTES
+    split = payload.size - count
     scales, codes = payload[:split].view(np.float32), payload[split:].view(np.int8)
     bad = 0
     for b in range(scales.size):
@@ -166,7 +161,7 @@ def _decode(payload, out, block):  # type: ignore[no-untyped-def]
     # Two passes, of which the second finds in the second-level cache what the first has read.
     if not _sound(payload, out.size, block):
         return False
-    split = _blocks(out.size, block) * SCALE_BYTES
+    split = payload.size - out.size
     scales = payload[:split].view(np.float32)
     from_out, from_codes = out.ctypes.data, payload.ctypes.data + split
     for b in range(scales.size):
@@ -184,7 +179,7 @@ def _reduce(addresses, weights, payload, scratch, block):  # type: ignore[no-unt
     for m in range(shares.size):
         if not np.isfinite(shares[m]) or addresses[m] % SCALE_BYTES:
             return False
-    split = _blocks(scratch.size, block) * SCALE_BYTES
+    split = payload.size - scratch.size
     scales = payload[:split].view(np.float32)
     from_scratch, from_codes = scratch.ctypes.data, payload.ctypes.data + split
     for b in range(scales.size):
