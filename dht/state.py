@@ -129,8 +129,8 @@ class SwarmStatus(msgspec.Struct, frozen=True):
         p2pd_log: The last lines that p2pd printed.
         clock_offset: Seconds that the median of the swarm's clocks is ahead of this machine's.
         streams: Number of open streams.
-        reach: How others reach this peer; None for a swarm that cannot tell.
-        direct: Direct channels; None for a swarm that has none.
+        reach: How others reach this peer.
+        direct: Its direct channels.
         warnings: What a person should put right, one line each with its next step: a clock that is off, say.
     """
 
@@ -146,7 +146,7 @@ class SwarmStatus(msgspec.Struct, frozen=True):
     p2pd_log: tuple[str, ...]
     clock_offset: float
     streams: int
-    direct: DirectStatus | None = None
-    reach: ReachStatus | None = None
+    direct: DirectStatus
+    reach: ReachStatus
     warnings: tuple[str, ...] = ()
     returning: tuple[BootstrapStatus, ...] = ()

@@ -123,8 +123,7 @@ def _overview(status: Status) -> Iterator[RenderableType]:
     entries = [("joins through", row.address if row.state == "connected" else _why(row)) for row in given]
     entries += [("met before", f"{_short(row.address)}, {_why(row)}") for row in status.swarm.returning]
     rows += entries[:SHOWN_ENTRIES]
-    if status.swarm.reach is not None:
-        rows.append(("reached", f"{status.swarm.reach.state}: {status.swarm.reach.reason}"))
+    rows.append(("reached", f"{status.swarm.reach.state}: {status.swarm.reach.reason}"))
     if not status.runs:
         rows.append(("runs", "none: a training script joins them"))
     yield _grid(rows)
@@ -170,9 +169,7 @@ def _why(row: BootstrapStatus) -> str:
     return f"{row.state}: {when}{row.reason}"
 
 
-def _reach(reach: ReachStatus | None) -> Iterator[str]:
-    if reach is None:
-        return
+def _reach(reach: ReachStatus) -> Iterator[str]:
     yield f"{reach.state}: {reach.reason}"
     if (relaying := reach.relaying) is not None:
         yield (
@@ -182,9 +179,7 @@ def _reach(reach: ReachStatus | None) -> Iterator[str]:
         )
 
 
-def _direct(direct: DirectStatus | None) -> Iterator[str]:
-    if direct is None:
-        return
+def _direct(direct: DirectStatus) -> Iterator[str]:
     where = ", ".join(direct.listening) or "nowhere"
     yield f"{direct.channels} channels open, {direct.channel}; listens at {where}"
     if direct.refused:

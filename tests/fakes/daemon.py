@@ -31,7 +31,7 @@ from equipoise.averaging.spec import RunSpec
 from equipoise.averaging.state import StateId
 from equipoise.averaging.strategy import Federated
 from equipoise.averaging.weights import cap_of, counted_weights
-from equipoise.dht.state import ReachStatus, SwarmStatus
+from equipoise.dht.state import DirectStatus, ReachStatus, SwarmStatus
 from equipoise.peer.config import Config
 from fakes.vectors import decoded, encoded
 
@@ -176,6 +176,8 @@ class FakeSwarm:
             p2pd_log=(),
             clock_offset=0.0,
             streams=0,
+            direct=DirectStatus(channel="aead"),
+            reach=self.reach(self.peer),
         )
 
     def name(self, peer: str) -> str:

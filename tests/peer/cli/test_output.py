@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from equipoise.averaging.outcome import Gathering, Outcome
-from equipoise.dht.state import BootstrapStatus, ReachStatus, SwarmStatus
+from equipoise.dht.state import BootstrapStatus, DirectStatus, ReachStatus, SwarmStatus
 from equipoise.peer.cli import output
 from equipoise.peer.cli.output import print_peers, print_rounds, print_settings, print_status
 from equipoise.peer.config import Setting
@@ -73,6 +73,7 @@ def a_status(runs: int = 2, entries: int = 1, warnings: int = 1) -> Status:
             p2pd_log=(),
             clock_offset=0.0,
             streams=0,
+            direct=DirectStatus(channel="aead"),
             reach=ReachStatus("direct", f"dialled by {OTHER}"),
             returning=tuple(BootstrapStatus(OTHER, "timeout", REASON, 3, 41.7) for _ in range(entries)),
         ),
