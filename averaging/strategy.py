@@ -74,9 +74,9 @@ class Strategy:
 
     def policy(self, context: Context) -> ClosePolicy:
         """Make the policy by which a coordinator in `context` closes its groups."""
-        from equipoise.averaging.matchmaking.closing import LearntWait
+        from equipoise.averaging.matchmaking.closing import ClosePolicy
 
-        return LearntWait(context)
+        return ClosePolicy(context)
 
 
 class AllReduce(Strategy):

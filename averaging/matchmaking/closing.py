@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence, Set
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -11,12 +10,7 @@ from equipoise.averaging.matchmaking import messages as wire
 from equipoise.averaging.matchmaking.context import Context
 from equipoise.averaging.matchmaking.group_builder import GroupBuilder, Limit
 from equipoise.averaging.state import StateId
-from equipoise.averaging.timing import (
-    HOLD_SECONDS,
-    KEEPALIVE,
-    PATIENT_KEEPALIVE,
-    REDRAWN_SECONDS,
-)
+from equipoise.averaging.timing import HOLD_SECONDS, KEEPALIVE, PATIENT_KEEPALIVE, REDRAWN_SECONDS
 
 if TYPE_CHECKING:
     from equipoise.averaging.strategy import Federated
@@ -41,11 +35,8 @@ class _Draw(NamedTuple):
     since: dict[str, float]
 
 
-_NO_DRAW = _Draw(Drawn((), ()), {})
-
-
-class ClosePolicy(ABC):
-    """Decides when a coordinator closes its groups.
+class ClosePolicy:
+    """Decides when a coordinator closes its groups: here when waiting longer does not pay, by how late peers were.
 
     Attributes:
         keepalive: Seconds between a coordinator's messages to a parked peer.
@@ -62,13 +53,17 @@ class ClosePolicy(ABC):
     def __init__(self, context: Context) -> None:
         self._context = context
 
-    @abstractmethod
     def awaited(self, gathering: GroupBuilder, now: float) -> tuple[Set[str], Set[str]]:
         """The peers that the group is for, and those of them that the coordinator still waits for."""
+        expected = self._context.membership.expected(gathering.round, now)
+        return expected, expected - gathering.parked.keys()
 
-    @abstractmethod
     def limit(self, gathering: GroupBuilder, now: float) -> Limit:
         """The time at which the group closes without the missing peers, if it can be a group."""
+        learnt, patience = self._context.straggler_wait, gathering.out_of_patience()
+        waited = float("inf") if gathering.opened is None else gathering.opened + learnt.wait
+        why = f"waited {learnt.reason}" if waited <= patience else "half of them have spent half their time"
+        return Limit(min(waited, patience), why, waited)
 
     def draw(self, state: StateId | None, now: float) -> Drawn:
         """The peers that train from a state, here all, and the live ones, as far as this peer sees."""
@@ -92,22 +87,6 @@ class ClosePolicy(ABC):
         return f"this peer coordinates: {len(gathering.parked)} of {in_all} are in{waits}; {why}"
 
 
-class LearntWait(ClosePolicy):
-    """Groups of peers that are in step: a group closes when waiting longer does not pay, by how late peers were."""
-
-    def awaited(self, gathering: GroupBuilder, now: float) -> tuple[Set[str], Set[str]]:
-        """See `ClosePolicy.awaited`."""
-        expected = self._context.membership.expected(gathering.round, now)
-        return expected, expected - gathering.parked.keys()
-
-    def limit(self, gathering: GroupBuilder, now: float) -> Limit:
-        """See `ClosePolicy.limit`."""
-        learnt, patience = self._context.straggler_wait, gathering.out_of_patience()
-        waited = float("inf") if gathering.opened is None else gathering.opened + learnt.wait
-        why = f"waited {learnt.reason}" if waited <= patience else "half of them have spent half their time"
-        return Limit(min(waited, patience), why, waited)
-
-
 class QuorumAndGrace(ClosePolicy):
     """Federated rounds: a round closes when all drawn peers are in, or some seconds after its quorum is.
 
@@ -122,14 +101,13 @@ class QuorumAndGrace(ClosePolicy):
         super().__init__(context)
         self.hold, self.reserve = strategy.grace + HOLD_SECONDS, strategy.reserve
         self._strategy = strategy
-        self._introducing = LearntWait(context)
         self._draws: dict[StateId | None, _Draw] = {}
         self._begun = False
 
     def awaited(self, gathering: GroupBuilder, now: float) -> tuple[Set[str], Set[str]]:
         """See `ClosePolicy.awaited`."""
         if gathering.introduces:
-            return self._introducing.awaited(gathering, now)
+            return super().awaited(gathering, now)
         state = gathering.state
         self.draw(state, now)
         since = self._draws[state].since
@@ -139,7 +117,7 @@ class QuorumAndGrace(ClosePolicy):
     def limit(self, gathering: GroupBuilder, now: float) -> Limit:
         """See `ClosePolicy.limit`."""
         if gathering.introduces:
-            return self._introducing.limit(gathering, now)
+            return super().limit(gathering, now)
         quorum, grace = self._strategy.quorum, self._strategy.grace
         arrived = sorted(gathering.parked[peer].arrived for peer in gathering.contributors)
         reached = arrived[quorum - 1] if len(arrived) >= quorum else float("inf")
@@ -149,7 +127,7 @@ class QuorumAndGrace(ClosePolicy):
         """See `ClosePolicy.draw`."""
         strategy, live = self._strategy, self._context.membership.live(self._strategy.tags)
         self._begun = self._begun or len(live) >= strategy.available
-        drawn, since = self._draws.pop(state, _NO_DRAW)
+        drawn, since = self._draws.pop(state, _Draw(Drawn((), ()), {}))
         if live != drawn.live:
             # Fewer than the quorum could only fail. Where peers die, others take their places.
             minimum = max(strategy.minimum, strategy.quorum, len(drawn.peers))

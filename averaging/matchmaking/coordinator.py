@@ -326,10 +326,8 @@ class Coordinator:
             expected, missing = expected - {self._context.peer}, missing - {self._context.peer}
         group = frozenset(membership.group(self._context.peer, gathering.round))
         # Before the first group only, wait for peers that may still be met: client-mode peers must speak first.
-        first = not self._closed
-        strangers = self._has_unknown(gathering, now) or (
-            first and membership.incomplete(gathering.parked.keys(), now)
-        )
+        first = not self._closed and membership.incomplete(gathering.parked.keys(), now)
+        strangers = first or self._has_unknown(gathering, now)
         limit = policy.limit(gathering, now)
         holds = policy.holds(gathering, now) or self._is_unsettled(gathering, now)
         return Outlook(group, self._owed.keys(), expected, missing, limit, strangers, holds)

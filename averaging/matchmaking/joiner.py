@@ -129,7 +129,11 @@ class Joiner:
             return
         if self._parked and message.short:
             self.alone(now)
-        self._learn(message, now)
+        self._hear_of(message, now)
+        if (standing := message.standing) is not None:
+            # The peers that the coordinator does not draw are asked whether they live.
+            undrawn = set(self._policy.draw(standing.state, now).peers).difference(standing.drawn)
+            self._context.ask(self._membership.dialable_others(undrawn, now), now)
         self._parked = True
         self.count, self._short = (message.ready, message.target), message.short
         self.reason = f"{peer} coordinates: {message.ready} of {message.target} are in"
@@ -144,15 +148,6 @@ class Joiner:
     def _hear_of(self, message: wire.JoinAccepted | wire.Invitation, now: float) -> None:
         self._closes_at = float("inf") if message.closes is None else now + message.closes
         self.standing = message.standing or self.standing
-
-    def _learn(self, message: wire.JoinAccepted, now: float) -> None:
-        """Take over what the coordinator says of the round; ask the peers that it does not draw whether they live."""
-        self._hear_of(message, now)
-        standing = message.standing
-        if standing is None:
-            return
-        undrawn = set(self._policy.draw(standing.state, now).peers).difference(standing.drawn)
-        self._context.ask(self._membership.dialable_others(undrawn, now), now)
 
     def view(self, now: float) -> tuple[wire.Standing | None, float | None, float]:
         """The standing of the round, the seconds until it closes, and the seconds until this peer gives up."""

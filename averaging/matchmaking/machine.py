@@ -15,7 +15,7 @@ from equipoise.averaging.draw import Drawn
 from equipoise.averaging.manifest import Manifest, ManifestError
 from equipoise.averaging.matchmaking import events
 from equipoise.averaging.matchmaking import messages as wire
-from equipoise.averaging.matchmaking.closing import ClosePolicy, LearntWait, named
+from equipoise.averaging.matchmaking.closing import ClosePolicy, named
 from equipoise.averaging.matchmaking.context import Context
 from equipoise.averaging.matchmaking.coordinator import Coordinator
 from equipoise.averaging.matchmaking.joiner import Joiner
@@ -35,13 +35,12 @@ ANNOUNCE_PERIOD = 1.0
 class Matchmaking(Matchmaker):
     """One peer's matchmaking in one run, for as long as it has joined the run.
 
-    It takes events and returns actions; at `deadline` it must get `Woke`. The peer joins groups, and coordinates groups
-    whether or not it is ready itself. Times are seconds of one monotonic clock.
+    The peer joins groups, and coordinates groups whether or not it is ready itself.
     """
 
     def __init__(self, context: Context, policy: ClosePolicy | None = None) -> None:
         super().__init__(context)
-        self._policy = policy or LearntWait(context)
+        self._policy = policy or ClosePolicy(context)
         self._coordinator = Coordinator(context, self._policy)
         self._joiner = Joiner(context, self._coordinator, self._policy)
         self._doubtful = Allowance(DOUBTS_SECONDS, MAX_DOUBTS)

@@ -301,13 +301,8 @@ class Membership:
         A lost peer is left out until it has answered again: otherwise it would come and go with every try.
         """
         wanted = frozenset(tags)
-        live = [
-            peer
-            for peer, other in self._others.items()
-            if (other.answers or self._out_of_reach(other))
-            and wanted.issubset(other.tags)
-            and not other.observes
-        ]
+        there = ((peer, one) for peer, one in self._others.items() if one.answers or self._out_of_reach(one))
+        live = [peer for peer, one in there if wanted.issubset(one.tags) and not one.observes]
         return tuple(sorted([*live, self.peer] if wanted <= self._tags and not self.observes else live))
 
     def plan(self, round: int) -> Groups:
