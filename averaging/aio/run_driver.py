@@ -399,7 +399,7 @@ class RunDriver:
 
     def receive(self, peer: str, message: matchmaking_messages.MatchmakingMessage) -> None:
         """Take a matchmaking message of this run."""
-        if isinstance(message, matchmaking_messages.SpecQuestion | matchmaking_messages.SpecAnswer):
+        if isinstance(message, matchmaking_messages.SpecMessage):
             self._compare(events.MessageReceived(peer, message))
         else:
             self._driver.tell(events.MessageReceived(peer, message))

@@ -130,17 +130,8 @@ class Woke(msgspec.Struct, frozen=True):
     """The machine's deadline has passed."""
 
 
-Event = (
-    ContributionReceived
-    | PartReduced
-    | MeanReceived
-    | BytesReceived
-    | MessageReceived
-    | PeerLost
-    | PeerReturned
-    | Withdrew
-    | Woke
-)
+ValueEvent = ContributionReceived | PartReduced | MeanReceived | BytesReceived
+Event = ValueEvent | MessageReceived | PeerLost | PeerReturned | Withdrew | Woke
 
 
 class Send(msgspec.Struct, frozen=True):

@@ -148,21 +148,8 @@ class Mean(Message, frozen=True):
     contributors: Members
 
 
-RoundMessage = (
-    Prepare
-    | Promise
-    | Refuse
-    | Plan
-    | Report
-    | Waiting
-    | Propose
-    | Votes
-    | Fetch
-    | GiveUp
-    | Heartbeat
-    | Contribution
-    | Mean
-)
+PaxosMessage = Prepare | Promise | Refuse | Plan | Report | Propose | Votes
+RoundMessage = PaxosMessage | Waiting | Fetch | GiveUp | Heartbeat | Contribution | Mean
 
 encode: Callable[[RoundMessage], bytes] = msgspec.msgpack.Encoder().encode
 decode: Callable[[Buffer], RoundMessage] = parser(RoundMessage, "a message of a round")

@@ -213,17 +213,9 @@ class SpecAnswer(_Message, frozen=True, tag=True):
     table: Annotated[tuple[tuple[Word, Value], ...], msgspec.Meta(max_length=MAX_ROWS)]
 
 
-MatchmakingMessage = (
-    JoinRequest
-    | JoinAccepted
-    | JoinRefused
-    | LeaveRequest
-    | GroupFormed
-    | Invitation
-    | Whereabouts
-    | SpecQuestion
-    | SpecAnswer
-)
+JoinMessage = JoinRequest | JoinAccepted | JoinRefused | LeaveRequest | GroupFormed | Invitation | Whereabouts
+SpecMessage = SpecQuestion | SpecAnswer
+MatchmakingMessage = JoinMessage | SpecMessage
 
 encode: Callable[[MatchmakingMessage], bytes] = msgspec.msgpack.Encoder().encode
 decode: Callable[[Buffer], MatchmakingMessage] = parser(MatchmakingMessage, "a matchmaking message")
