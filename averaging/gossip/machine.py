@@ -105,11 +105,10 @@ class Pairing(Matchmaker):
     # ---- the partner ----
 
     def _proposed(self, peer: str, request: wire.JoinRequest, now: float) -> None:
-        join, objection = request.join, self._context.mismatch(request.join)
-        if objection is None and not self._takes(peer):
-            objection = Objection("it is not free", BUSY_SECONDS)
-        if objection is None:
-            objection = self._context.forgery(peer, join, now) or self._accept(join)
+        join = request.join
+        objection: Objection | None = Objection("it is not free", BUSY_SECONDS)
+        if self._takes(peer):
+            objection = self._context.objection(peer, join, now) or self._accept(join)
         if objection is not None:
             self._context.refuse(peer, join, objection)
 

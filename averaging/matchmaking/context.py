@@ -98,16 +98,12 @@ class Context:
         number = self.round if round is None else round
         return msgspec.structs.replace(stated, peer=self.peer, spec=self.spec, round=number).signed(self.sign)
 
-    def mismatch(self, join: Join) -> Objection | None:
-        """Return the objection if a join is of another spec than this peer's; None if it is of the same."""
+    def objection(self, peer: str, join: Join, now: float) -> Objection | None:
+        """Return why a join on the channel of `peer` does not count; None if `peer` signed it, and for this spec."""
         if join.spec != self.spec:
             return Objection(
                 f"expected spec {self.spec[:12]}, got {join.spec[:12]}: schema or options of the run differ"
             )
-        return None
-
-    def forgery(self, peer: str, join: Join, now: float) -> Objection | None:
-        """Return why a join that came on the channel of `peer` does not count as signed by `peer`; None if it does."""
         if now < self._forgers.get(peer, float("-inf")):
             return Objection(f"{peer} has sent a join with a false signature")
         if not self._looked_at.admits(peer, now):

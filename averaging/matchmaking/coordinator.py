@@ -266,13 +266,11 @@ class Coordinator:
 
     def _objection(self, peer: str, request: wire.JoinRequest, now: float) -> Objection | None:
         round = request.join.round
-        if mismatch := self._context.mismatch(request.join):
-            return mismatch
         if round not in self._closed and round < self._context.round:
             return Objection(f"round {round} is over here")
         if not self._context.within_reach(round, now):
             return Objection(f"round {round} is far ahead of {self._context.round} here")
-        return self._context.forgery(peer, request.join, now)
+        return self._context.objection(peer, request.join, now)
 
     def _answer_late(self, peer: str, join: Join, closed: _Closed, now: float) -> None:
         if join in closed.formed.manifest.members:
