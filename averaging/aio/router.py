@@ -83,8 +83,7 @@ class Router:
         self._drop(spec.name)
         ours = self._sessions, self._directory, self._identity, self._bandwidth, self._rounds, self._runs
         run = self._runs[spec.name] = RunDriver(spec, *ours)
-        run.observes = observes
-        run.start()
+        run.start(observes)
         return run
 
     async def leave(self, run: RunDriver, reason: str) -> None:

@@ -27,7 +27,7 @@ from equipoise.averaging.matchmaking.context import Context
 from equipoise.averaging.matchmaking.coordinator import LEAST_LATE
 from equipoise.averaging.matchmaking.spec_diff import SpecDiff
 from equipoise.averaging.metrics import Report, Values
-from equipoise.averaging.outcome import Exchanging, FetchOutcome, Gathering, NoPeers, Outcome, RunState
+from equipoise.averaging.outcome import FetchOutcome, Gathering, NoPeers, Outcome, RunState
 from equipoise.averaging.ports import Directory
 from equipoise.averaging.spec import RunSpec
 from equipoise.averaging.state import StateId
@@ -67,7 +67,6 @@ class RunDriver:
 
     Attributes:
         spec: The run.
-        observes: Whether this peer trains nothing in the run, so that no draw takes it; set before `start`.
         transfer: Gives and takes the state of the run.
         accumulated: Weight accumulated here towards the next contribution.
         history: The last outcomes, oldest first.
@@ -87,7 +86,6 @@ class RunDriver:
         runs: Sized,
     ) -> None:
         self.spec = spec
-        self.observes = False
         self.accumulated = 0.0
         self.history: deque[Outcome] = deque(maxlen=MAX_HISTORY)
         self.rounds_ok = self.rounds_failed = self.rounds_in_doubt = 0
@@ -97,14 +95,7 @@ class RunDriver:
         self._rounds = rounds
         self._loop = asyncio.get_running_loop()
         self._identity = identity
-        context = Context(
-            run=spec.name,
-            spec=spec.hash,
-            peer=sessions.peer,
-            needs=spec.needs,
-            sign=identity.sign,
-            verify=identity.verify,
-        )
+        context = Context(spec.name, spec.hash, sessions.peer, spec.needs, identity.sign, identity.verify)
         self._membership = context.membership
         self._machine = spec.strategy.matchmaker(context, random.Random())
         self._spec_diff = SpecDiff(spec, sessions.peer, self._loop.time())
@@ -192,8 +183,6 @@ class RunDriver:
     @property
     def state(self) -> RunState:
         """State of the next round."""
-        if self._round is not None:
-            return Exchanging(self._round.group.size, self._round.task.manifest.round)
         state = self._machine.state
         return NoPeers(self.reason) if isinstance(state, NoPeers) and self._spec_diff.reason else state
 
@@ -244,7 +233,7 @@ class RunDriver:
         A round that has begun goes on.
         """
         if self._formed is not None and not self._formed.done():
-            self._formed.set_result(msgspec.structs.replace(self._failed(why), late=late))
+            self._formed.set_result(self._failed(why, late))
             self._driver.tell(events.Withdrew())
 
     def withdraw(self, reason: str) -> None:
@@ -279,9 +268,9 @@ class RunDriver:
         }
         return self._claims.count(claimed, target)
 
-    def start(self) -> None:
-        """Make this peer known in the run."""
-        self._membership.observes = self.observes
+    def start(self, observes: bool) -> None:
+        """Make this peer known in the run; `observes` if it trains nothing there, so that no draw takes it."""
+        self._membership.observes = observes
         self._tasks.spawn(self._look_regularly())
         self._driver.tell(events.Woke())
         self._publish()
@@ -308,7 +297,7 @@ class RunDriver:
         self._claims.begin()
         self._offered = join.bound, self._loop.time()
         if late := self._lateness():  # The mean came while this peer still trained.
-            return msgspec.structs.replace(self._failed(_too_late(late)), late=late)
+            return self._failed(_too_late(late), late)
         self._formed = self._loop.create_future()
         try:
             async with asyncio.timeout(timeout):
@@ -392,8 +381,8 @@ class RunDriver:
             self._round = None
             self._driver.tell(events.RoundEnded(task.manifest.round, ok))
 
-    def _failed(self, reason: str) -> Outcome:
-        return Outcome(ok=False, reason=reason, run=self.spec.name, round=self._machine.round)
+    def _failed(self, reason: str, late: float = 0.0) -> Outcome:
+        return Outcome(ok=False, reason=reason, run=self.spec.name, round=self._machine.round, late=late)
 
     # ---- between the machine and the world ----
 
@@ -431,8 +420,8 @@ class RunDriver:
                     self._formed.set_result(manifest)
             case events.Late(seconds, reason):
                 if self._formed is not None and not self._formed.done():
-                    failed = self._failed(f"too late by {seconds:.3g} s: {reason}")
-                    self._formed.set_result(msgspec.structs.replace(failed, late=seconds))
+                    failed = self._failed(f"too late by {seconds:.3g} s: {reason}", seconds)
+                    self._formed.set_result(failed)
             case events.Decline(peer, round_id):
                 gone = wire.GiveUp("it was not ready for this group")
                 self._sessions.post(peer, ROUND_FRAME + round_id + wire.encode(gone))
@@ -456,7 +445,7 @@ class RunDriver:
             accumulated=0.0 if left else self._reported,
             bandwidth=0.0 if left else self._bandwidth,
             left=left,
-            observes=self.observes,
+            observes=self._membership.observes,
         )
 
     async def _look_regularly(self) -> None:

@@ -117,8 +117,6 @@ class Membership:
         candidates, met = list(candidates), self.met
         self._client_mode = any(one.peer == self.peer and not one.dialable for one in candidates)
         self._tags = frozenset(tag for one in candidates if one.peer == self.peer for tag in one.tags)
-        own = (one.observes for one in candidates if one.peer == self.peer)
-        self.observes = next(own, self.observes)  # Its record may not be there yet, or not any more.
         others = [one for one in candidates if one.peer != self.peer and one.spec == self._spec]
         known, self._others = self._others, {}
         for one in others[:MAX_PEERS]:

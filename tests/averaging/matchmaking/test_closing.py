@@ -295,6 +295,7 @@ def test_a_peer_that_observes_is_never_drawn_and_no_round_waits_for_it() -> None
     coordinator, *others = in_order(0, NAMES[:4])
     for evaluates in (coordinator, others[0]):
         one = machine(coordinator, 4, Federated(grace=1000.0))
+        one._membership.observes = evaluates == coordinator
         view = [Record(name, observes=name == evaluates) for name in NAMES[:4]]
         one.handle(events.CandidatesSeen(view), 1.0)
         givers = [name for name in [*others, coordinator] if name != evaluates]
