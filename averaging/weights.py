@@ -73,12 +73,7 @@ def counted_weights(weights: Sequence[float], contributors: int, cap: float) -> 
     Returns:
         One per member; 0 for those that are not in the mean.
     """
-    given = [
-        weight
-        for member, weight in enumerate(weights)
-        if contributors >> member & 1 and weight > ATTENDANCE_LIMIT
-    ]
+    there = [weight if contributors >> member & 1 else 0.0 for member, weight in enumerate(weights)]
+    given = [weight for weight in there if weight > ATTENDANCE_LIMIT]
     most = cap * statistics.median(given) if given else math.inf
-    return tuple(
-        min(weight, most) if contributors >> member & 1 else 0.0 for member, weight in enumerate(weights)
-    )
+    return tuple(min(weight, most) for weight in there)

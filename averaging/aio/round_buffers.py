@@ -14,7 +14,7 @@ from equipoise.averaging.allreduce.events import Group
 from equipoise.averaging.layout import EncodedVector, Layout, Vectors
 from equipoise.averaging.rules import Mean, Rule, RuleError
 from equipoise.averaging.weights import ATTENDANCE_LIMIT
-from equipoise.compression import Codec, NonFiniteError
+from equipoise.compression import NonFiniteError
 from equipoise.compression.device_reduce import DeviceReducer
 from equipoise.compression.late_torch import torch
 
@@ -62,7 +62,7 @@ class RoundBuffers:
         self._group = group
         self._me = me
         self._contribution = EncodedVector(layout, vectors.contribution)
-        self._result: EncodedVector | None = EncodedVector(layout, vectors.mean)
+        self._result = EncodedVector(layout, vectors.mean)
         self._counts = [part.size for part in group.parts]
         self._codecs = [layout.codec_of(part) for part in group.parts]
         self._sizes = [
@@ -140,7 +140,7 @@ class RoundBuffers:
             if self._me in weights:
                 self._read_own(part, own)
             if not is_mean:
-                clamped = self._apply_rule(codec, payloads, weights, len(scratch), mean)
+                clamped = self._apply_rule(part, payloads, weights, mean)
             elif reducer is None:
                 clamped = codec.reduce(*given, mean, scratch)
             else:
@@ -168,8 +168,7 @@ class RoundBuffers:
 
     def _keep(self, part: int, contributors: int, payload: memoryview) -> None:
         self._means[part] = (contributors, payload)
-        if self._result is not None:
-            self._result.write(self._group.parts[part], payload)
+        self._result.write(self._group.parts[part], payload)
 
     def _read_own(self, part: int, payload: memoryview) -> None:
         # It is copied before it is checked: the script may write to its memory at any time.
@@ -177,43 +176,35 @@ class RoundBuffers:
         self._codecs[part].check(payload, self._counts[part])
 
     def _apply_rule(
-        self,
-        codec: Codec,
-        payloads: Mapping[int, memoryview],
-        weights: Mapping[int, float],
-        count: int,
-        mean: memoryview,
+        self, part: int, payloads: Mapping[int, memoryview], weights: Mapping[int, float], mean: memoryview
     ) -> int:
+        """Encode the rule's result. A rule may be another package's: its errors end the round and nothing else.
+
+        Raises:
+            RuleError: The rule raised an error, or returned no finite vector as long as the rows.
+        """
+        codec, rule = self._codecs[part], self._rule
         trained = [member for member in payloads if self._group.weights[member] > ATTENDANCE_LIMIT]
         trained = trained or list(payloads)
-        rows = torch.empty(len(trained), count)
+        rows = torch.empty(len(trained), self._counts[part])
         for row, member in zip(rows, trained, strict=True):
             codec.decode(payloads[member], row)
         shares = torch.tensor([weights[member] for member in trained], dtype=torch.float64)
         try:
-            return codec.encode(self._combined(rows, shares), mean)
-        except NonFiniteError as error:
-            raise RuleError(f"the rule {self._rule.spec} returned {error.value}") from None
-
-    def _combined(self, rows: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
-        """Return the rule's result. A rule may be another package's: its errors end the round and nothing else.
-
-        Raises:
-            RuleError: The rule raised an error, or returned no vector as long as the rows.
-        """
-        try:
-            values = self._rule.reduce(rows, shares).values
+            values = rule.reduce(rows, shares).values
             if values.shape != rows[0].shape or values.dtype != rows.dtype:
                 raise RuleError(
-                    f"the rule {self._rule.spec} returned {values.dtype} {list(values.shape)}, "
+                    f"the rule {rule.spec} returned {values.dtype} {list(values.shape)}, "
                     f"expected {rows.dtype} {list(rows[0].shape)}"
                 )
+            return codec.encode(values, mean)
         except RuleError:
             raise
+        except NonFiniteError as error:
+            raise RuleError(f"the rule {rule.spec} returned {error.value}") from None
         except Exception as error:
             told = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-            raise RuleError(f"the rule {self._rule.spec} failed: {told}") from error
-        return values
+            raise RuleError(f"the rule {rule.spec} failed: {told}") from error
 
     def _weights(self, contributors: int) -> list[float]:
         """Each member's share of the weight; mostly asked of the same contributors for part after part."""
@@ -225,10 +216,6 @@ class RoundBuffers:
             shares = [weight / total for weight in counted]
             self._shares = (contributors, shares)
         return shares
-
-    def detach(self) -> None:
-        """Write to the memory for the mean no more: the next round has it."""
-        self._result = None
 
     def release(self) -> None:
         """Let go of all bytes."""

@@ -112,11 +112,8 @@ def metrics_of(
     joins = [join for join in manifest.members if join.peer in counted]
     trained = [(counted[join.peer], join.fit) for join in joins if counted[join.peer] > ATTENDANCE_LIMIT]
     expected = contributing([join.weight for join in manifest.members], spec.strategy.least)
-    present = [
-        join
-        for member, join in enumerate(manifest.members)
-        if join.peer in counted or not expected >> member & 1
-    ]
+    lost = {manifest.peers[member] for member in members_of(expected)} - counted.keys()
+    present = [join for join in manifest.members if join.peer not in lost]
     before = manifest.before
     reports = [one.evaluation for one in present if one.evaluation is not None and one.state == before]
     weights = [report.weight for report in reports]
@@ -151,11 +148,7 @@ def mean_outcome(
         failed_outcome(spec, manifest, reason),
         ok=True,
         contributors=counted,
-        capped={
-            peer: claimed
-            for member, peer in peers.items()
-            if (claimed := group.weights[member]) > counted[peer]
-        },
+        capped={peer: group.weights[at] for at, peer in peers.items() if group.weights[at] > counted[peer]},
         digest=digest.hex(),
         metrics=metrics,
         evaluation=evaluation,
@@ -383,7 +376,6 @@ class RoundDriver:
             seconds={**self._phases, "exchange": self._loop.time() - self._began},
             events=(*self._machine.notes, *notes),
         )
-        self._store.detach()
         self.outcome.set_result(outcome)
 
     def _apart(self, counted: Mapping[str, float]) -> float | None:

@@ -23,8 +23,6 @@ from equipoise.averaging.allreduce.machine import AllReduce
 from equipoise.averaging.allreduce.paxos import members_of
 from equipoise.averaging.timing import HEARTBEAT_SECONDS
 
-SILENT = "silent: no sign of life"
-
 
 class Endpoint:
     """One member's end of a round.
@@ -105,7 +103,7 @@ class Endpoint:
                 actions += self._tell(events.BytesReceived(member, count), now)
         self._received = dict.fromkeys(self.others, 0)
         for member in self._detector.check(now):
-            actions += self._tell(events.PeerLost(member, SILENT), now)
+            actions += self._tell(events.PeerLost(member, "silent: no sign of life"), now)
         if not self.machine.closed:
             actions += self._gate([events.Send(member, wire.Heartbeat()) for member in self.others])
         self._beats_at = min(now + HEARTBEAT_SECONDS, self._detector.deadline)

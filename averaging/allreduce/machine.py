@@ -33,7 +33,7 @@ from equipoise.averaging.allreduce.events import Action, Event, Fail, Finish, Gr
 from equipoise.averaging.allreduce.failure_detector import Attendance, Awaited
 from equipoise.averaging.allreduce.follower import Fetching, awaited, due_report, phase_of, waiting_for
 from equipoise.averaging.allreduce.leader import Despair, Reopen, Tell, next_move
-from equipoise.averaging.allreduce.messages import Decision, Vote
+from equipoise.averaging.allreduce.messages import Vote
 from equipoise.averaging.allreduce.part_table import PartTable
 from equipoise.averaging.allreduce.paxos import Paxos, is_majority, members_of
 from equipoise.averaging.timing import LINGER_SECONDS, STALL_SECONDS, WAITING_SECONDS
@@ -406,10 +406,12 @@ class AllReduce:
         """Let go of the buffers once every other member holds the mean, or is gone, or was lost for a stall."""
         attendance = self._attendance
         self._releases_at = float("inf")
-        decision = self._kept
-        if decision is None or self._released:
+        kept = self._paxos.held and self._paxos.held[1]
+        if isinstance(self.ended, Finish):
+            kept = self.ended.decision
+        if self.ended is None or kept is None or self._released:
             return
-        lacking = self.peers & ~(attendance.gone | self._paxos.holders(decision))
+        lacking = self.peers & ~(attendance.gone | self._paxos.holders(kept))
         if lacking & ~attendance.lost:
             return
         if lacking and now < attendance.given_up_at:
@@ -429,14 +431,6 @@ class AllReduce:
     def _alone(self) -> bool:
         """True if less than a majority can be reached: nothing can be decided until lost members come back."""
         return not is_majority(self._attendance.here, self.group.size)
-
-    @property
-    def _kept(self) -> Decision | None:
-        """The decision whose mean is kept for the others after the end."""
-        if isinstance(self.ended, Finish):
-            return self.ended.decision
-        held = self._paxos.held
-        return None if self.ended is None or held is None else held[1]
 
     @property
     def _awaited(self) -> Awaited:

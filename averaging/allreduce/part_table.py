@@ -11,8 +11,6 @@ from equipoise.averaging.allreduce.messages import Decision
 from equipoise.averaging.allreduce.paxos import members_of
 from equipoise.averaging.partition import assign
 
-NO_MEAN = (0, b"")
-
 
 def mean_digest(round_id: bytes, contributors: int, parts: Iterable[bytes]) -> bytes:
     """SHA-256 over the round, the contributors (a bitmask) and the digests of all parts of their mean.
@@ -108,7 +106,7 @@ class PartTable:
 
     def has_mean(self, part: int, contributors: int) -> bool:
         """True if the mean of `part` over `contributors` is here."""
-        return self._means.get(part, NO_MEAN)[0] == contributors
+        return self._means.get(part, (0, b""))[0] == contributors
 
     def take_mean(self, part: int, contributors: int, digest: bytes) -> None:
         """Take a wanted mean, in place of any other of that part."""

@@ -54,8 +54,8 @@ class VoteSignatures:
         """Return an outgoing message with the signatures that it needs."""
         match message:
             case wire.Votes(vote, voters):
-                if voters >> self._me & 1:
-                    self._sign(vote)
+                if voters >> self._me & 1 and self._me not in self._signatures.setdefault(vote, {}):
+                    self._signatures[vote][self._me] = self._identity.sign(statement(self._round_id, vote))
                 known = self._signatures.get(vote, {})
                 proofs = tuple((one, known[one]) for one in members_of(voters) if one in known)
                 return msgspec.structs.replace(message, signatures=proofs)
@@ -89,11 +89,6 @@ class VoteSignatures:
             known = self._signatures[vote] = {}
         known[voter] = signature
         return True
-
-    def _sign(self, vote: Vote) -> None:
-        signed = self._signatures.setdefault(vote, {})
-        if self._me not in signed:
-            signed[self._me] = self._identity.sign(statement(self._round_id, vote))
 
 
 def statement(round_id: bytes, vote: Vote) -> bytes:

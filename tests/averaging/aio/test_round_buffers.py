@@ -249,15 +249,6 @@ def test_what_a_script_writes_while_its_round_goes_on_is_sent_only_if_it_is_soun
     codec.check(sent, group().parts[part].size)
 
 
-def test_a_round_that_has_ended_writes_no_mean_into_the_next_ones_memory() -> None:
-    store, result = store_of(parse_codec("int8"), ME)
-    job = store.reduction(0, 1 << ME)
-    store.detach()
-    store.keep_reduction(0, 1 << ME, job())
-    assert result.memory == bytes(len(result.memory))
-    assert store.mean(0, 1 << ME) is not None
-
-
 def test_released_memory_goes_back_to_the_pool() -> None:
     pool = BufferPool()
     store, _ = store_of(parse_codec("int8"), ME, pool)
