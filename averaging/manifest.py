@@ -113,8 +113,7 @@ class Join(msgspec.Struct, frozen=True, array_like=True):
         """
         if check_weight(self.weight) > MAX_WEIGHT:
             raise ValueError(f"expected a weight of at most {MAX_WEIGHT:g}, got {self.weight!r}")
-        numbers = {"weight": float(self.weight), "bandwidth": float(self.bandwidth)}
-        unsigned = msgspec.structs.replace(self, **numbers)
+        unsigned = msgspec.structs.replace(self, weight=float(self.weight), bandwidth=float(self.bandwidth))
         return msgspec.structs.replace(unsigned, signature=sign(unsigned.content))
 
     @property

@@ -215,11 +215,8 @@ class Directory(Protocol):
     ) -> None:
         """Publish this peer's state in the run named `run`; renewed until withdrawn.
 
-        `bandwidth` is this peer's upload rate, in bytes per second; 0 if unknown. `left` says that it has left the run,
-        and only serves the snapshots and means that it kept. `observes` says that no draw takes this peer.
-
-        `spec` is the hash of the RunSpec in hex: peers of one name with different hashes see each other, so that
-        each can tell its user why they do not meet.
+        The arguments are those of `Candidate`. Peers of one name with different `spec` see each other, so that each can
+        tell its user why they do not meet.
 
         A missing network is not an error: the record is published once there is a network.
         """

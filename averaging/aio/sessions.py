@@ -141,11 +141,6 @@ class PeerChannels:
         """Bytes that have come from the peer so far, those of a frame that is not complete included."""
         return self._received + sum(channel.received for channel in self.channels)
 
-    @property
-    def awaits_direct(self) -> bool:
-        """True if a direct channel may soon be there: it is being opened, or both ends have not said hello yet."""
-        return self.dialling is not None or not self.greeted.issuperset(self.direct)
-
     # ---- channels ----
 
     def dials(self, now: float, seconds: float) -> bool:
@@ -373,13 +368,12 @@ class Sessions:
             channels.dialling = self._tasks.spawn(self._dial(direct, peer, channels))
 
     async def _dial(self, direct: DirectTransport, peer: str, channels: PeerChannels) -> None:
-        channel: Channel | None
+        channel: Channel | None = None
         try:
             channel = await direct.open(peer)
         except ConnectionError as error:
             channels.dialled_in_vain(self._loop.time())
             log.info("no direct channel to %s, using libp2p: %s", peer, error)
-            channel = None
         finally:
             channels.dialling = None
             channels.news.set()
@@ -476,7 +470,9 @@ class Sessions:
         """Return the channel to write to until there is news, or None; raises ConnectionError if none can be opened."""
         channels.news.clear()
         channel = channels.best()
-        left = channels.patience - self._loop.time() if channels.awaits_direct else 0.0
+        # A direct channel may soon be there: it is being opened, or both ends have not said hello yet.
+        opening = channels.dialling is not None or not channels.greeted.issuperset(channels.direct)
+        left = channels.patience - self._loop.time() if opening else 0.0
         if channel in channels.direct or (channel is not None and left <= 0):
             return channel
         if left > 0:  # The peer may be faster, where only it can dial.
@@ -585,7 +581,7 @@ class Sessions:
 
     def _place(self, session: Session[Frame], peer: str, header: bytes, size: int) -> memoryview:
         _, number, _ = wire.decode_envelope(header)
-        if not session.expects(number):
+        if number <= session.delivered:
             return self.scratch(size)
         return self._receiver.place(peer, header[wire.ENVELOPE_BYTES :], size)
 

@@ -35,14 +35,4 @@ parse_outer = OUTER_STEPS.parse
 """Returns the outer step of a spec, which `str` gives back in its canonical form; raises ValueError with what came,
 what is known, and the nearest known name."""
 
-__all__ = [
-    "OUTER_STEPS",
-    "Average",
-    "FedAdagrad",
-    "FedAdam",
-    "FedAvgM",
-    "FedYogi",
-    "Nesterov",
-    "OuterStep",
-    "parse_outer",
-]
+__all__ = ["OUTER_STEPS", "Average", "Nesterov", "OuterStep", "parse_outer"]

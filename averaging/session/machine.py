@@ -146,10 +146,6 @@ class Session(Generic[F]):
         self._told = self.delivered
         return self.delivered
 
-    def expects(self, number: int) -> bool:
-        """True if a frame would be delivered if it came now."""
-        return number > self.delivered
-
     def take(self, number: int, acknowledged: int) -> bool:
         """Take in the envelope of a frame; return whether to deliver the frame. Number 0 stands for "not numbered".
 

@@ -81,15 +81,10 @@ class Image(NamedTuple):
 
     @classmethod
     def of(cls, data: memoryview) -> Image:
-        """The image of these bytes, with their digests; slow, so run it in a thread."""
-        digests = digests_of(data)
+        """The image of these bytes, with their digests; slow, so run it in a thread: it does not hold the GIL."""
+        starts = range(0, len(data), CHUNK_BYTES)
+        digests = b"".join(blake3(data[start : start + CHUNK_BYTES]).digest() for start in starts)
         return cls(ImageId.of(len(data), digests), data, digests)
-
-
-def digests_of(image: memoryview) -> bytes:
-    """The BLAKE3 digests of an image's chunks, 32 bytes each; does not hold the GIL while it computes."""
-    starts = range(0, len(image), CHUNK_BYTES)
-    return b"".join(blake3(image[start : start + CHUNK_BYTES]).digest() for start in starts)
 
 
 def is_chunk(body: memoryview, digests: bytes, chunk: int) -> bool:

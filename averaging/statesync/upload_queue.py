@@ -50,12 +50,6 @@ class _Line:
     took: float = 0.0
     resumes_at: float = float("-inf")
 
-    def add(self, body: Item) -> None:
-        """Queue a body, unless the queue is full, or the body waits or is on its way already."""
-        full = len(self.waiting) + len(self.sending) >= MAX_QUEUED
-        if not full and body not in self.waiting and all(body != one for one, _ in self.sending):
-            self.waiting.append(body)
-
 
 class Serving:
     """Bodies to be sent, by newcomer.
@@ -78,7 +72,9 @@ class Serving:
         """Queue bodies for `peer`, except those that it has asked for already and those beyond `MAX_QUEUED`."""
         line = self._lines.setdefault(peer, _Line())
         for body in bodies:
-            line.add(body)
+            full = len(line.waiting) + len(line.sending) >= MAX_QUEUED
+            if not full and body not in line.waiting and all(body != one for one, _ in line.sending):
+                line.waiting.append(body)
 
     def sent(self, peer: str, busy: bool, now: float) -> None:
         """Note that a body has left for `peer`; `busy` says whether a round exchanges here."""

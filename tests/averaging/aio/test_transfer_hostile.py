@@ -9,7 +9,7 @@ import pytest
 from equipoise.averaging.aio.transfer import TRANSFER_FRAME
 from equipoise.averaging.ports import Channel
 from equipoise.averaging.statesync import chunk_scheduler
-from equipoise.averaging.statesync.chunks import ImageId, digests_of
+from equipoise.averaging.statesync.chunks import Image
 from equipoise.averaging.statesync.messages import (
     Answer,
     Ask,
@@ -23,8 +23,7 @@ from equipoise.averaging.statesync.messages import (
 from fakes.cluster import IMAGE, LIMIT, SPEC, STATE, Cluster, Memory
 from fakes.speaker import Speaker
 
-DIGESTS = digests_of(memoryview(IMAGE))
-NAME = ImageId.of(len(IMAGE), DIGESTS)
+NAME, _, DIGESTS = Image.of(memoryview(IMAGE))
 
 Deed = Callable[["Hostile", AskItems], list[tuple[TransferMessage | bytes, bytes]]]
 """What it sends when it is asked for chunks: messages or headers, and bodies."""

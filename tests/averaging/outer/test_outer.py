@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from equipoise.averaging.outer import Average, FedAdam, FedAvgM, Nesterov, OuterStep, parse_outer
-from equipoise.averaging.outer.fedadam import _power
+from equipoise.averaging.outer import Average, Nesterov, OuterStep, parse_outer
+from equipoise.averaging.outer.fedadam import FedAdam, _power
+from equipoise.averaging.outer.fedavgm import FedAvgM
 from equipoise.averaging.rules import parse_rule
 from oracles.federated import OUTER, RULES
 

@@ -20,8 +20,8 @@ from equipoise.averaging.statesync.chunks import (
     CHUNK_BYTES,
     DIGEST_BYTES,
     MAX_IMAGE_BYTES,
+    Image,
     ImageId,
-    digests_of,
     is_chunk,
 )
 from equipoise.averaging.statesync.client import Fetch
@@ -112,8 +112,7 @@ def test_chunks_make_up_the_image(size: int, seed: int) -> None:
 
 def test_no_byte_of_an_image_its_size_or_its_list_can_be_changed() -> None:
     image = bytearray(Random(1).randbytes(2 * CHUNK_BYTES + 100))
-    digests = digests_of(memoryview(image))
-    name = ImageId.of(len(image), digests)
+    name, _, digests = Image.of(memoryview(image))
     assert name.genuine(digests)
     assert all(is_chunk(memoryview(image)[name.span(i)], digests, i) for i in (1, 2, 3))
     assert not is_chunk(memoryview(image)[name.span(1)], digests, 2)
@@ -122,7 +121,7 @@ def test_no_byte_of_an_image_its_size_or_its_list_can_be_changed() -> None:
     assert not ImageId(name.digest, name.size + 1).genuine(digests)
     image[CHUNK_BYTES] ^= 1
     assert not is_chunk(memoryview(image)[name.span(2)], digests, 2)
-    assert digests_of(memoryview(image)) != digests
+    assert Image.of(memoryview(image)).digests != digests
 
 
 # ---- whom a newcomer believes ----
