@@ -42,7 +42,7 @@ STATES = ("offline:", "searching:", "joined:", "ready:")
 T = TypeVar("T")
 
 
-def eventually(condition: Callable[[], T], what: str, seconds: float = 30.0) -> T:
+def eventually(condition: Callable[[], T], what: str, seconds: float = 60.0) -> T:
     """Poll `condition` until it is true and return its value; the one place in the tests that sleeps.
 
     Raises:

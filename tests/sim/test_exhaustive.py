@@ -40,7 +40,7 @@ def test_three_members(search: Search) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("search", named(further_faults(3)))
 def test_three_members_further_faults(search: Search) -> None:
     assert Explorer(search).run().ends["ooo"]
