@@ -325,7 +325,8 @@ class RunDirectory:
             grows = own.grows and len(self._members(own.record.run)) <= MAX_TOLD_AT_ONCE
             pause = REFRESH_SECONDS if grows else min(2 * pause, MAX_REFRESH_SECONDS)
             own.grows = False
-            await sleep_until(own.search, pause)
+            # Drawn, so that daemons that have started together do not go on to search together.
+            await sleep_until(own.search, pause * random.uniform(0.5, 1.0))
             await asyncio.sleep(GAP_SECONDS)
 
     async def _search(self, run: str) -> tuple[str, ...]:

@@ -241,8 +241,11 @@ class GroupBuilder:
         left_over = [one.join for peer, one in self.parked.items() if peer not in peers]
         arrivals = [self.parked[peer].arrived for peer in peers]
         began = min(arrivals) if self.opened is None else self.opened
-        # Missing peers are later than this: learning only from peers that came would shorten the wait every time.
-        lateness = max(0.0, (now if missing else max(arrivals)) - began)
+        lateness = max(max(arrivals) - began, 0.0)
+        if missing:
+            # Learning only from peers that came would shorten the wait every time. A missing peer teaches more once it
+            # comes; until then the wait stays, for it may never come.
+            lateness = max(lateness, (now - began) / FACTOR)
         return Closing(members, left_over, sorted(missing), lateness, began, reason)
 
     def invite(self, outlook: Outlook, now: float) -> Set[str]:

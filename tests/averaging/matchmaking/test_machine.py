@@ -8,6 +8,7 @@ import pytest
 from equipoise.averaging.manifest import NONCE_BYTES, Manifest
 from equipoise.averaging.matchmaking import events
 from equipoise.averaging.matchmaking import messages as wire
+from equipoise.averaging.matchmaking.group_builder import FACTOR
 from equipoise.averaging.matchmaking.machine import ANNOUNCE_PERIOD, Matchmaking
 from equipoise.averaging.matchmaking.membership import LEAP, MAX_ASKED, MAX_JUMP, SUSPECT_SECONDS
 from equipoise.averaging.outcome import Exchanging, Gathering, Idle, NoPeers
@@ -75,6 +76,7 @@ def test_a_convener_that_is_not_ready_closes_the_group_of_the_others() -> None:
     [(_, message), *_rest] = sent(actions, wire.GroupFormed)
     assert set(message.manifest.peers) == {second, *rest}
     assert message.absent == (coordinator,)
+    assert message.lateness == pytest.approx(INITIAL_WAIT / FACTOR), "a wait in vain makes the next no longer"
     assert "waited" in message.reason
 
 
