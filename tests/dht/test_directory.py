@@ -148,7 +148,7 @@ async def test_searches_that_find_nobody_new_are_rarer_and_rarer(
     monkeypatch.setattr(protocol, "look_up", look_up)
     monkeypatch.setattr(directory, "sleep_until", sleep_until)
     monkeypatch.setattr(directory, "GAP_SECONDS", 0.0)
-    monkeypatch.setattr(directory.random, "uniform", lambda least, most: most)
+    monkeypatch.setattr("random.uniform", lambda least, most: most)
     await found.announce("digits", spec="ab", ready=False, round=1, accumulated=0.0)
     await until(lambda: len(pauses) >= 9)
     await found.stop()

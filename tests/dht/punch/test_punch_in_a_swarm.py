@@ -28,8 +28,10 @@ class Trio:
         """Be in one round."""
         for member in (self.first, self.second):
             await member.directory.announce(RUN, spec="ab", ready=True, round=0, accumulated=0.0)
+        for member in (self.first, self.second):
+            await until(lambda member=member: knows_another(member))
+        # Both in one step: the first would begin a punch that the second refuses until it has met the first.
         for one, other in ((self.first, self.second), (self.second, self.first)):
-            await until(lambda one=one: knows_another(one))
             one.direct.admit(other.peer, other.direct.credential)
             one.direct.meet(other.peer)
 
