@@ -389,12 +389,12 @@ class Membership:
     def outrun(self, round: int, limit: int, now: float) -> int:
         """The round, up to `limit`, to which to follow live mates if one in the planned group of `round` is beyond it.
 
-        It is the second highest of theirs, because whoever had a round had it with another; `round` if there is none.
+        It is the second highest of theirs, because a peer has a round with another one; `round` if there is none.
         """
         mates = {peer: self._others[peer].round for peer in self.others(now) if self._others[peer].mate}
         beyond = {peer: theirs for peer, theirs in mates.items() if round < theirs <= limit}
         planned = self.group(self.peer, round)
-        return sorted([round, *beyond.values()])[-2] if any(one in beyond for one in planned) else round
+        return sorted([round, *beyond.values()])[-2] if any(peer in beyond for peer in planned) else round
 
     def left_behind(self, round: int, now: float) -> bool:
         """True if all other live members of this peer's planned group have gone beyond the round."""
