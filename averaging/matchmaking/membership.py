@@ -389,7 +389,8 @@ class Membership:
     def outrun(self, round: int, limit: int, now: float) -> int:
         """The round, up to `limit`, to which to follow live mates if one in the planned group of `round` is beyond it.
 
-        It is the second highest of theirs, because a peer has a round with another one; `round` if there is none.
+        Two mates at least have had each round, so this peer follows to the second highest of theirs. Without such a
+        mate it stays at `round`.
         """
         mates = {peer: self._others[peer].round for peer in self.others(now) if self._others[peer].mate}
         beyond = {peer: theirs for peer, theirs in mates.items() if round < theirs <= limit}
