@@ -68,7 +68,8 @@ class ArrayKernels:
 
     Attributes:
         encode: `(values, payload, block)`: fill `payload`.
-        decode: `(payload, out, block)`: fill `out`, if an encoder could have written `payload`.
+        decode: `(payload, out, block, past_cache)`: fill `out`, if an encoder could have written `payload`. Past the
+            cache, a processor need not read the memory that it overwrites; what reads `out` next does.
         sound: `(payload, n, block)`: whether an encoder could have written it.
         reduce: `(addresses, weights, payload, scratch, block)`: add up payloads in turn, each times its weight in f32,
             and encode the sum into `payload`. addresses, int64 [m >= 1]: where the payloads begin, each as large as
@@ -79,7 +80,7 @@ class ArrayKernels:
     """
 
     encode: Callable[[Values, Bytes, int], bool]
-    decode: Callable[[Bytes, Values, int], bool]
+    decode: Callable[[Bytes, Values, int, bool], bool]
     sound: Callable[[Bytes, int, int], bool]
     reduce: Callable[[NDArray[np.int64], NDArray[np.float64], Bytes, Values, int], bool]
     widen: Mapping[str, Callable[[NDArray[np.uint16], NDArray[np.uint32]], None]]

@@ -88,7 +88,7 @@ def test_torch_where_bytes_differ(monkeypatch: pytest.MonkeyPatch) -> None:
         total, decoded = np.zeros_like(scratch), np.empty_like(scratch)
         for address, weight in zip(addresses, weights, strict=True):
             theirs = np.array((ctypes.c_uint8 * payload.size).from_address(int(address)))
-            KERNELS.decode(theirs, decoded, block)
+            KERNELS.decode(theirs, decoded, block, False)
             # Rounded once for each member, not twice.
             total[:] = total.astype(np.float64) + float(np.float32(weight)) * decoded.astype(np.float64)
         return KERNELS.encode(total, payload, block)

@@ -89,8 +89,10 @@ def compare_kernels(values: torch.Tensor, block: int) -> None:
     assert compiled.sound(same, values.numel(), block)
     decoded, alike = torch.empty_like(values), np.empty_like(values.numpy())
     codec._decode(payload, decoded)
-    assert compiled.decode(same, alike, block)
-    assert decoded.numpy().tobytes() == alike.tobytes()
+    for past_cache in (False, True):
+        alike.fill(7.0)
+        assert compiled.decode(same, alike, block, past_cache)
+        assert decoded.numpy().tobytes() == alike.tobytes()
 
 
 def test_half_steps_round_to_even() -> None:
