@@ -96,9 +96,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--arch", type=int, default=90, help="compute capability, as 80 or 90 (%(default)s)")
     parser.add_argument("--out", type=Path, metavar="DIR", help="write the PTX of each kernel there")
+    parser.add_argument(
+        "--codecs", nargs="+", metavar="CODEC", default=SPECS, help="by default all: %(default)s"
+    )
     options = parser.parse_args()
     failed = False
-    for spec in SPECS:
+    for spec in options.codecs:
         for launch in launches(parse_codec(spec)):
             name, ptx = (
                 f"{launch[0].__name__.lstrip('_')}-{spec.replace(':block=', '-')}",

@@ -49,7 +49,7 @@ def test_only_dht_imports_hivemind() -> None:
 
 
 def test_compression_imports_torch_and_numpy_only() -> None:
-    own = {"equipoise", "torch", "numpy", "numba", "triton", *sys.stdlib_module_names}
+    own = {"equipoise", "torch", "numpy", "numba", "llvmlite", "triton", *sys.stdlib_module_names}
     assert not _found(sources("compression"), lambda one: one.top not in own)
 
 

@@ -40,8 +40,8 @@ def run(name: str, *command: str, interpreted: bool = True) -> subprocess.Comple
 
 
 @functools.cache
-def found(name: str) -> dict[str, str]:
-    done = run(name, str(RUNNER))
+def found(name: str, *flags: str) -> dict[str, str]:
+    done = run(name, str(RUNNER), *flags)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert (report["kernels"], report["reason"]) == (name, f"{choice.ENVIRONMENT}={name}")
@@ -54,6 +54,10 @@ def test_all_kernels_write_the_same_bytes(name: str) -> None:
     assert len(expected) == 6 * (8 * 3 * 2 + 16 + 4)
     assert "value 8123 of 9001 is nan" in expected["bf16 of nan"]
     assert [case for case in expected if got.get(case) != expected[case]] == []
+
+
+def test_numpy_writes_the_bytes_of_torch_and_refuses_the_same() -> None:
+    assert found("torch", "--arrays") == found("torch")
 
 
 def changed(tmp_path: Path, old: str, new: str) -> str:
@@ -86,7 +90,16 @@ def test_no_kernel_is_compiled_to_what_changes_bytes() -> None:
 def test_the_check_sees_fusion_and_approximate_division(
     tmp_path: Path, old: str, new: str, instruction: str
 ) -> None:
-    done = run("triton", "-c", INSTEAD, changed(tmp_path, old, new), str(CHECK), interpreted=False)
+    done = run(
+        "triton",
+        "-c",
+        INSTEAD,
+        changed(tmp_path, old, new),
+        str(CHECK),
+        "--codecs",
+        "int8",
+        interpreted=False,
+    )
     assert done.returncode == 1, done.stderr
     assert f"forbidden: {instruction}" in done.stdout
 

@@ -13,6 +13,7 @@ import msgspec
 import psutil
 import pytest
 
+from equipoise.dht import p2pd_client
 from equipoise.dht import protocol as wire
 from equipoise.dht.address import AddressError
 from equipoise.dht.dialer import Unreached
@@ -201,8 +202,9 @@ async def answers(member: Swarm, other: Swarm) -> bool:
 
 async def test_a_hung_p2pd_is_replaced(members, until, monkeypatch) -> None:
     monkeypatch.setattr("equipoise.dht.supervisor.WATCH_SECONDS", 0.1)
-    monkeypatch.setattr("equipoise.dht.p2pd_client.REQUEST_SECONDS", 0.5)
     first = await members.start("first")
+    # How long an answer may take is a default of these functions.
+    monkeypatch.setattr(p2pd_client._bounded, "__defaults__", (0.5,))
     os.kill(first.status().p2pd_pid, signal.SIGSTOP)
     await until(lambda: first.status().p2pd_restarts == 1)
 

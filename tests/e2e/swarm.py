@@ -166,9 +166,13 @@ class DaemonProcess(ChildProcess):
         self._before = 0
 
     def start(self) -> DaemonProcess:
-        """Start it and wait until it has printed its addresses, if others can dial it, and its first state."""
+        """Start it and wait until it is up."""
         self._before = len(self.output)
         self.spawn()
+        return self.up()
+
+    def up(self) -> DaemonProcess:
+        """Wait until it has printed its addresses, if others can dial it, and its first state."""
         eventually(lambda: self.states or not self.running, f"{self.home.name}'s first state", START_SECONDS)
         assert self.running, f"{self.home.name} ended with status {self.returncode}: {self.errors[-2000:]}"
         return self
@@ -242,7 +246,8 @@ class Swarm:
     def daemons(self, count: int, args: Sequence[str] = ()) -> list[DaemonProcess]:
         """`count` started daemons, the others joined through the first one's address."""
         first = self.daemon(args=args)
-        return [first, *(self.daemon(join=[first.address], args=args) for _ in range(count - 1))]
+        others = [self.daemon(join=[first.address], args=args, wait=False) for _ in range(count - 1)]
+        return [first, *(daemon.up() for daemon in others)]
 
     def script(self, code: str, *args: str, env: Mapping[str, str] | None = None) -> ChildProcess:
         """A started Python process that runs `code` with `args`."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from e2e.fleet import Fleet, normal
 from e2e.swarm import Swarm
@@ -57,10 +56,3 @@ def test_observers_and_client_mode_take_part(swarm: Swarm) -> None:
         outcomes = [pending.result() for pending in fleet.start([1.0, 0.0, 2.0])]
         assert set(outcomes[0].contributors) == {fleet.clients[0].peer_id, fleet.clients[2].peer_id}
         fleet.check(dict(enumerate(outcomes)), 1e-6)
-
-
-def test_a_member_alone_fails_and_keeps_its_tensors(swarm: Swarm) -> None:
-    with Fleet([swarm.daemon(args=LISTEN)], normal(1, 1000)) as fleet:
-        outcome = fleet.runs[0].average(timeout=1.0)
-        assert not outcome.ok
-        assert torch.equal(fleet.tensors[0], fleet.values[0])

@@ -18,7 +18,10 @@ print(child.pid, flush=True)
 """
 
 
-def test_what_outlives_its_parent_is_found_named_and_ended(tmp_path: Path) -> None:
+def test_what_outlives_its_parent_is_found_named_and_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("e2e.swarm.LEFTOVER_SECONDS", 0.2)
     swarm = Swarm(tmp_path)
     script = swarm.script(ORPHAN)
     eventually(lambda: script.output.endswith("\n"), "the orphan's pid")

@@ -63,7 +63,7 @@ def test_who_holds_another_mean_than_the_others_chose_without_it_fetches_theirs_
 
 
 @pytest.mark.parametrize("members", [2, 3, 4, 6])
-@few_and_many(50, 300)
+@few_and_many(25, 300)
 def test_a_member_whose_network_breaks_for_less_than_a_stall_costs_nobody_one(
     members: int, seeds: range
 ) -> None:

@@ -46,7 +46,7 @@ def attacked(attack: Callable[[], Fault], seeds: range = range(60)) -> None:
 
 
 @pytest.mark.parametrize("attack", ATTACKS.values(), ids=ATTACKS)
-@few_and_many(30, 60)
+@few_and_many(15, 60)
 def test_the_others_finish_with_the_exact_mean(attack: Callable[[], Fault], seeds: range) -> None:
     attacked(attack, seeds)
 

@@ -21,13 +21,13 @@ def simulate(seed: int, sizes: tuple[int, int], live: bool, keep_story: bool = F
         raise
 
 
-@few_and_many(60, 400)
+@few_and_many(40, 400)
 def test_whatever_goes_wrong_nobody_is_wrong(seeds: range) -> None:
     for seed in seeds:
         simulate(seed, (2, 7), live=False)
 
 
-@few_and_many(60, 400)
+@few_and_many(40, 400)
 def test_a_core_that_is_spared_succeeds(seeds: range) -> None:
     for seed in seeds:
         report = simulate(seed, (2, 7), live=True)
@@ -35,7 +35,7 @@ def test_a_core_that_is_spared_succeeds(seeds: range) -> None:
 
 
 @pytest.mark.parametrize("live", [False, True])
-@few_and_many(12, 100)
+@few_and_many(6, 100)
 def test_groups_of_up_to_sixteen(seeds: range, live: bool) -> None:
     for seed in seeds:
         simulate(seed, (8, 16), live)

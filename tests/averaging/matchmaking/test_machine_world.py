@@ -74,7 +74,7 @@ def everyone_formed(world: World, peers: list[str], since: float) -> bool:
 # ---- calm ----
 
 
-@pytest.mark.parametrize("count", [2, 3, 4, 8, 16, 40])
+@pytest.mark.parametrize("count", [2, 3, 4, 8, 16, pytest.param(40, marks=pytest.mark.slow)])
 def test_a_group_forms_within_two_messages_of_the_last_one_ready(count: int) -> None:
     for seed in range(5):
         world = warm(count, 64, seed)
@@ -304,7 +304,7 @@ def test_whoever_dies_at_whatever_step_the_others_form_a_group(count: int) -> No
         check_safety(world, 8)
 
 
-@pytest.mark.parametrize("count", [3, 4])
+@pytest.mark.parametrize("count", [3, pytest.param(4, marks=pytest.mark.slow)])
 def test_whoever_stalls_at_whatever_step_the_others_form_a_group(count: int) -> None:
     for victim, step in itertools.product(names(count), range(0, 4 * count, 2)):
         world = warm(count, 8, seed=step)
@@ -604,7 +604,7 @@ class Liar:
 
 
 @pytest.mark.parametrize("answer", [False, True], ids=["records", "peers that answer"])
-@pytest.mark.parametrize("liars", [1, 2, 20])
+@pytest.mark.parametrize("liars", [1, pytest.param(2, marks=pytest.mark.slow), 20])
 def test_liars_about_the_round_stop_nobody(liars: int, answer: bool) -> None:
     world = warm(3, 32, seed=liars)
     honest = names(3)

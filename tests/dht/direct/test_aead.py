@@ -107,15 +107,14 @@ def test_sizes_are_bounded() -> None:
             Opener.parse_prefix((kind << 24 | 1).to_bytes(4, "big"))
 
 
-@given(st.binary(max_size=200), st.data())
-@settings(max_examples=1000)
-def test_no_altered_record_opens(plain: bytes, data: st.DataObject) -> None:
-    record = sealed(Sealer(KEY), HEAD, plain or b"x")
-    altered = bytearray(record)
-    for position in data.draw(st.sets(st.integers(0, len(record) - 1), min_size=1, max_size=4)):
-        altered[position] ^= data.draw(st.integers(1, 255))
-    with pytest.raises(BytesRefused):
-        opened(Opener(KEY), bytes(altered))
+def test_no_altered_record_opens() -> None:
+    rng = random.Random(7)
+    for _ in range(1000):
+        altered = bytearray(sealed(Sealer(KEY), HEAD, rng.randbytes(rng.randint(1, 200))))
+        for position in rng.sample(range(len(altered)), rng.randint(1, 4)):
+            altered[position] ^= rng.randint(1, 255)
+        with pytest.raises(BytesRefused):
+            opened(Opener(KEY), bytes(altered))
 
 
 @given(st.binary(min_size=4, max_size=400))

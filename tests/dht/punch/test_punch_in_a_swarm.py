@@ -106,6 +106,7 @@ def eager(monkeypatch) -> None:
     monkeypatch.setattr(puncher, "TRY_SECONDS", 0.01)
     monkeypatch.setattr(puncher, "FIRST_RETRY_SECONDS", 0.0)
     monkeypatch.setattr(puncher, "CALLS_PER_SECOND", 1e9)
+    monkeypatch.setattr(puncher, "TRIES_BURST", 12.0)
 
 
 @pytest.mark.usefixtures("eager")
