@@ -16,7 +16,7 @@ from equipoise.averaging.layout import Layout
 from equipoise.averaging.partition import Part
 from equipoise.averaging.schema import SchemaError
 from equipoise.compression import NonFiniteError
-from equipoise.peer.lanes import DeviceLane, Lane, Sizes, linked
+from equipoise.peer.lanes import DeviceLane, Lane, linked
 
 SPAN_VALUES = 512 * 1024
 """Most values that are encoded together: few enough to stay in the cache with their codes."""
@@ -109,7 +109,7 @@ class Encoder:
             name, at = self.layout.locate(part.start + error.index)
             told = f"tensor {name!r} holds {error.value} at flat index {at}"
             raise SchemaError(f"{told}: expected finite values within fp32's range") from None
-        lane.clear(part.stop, end)
+        lane.vector.clear(part.stop, end)
 
     def decode(self, stored: memoryview, tensors: Mapping[str, torch.Tensor]) -> None:
         """Decode an encoded vector, u8 [`stored_size`], into checked tensors in place, all of the schema.
@@ -172,20 +172,14 @@ class Encoder:
         """A lane for each device that has spans; the host's is the last, so that the others work meanwhile."""
         lanes: Lanes = []
         for device, spans in sorted(plan.items(), key=lambda item: item[0] is None):
-            if spans and device is None:
-                lanes.append((Lane(self.layout, stored, self._sizes(spans, tensors)), spans))
-            elif spans and device is not None:
-                sizes = self._sizes(spans, tensors)
-                lanes.append((DeviceLane(self.layout, stored, sizes, device, aside), spans))
+            if spans:
+                alone = (tensors.get(span.pieces[0].name) for span in spans if len(span.pieces) == 1)
+                dense = max(
+                    (one.numel() for one in alone if one is not None and not _is_dense(one)), default=0
+                )
+                given = self.layout, stored, [span.part for span in spans], dense
+                lanes.append((DeviceLane(*given, device, aside) if device else Lane(*given), spans))
         return lanes
-
-    def _sizes(self, spans: list[Span], tensors: Mapping[str, torch.Tensor]) -> Sizes:
-        alone = (tensors.get(span.pieces[0].name) for span in spans if len(span.pieces) == 1)
-        return Sizes(
-            max(span.part.size for span in spans),
-            max(self.layout.codec_of(span.part).encoded_size(span.part.size) for span in spans),
-            max((one.numel() for one in alone if one is not None and not _is_dense(one)), default=0),
-        )
 
 
 def _spans(layout: Layout, devices: Devices) -> Plan:

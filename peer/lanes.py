@@ -9,9 +9,9 @@ import contextlib
 import functools
 import os
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,42 +29,35 @@ PORTABLE = 1
 """cudaHostRegisterPortable: the memory counts as pinned for all devices."""
 
 
-class Sizes(NamedTuple):
-    """The scratch memory of a lane.
-
-    Attributes:
-        values: Most values of a span.
-        codes: Most bytes of its payload.
-        dense: Most values of a tensor that is not contiguous and is encoded by itself.
-    """
-
-    values: int
-    codes: int
-    dense: int
-
-
 class Lane:
-    """Encodes and decodes spans of one vector on the host, at once.
+    """Encodes and decodes parts of one vector on the host, at once.
 
     Attributes:
-        room: Scratch memory, f32 [`Sizes.values`].
-        dense: Scratch memory, f32 [`Sizes.dense`].
+        vector: The encoded vector.
+        room: Scratch memory for the values of a part, f32.
+        dense: Scratch memory for the values of a tensor that is not contiguous and is encoded by itself, f32.
     """
 
     room: torch.Tensor
     dense: torch.Tensor
 
-    def __init__(self, layout: Layout, stored: memoryview, sizes: Sizes) -> None:
-        """Take an encoded vector, u8 [`stored_size`], to write or to read."""
-        self._layout, self._vector = layout, EncodedVector(layout, stored)
-        self._notes: list[int | torch.Tensor] = []
-        self._allocate(sizes)
+    def __init__(self, layout: Layout, stored: memoryview, parts: Iterable[Part], dense: int) -> None:
+        """Take an encoded vector to write or to read.
 
-    def _allocate(self, sizes: Sizes) -> None:
-        self.room, self.dense = (
-            torch.from_numpy(np.empty(n, np.float32)) for n in (sizes.values, sizes.dense)
-        )
-        self._payload = np.empty(sizes.codes, np.uint8).data
+        Args:
+            layout: Its layout.
+            stored: u8 [`stored_size`].
+            parts: What is encoded or decoded together, at least one part.
+            dense: Most values of a tensor that needs `dense`.
+        """
+        self._layout, self.vector = layout, EncodedVector(layout, stored)
+        self._notes: list[int | torch.Tensor] = []
+        sizes = [(part.size, layout.codec_of(part).encoded_size(part.size)) for part in parts]
+        self._allocate(max(values for values, _ in sizes), max(codes for _, codes in sizes), dense)
+
+    def _allocate(self, values: int, codes: int, dense: int) -> None:
+        self.room, self.dense = (torch.from_numpy(np.empty(n, np.float32)) for n in (values, dense))
+        self._payload = np.empty(codes, np.uint8).data
 
     def launch(self, work: Callable[..., None], *args: Any) -> None:
         """Call `work` with this lane and the arguments."""
@@ -90,23 +83,19 @@ class Lane:
         """Encode the values of a part, f32 [n], to its places in the vector."""
         codec, payload = self._payload_of(part)
         self._notes.append(codec.encode(values, payload))
-        self._vector.write(part, payload)
+        self.vector.write(part, payload)
 
     def decode(self, part: Part, out: torch.Tensor) -> None:
         """Decode a part into `out`, f32 [n]."""
         codec, payload = self._payload_of(part)
-        self._vector.read(part, payload)
+        self.vector.read(part, payload)
         codec.decode(payload, out)
 
     def check(self, part: Part) -> None:
         """Raise CodecError if no encoder writes such a part."""
         codec, payload = self._payload_of(part)
-        self._vector.read(part, payload)
+        self.vector.read(part, payload)
         codec.check(payload, part.size)
-
-    def clear(self, start: int, stop: int) -> None:
-        """Make zeros of the padding from `start` to `stop`."""
-        self._vector.clear(start, stop)
 
     def _payload_of(self, part: Part) -> tuple[Codec, memoryview]:
         codec = self._layout.codec_of(part)
@@ -117,13 +106,19 @@ class DeviceLane(Lane):
     """Encodes and decodes on one CUDA device, by work that is queued there."""
 
     def __init__(
-        self, layout: Layout, stored: memoryview, sizes: Sizes, device: torch.device, aside: bool
+        self,
+        layout: Layout,
+        stored: memoryview,
+        parts: Iterable[Part],
+        dense: int,
+        device: torch.device,
+        aside: bool,
     ) -> None:
         """Work on the device's current stream, or `aside`: on a stream of our own, which first waits for that one."""
         self.device = device
         self._enter(aside)
         self._host = torch.frombuffer(stored, dtype=torch.uint8)
-        super().__init__(layout, stored, sizes)
+        super().__init__(layout, stored, parts, dense)
 
     def _enter(self, aside: bool) -> None:
         self._stream = torch.cuda.current_stream(self.device)
@@ -135,12 +130,12 @@ class DeviceLane(Lane):
         """Make the lane's device and stream the current ones."""
         return torch.cuda.stream(self._stream)
 
-    def _allocate(self, sizes: Sizes) -> None:
+    def _allocate(self, values: int, codes: int, dense: int) -> None:
         # Memory of torch's allocator belongs to the stream that was current: the next call on it has the same.
         with self._current():
             empty = partial(torch.empty, device=self.device)
-            self.room, self.dense = (empty(n, dtype=torch.float32) for n in (sizes.values, sizes.dense))
-            self._codes = empty(sizes.codes, dtype=torch.uint8)
+            self.room, self.dense = (empty(n, dtype=torch.float32) for n in (values, dense))
+            self._codes = empty(codes, dtype=torch.uint8)
 
     def launch(self, work: Callable[..., None], *args: Any) -> None:
         """Call `work`, which queues operations; see `Lane.launch`."""

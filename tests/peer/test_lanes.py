@@ -382,9 +382,9 @@ def test_strided_tensors_pass_through_memory_for_one_of_them(device, monkeypatch
     sizes = []
     for kind in (lanes.Lane, DeviceLane):
 
-        def allocate(lane: Any, one: lanes.Sizes, do: Any = kind._allocate) -> None:
-            sizes.append(one.dense)
-            do(lane, one)
+        def allocate(lane: Any, values: int, codes: int, dense: int, do: Any = kind._allocate) -> None:
+            sizes.append(dense)
+            do(lane, values, codes, dense)
 
         monkeypatch.setattr(kind, "_allocate", allocate)
     encoder, back = Encoder(layout_of(named, "fp32")), zeros_like(named)
