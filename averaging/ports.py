@@ -62,6 +62,10 @@ class Channel(Protocol):
         """PeerID of the other end, authenticated by the transport."""
 
     @property
+    def punched(self) -> bool:
+        """Whether it leads through a hole in both NATs: the transport hands it to the handler at both ends."""
+
+    @property
     def rtt(self) -> float:
         """Round-trip time in seconds; 0 if unknown."""
 

@@ -60,11 +60,6 @@ class FramedChannel:
         self._prefix = bytearray(_PREFIX.size)
 
     @property
-    def closed(self) -> bool:
-        """True once it is closed at this end."""
-        return self._stream.closed
-
-    @property
     def rtt(self) -> float:
         """Round-trip time in seconds; 0 where that is not known."""
         return self._stream.rtt
@@ -99,19 +94,15 @@ class FramedChannel:
                 self.close("a send was abandoned within a frame")
                 raise
 
-    async def wait_readable(self) -> None:
-        """Wait, in one task at a time, without a bound, for bytes; raises ConnectionError if the channel is closed."""
-        try:
-            await self._stream.wait_readable()
-        except StreamClosed as error:
-            raise self._broken("receive from", error) from None
-
     async def receive(self, place: Place) -> tuple[bytes, memoryview]:
         """Receive one frame into the buffer that `place` gives for its body; an error of `place` closes the channel.
 
         Raises ConnectionError if the channel is closed or broken, or a length exceeds its maximum.
         """
-        await self.wait_readable()
+        try:
+            await self._stream.wait_readable()
+        except StreamClosed as error:
+            raise self._broken("receive from", error) from None
         try:
             return await self._receive(place)
         except StreamClosed as error:

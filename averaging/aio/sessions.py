@@ -55,6 +55,9 @@ RETRY_SECONDS, MAX_RETRY_SECONDS = 1.0, 30.0
 IDLE_SECONDS = 60.0
 """Longest time that a channel is kept on which nothing moves. Rounds are seconds apart."""
 
+PUNCHED_SECONDS = 600.0
+"""The same for a channel through a hole in both NATs, which takes seconds to punch. Some rounds are minutes apart."""
+
 SWEEP_SECONDS = 10.0
 """Time between two looks for idle channels."""
 
@@ -178,15 +181,15 @@ class PeerChannels:
         newest_first = [*reversed(self.direct), *reversed(self.streams)]
         return next((channel for channel in newest_first if channel in self.greeted), None)
 
-    def idle(self, now: float, seconds: float) -> list[Channel]:
-        """Return the channels on which no byte has moved for so long, as far as these calls could see."""
+    def idle(self, now: float) -> list[Channel]:
+        """Return the channels on which no byte has moved for too long, as far as these calls could see."""
         found = []
         for channel in self.channels:
             moved = channel.delivered + channel.received
             before, since = self._moved.get(channel, (-1, now))
             if moved != before:
                 self._moved[channel] = (moved, now)
-            elif now - since >= seconds:
+            elif now - since >= (PUNCHED_SECONDS if channel.punched else IDLE_SECONDS):
                 found.append(channel)
         return found
 
@@ -400,7 +403,8 @@ class Sessions:
         if len(alike) > MAX_CHANNELS:
             self._broke(channels, alike[0])
         self._make_room()
-        await self._read(channels, channel, False)
+        # Neither end has dialled a channel through a hole: that of the lesser PeerID says hello first.
+        await self._read(channels, channel, channel.punched and self.peer < channel.peer)
 
     # ---- idle channels ----
 
@@ -409,7 +413,7 @@ class Sessions:
 
     def _sweep(self) -> None:
         for peer, channels in list(self._peers.items()):
-            for channel in channels.idle(self._loop.time(), IDLE_SECONDS):
+            for channel in channels.idle(self._loop.time()):
                 if self._unused(peer, channels):
                     channels.remove(channel)
                     self._tasks.spawn(self._retire(channels, channel, FAREWELL_SECONDS))

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import socket
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from equipoise.dht.address import ListenAddress, is_loopback
 from equipoise.dht.dialpolicy import DialPolicy, Place, private_networks
@@ -33,69 +32,10 @@ HANDSHAKE_SECONDS = 10.0
 """Longest handshake of a peer that dials this one, from its first byte to its greeting."""
 ADMIT_SECONDS = 2.0
 """Longest wait of a dialling peer for its admission. That peer may get the round's manifest before this peer does."""
-PARKED_SECONDS = 600.0
-"""Longest time that a channel waits for a round; some rounds are minutes apart."""
 MAX_FAILURES = 1024
 """Most peers remembered that could not be dialled, each with the reason: as many as are admitted."""
 DEFAULT_LAYER: Layer = "aead"
 """Layer by default: it takes a quarter of the processor time of TLS records. `aead` tells more, and when to use TLS."""
-
-
-class PunchedChannels:
-    """Channels through holes in NATs, opened before the round that will use them.
-
-    A round that is under way goes on as it began. The side that counts as dialling keeps the channel until a round asks
-    for one. The other side hands the channel on when the first byte comes.
-    """
-
-    def __init__(self, serve: Callable[[FramedChannel], Awaitable[None]]) -> None:
-        """`serve` takes over a channel that the other side has begun to use, and returns when the channel ends."""
-        self._serve = serve
-        self._kept: dict[str, tuple[FramedChannel, asyncio.Task[None]]] = {}
-        self._tasks = TaskSet()
-
-    def park(self, channel: FramedChannel, *, dialled: bool) -> None:
-        """Keep a channel until it is taken (`dialled`) or used by the other side."""
-        channel.punched = True
-        task = self._tasks.spawn(self._watch(channel, dialled))
-        if dialled:
-            before, _ = self._kept.get(channel.peer, (None, None))
-            self._kept[channel.peer] = channel, task
-            if before is not None:
-                before.close()
-
-    def keeps(self, peer: str) -> bool:
-        """Tell whether a channel to `peer` can be taken."""
-        return peer in self._kept
-
-    async def take(self, peer: str) -> FramedChannel | None:
-        """Hand out the kept channel to `peer`; None if no channel is kept, or it has broken."""
-        channel, watch = self._kept.pop(peer, (None, None))
-        if channel is None or watch is None:
-            return None
-        # One task at a time may wait for its bytes.
-        watch.cancel()
-        try:
-            await asyncio.wait({watch})
-        except asyncio.CancelledError:
-            channel.close()
-            raise
-        return None if channel.closed else channel
-
-    async def stop(self) -> None:
-        """Stop keeping channels; idempotent. `OpenChannels` closes the channels."""
-        await self._tasks.stop()
-
-    async def _watch(self, channel: FramedChannel, dialled: bool) -> None:
-        with contextlib.suppress(ConnectionError, TimeoutError):
-            async with asyncio.timeout(PARKED_SECONDS):
-                await channel.wait_readable()
-            # To the side that dialled the other sends only answers: if any byte comes, the channel is at its end.
-            if not dialled:
-                await self._serve(channel)
-        if self._kept.get(channel.peer, (None, None))[0] is channel:
-            del self._kept[channel.peer]
-        channel.close()
 
 
 class DirectTransport:
@@ -106,7 +46,6 @@ class DirectTransport:
         dialable: Whether others can open channels to this peer.
         credential: Where others reach this peer; at most `MAX_CREDENTIAL_BYTES`, and never empty.
         channels: The open channels.
-        punched: The open channels through holes in NATs, until a round uses them.
         on_meet: Called with the PeerID of an admitted peer with which a round begins.
     """
 
@@ -137,7 +76,6 @@ class DirectTransport:
         self._gate = Gate()
         self.channels = OpenChannels()
         self._failures: LruDict[str, str] = LruDict(MAX_FAILURES)
-        self.punched = PunchedChannels(self.channels.handle)
         self.on_meet: Callable[[str], None] = lambda peer: None
         self._opening = asyncio.Semaphore(MAX_OPENING)
         self._tasks = TaskSet()
@@ -166,9 +104,8 @@ class DirectTransport:
             self.on_meet(peer)
 
     def reaches(self, peer: str) -> bool:
-        """Tell whether `peer` was admitted, and either names addresses or has a channel kept here."""
-        admitted = self._allowlist.get(peer)
-        return admitted is not None and (bool(admitted) or self.punched.keeps(peer))
+        """Tell whether `peer` was admitted, and names addresses."""
+        return bool(self._allowlist.get(peer))
 
     def failure(self, peer: str) -> str:
         """Return why the last dial of `peer` failed; empty if a channel opened since, or `peer` cannot be dialled."""
@@ -196,15 +133,11 @@ class DirectTransport:
     async def stop(self) -> None:
         """Stop listening, close every channel, end every handler; idempotent."""
         self._listener.stop()
-        await self.punched.stop()
         self.channels.close()
         await self._tasks.stop()
 
     async def open(self, peer: str) -> FramedChannel:
         """Open a channel to `peer` within `OPEN_SECONDS`; raises ConnectionError with the reason if that fails."""
-        kept = await self.punched.take(peer)
-        if kept is not None:
-            return kept
         failures = []
         try:
             async with asyncio.timeout(OPEN_SECONDS), self._opening:
@@ -261,6 +194,11 @@ class DirectTransport:
             return await self._introduce(connection, address[0], preface)
         finally:
             connection.close()
+
+    def use(self, channel: FramedChannel) -> None:
+        """Have the handler take a channel through a hole, at both ends."""
+        channel.punched = True
+        self._tasks.spawn(self.channels.handle(channel))
 
     async def _claim(self, connection: socket.socket, peer: str, address: Place) -> Stream:
         """Send the preface on a connection that this peer has opened, and prove its PeerID."""

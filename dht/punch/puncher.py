@@ -1,6 +1,6 @@
 """Punches holes to peers met in rounds that cannot be dialled, and answers peers that begin a punch.
 
-The present round goes on through its relay; the next round uses the channel.
+A round under way goes on through its relay until the hole is there, and then through that.
 """
 
 from __future__ import annotations
@@ -387,7 +387,7 @@ class Attempt:
 
 
 class Puncher:
-    """Punches holes by the `schedule`, and parks the channels; `listener` takes the streams of other peers."""
+    """Punches holes by the `schedule`, and has the channels used; `listener` takes the streams of other peers."""
 
     def __init__(
         self, link: P2pdClient, dialer: Dialer, direct: DirectTransport, reach: Reach, folder: Path
@@ -476,7 +476,7 @@ class Puncher:
         finally:
             self._end(peer, failure)
         if attempt.channel is not None:
-            self._direct.punched.park(attempt.channel, dialled=begins)
+            self._direct.use(attempt.channel)
             _log.info("a hole to %s is punched, at try %d", peer, attempt.tries)
 
     def _end(self, peer: str, failure: str) -> None:

@@ -72,6 +72,10 @@ class TappedChannel:
         return self._channel.peer
 
     @property
+    def punched(self) -> bool:
+        return self._channel.punched
+
+    @property
     def rtt(self) -> float:
         return self._channel.rtt
 

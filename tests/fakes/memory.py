@@ -78,6 +78,7 @@ class MemoryChannel:
         self._inbox = inbox
         self._outbox = outbox
         self.closed = False
+        self.punched = False
         self.delivered = 0
         self.received = 0
         self.rtt = 0.0

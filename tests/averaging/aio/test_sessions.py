@@ -14,7 +14,7 @@ from equipoise.averaging.aio import sessions as module
 from equipoise.averaging.aio.sessions import PeerChannels, Sessions
 from equipoise.averaging.ports import Channel
 from equipoise.averaging.session.messages import FAREWELL, FRAME
-from fakes.memory import MemoryTransport, Net
+from fakes.memory import MemoryChannel, MemoryTransport, Net
 from fakes.speaker import Speaker
 
 ROUND = b"r" * 16
@@ -102,6 +102,18 @@ class Pair:
         self.direct["a"].obstacle = lambda: answer
         self.begin()
         return answer
+
+    def punch(self) -> Channel:
+        """Hand both the ends of a channel through a hole; returns that of a."""
+        there, back = asyncio.Queue(8), asyncio.Queue(8)
+        ends = {
+            "a": MemoryChannel(self.direct["a"], "b", back, there),
+            "b": MemoryChannel(self.direct["b"], "a", there, back),
+        }
+        for name, channel in ends.items():
+            channel.punched = True
+            self.sessions[name]._tasks.spawn(self.direct[name].handler(channel))
+        return ends["a"]
 
     def part(self) -> None:
         """Let the transport open no channel between the two any more."""
@@ -381,6 +393,31 @@ async def test_an_idle_channel_is_closed_and_nobody_calls_that_a_loss(
     assert await pair.hear(1) == [b"second"]
     for ears in pair.ears.values():
         assert ears.lost_nothing
+
+
+async def test_a_punched_channel_takes_over_within_a_round_and_idles_for_longer(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pair.direct["a"], "reaches", lambda peer: False)  # It names no address.
+    pair.begin()
+    pair.sessions["a"].post("b", b"through a relay")
+    assert await pair.hear(1) == [b"through a relay"]
+    hole = pair.punch()
+    await pair.direct["a"].received(1)
+    before = hole.delivered
+    pair.sessions["a"].post("b", b"through a hole")
+    assert await pair.hear(1) == [b"through a hole"]
+    assert hole.delivered > before
+    pair.sessions["a"].leave(ROUND)
+    channels = pair.sessions["a"]._peers["b"]
+    monkeypatch.setattr(module, "IDLE_SECONDS", 0.0)
+    for seconds, left in ((module.PUNCHED_SECONDS, [hole]), (0.0, [])):
+        monkeypatch.setattr(module, "PUNCHED_SECONDS", seconds)
+        for _ in range(2):
+            while channels.writer:
+                await channels.writer
+            pair.sessions["a"]._sweep()
+        assert channels.channels == left
 
 
 async def test_however_many_channels_strangers_open_there_is_room_and_others_keep_theirs(

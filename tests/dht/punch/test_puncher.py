@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
-from equipoise.dht.direct import listener, transport
+from equipoise.dht.direct import listener
 from equipoise.dht.direct.errors import Refused
 from equipoise.dht.direct.handshake import PREFACE_BYTES
 from equipoise.dht.direct.transport import DirectTransport
@@ -74,68 +74,23 @@ async def said(channel) -> bytes:
     return header
 
 
-async def test_a_channel_through_a_hole_is_parked_until_a_round_wants_it(
-    hidden: Hidden, peers: Peers
-) -> None:
+async def test_both_ends_use_a_channel_through_a_hole(hidden: Hidden, peers: Peers) -> None:
     introduce(hidden.first, hidden.second)
-    assert not hidden.first.reaches(hidden.second.peer)
     first, second = await hidden.punch()
-    hidden.first.punched.park(first, dialled=True)
-    hidden.second.punched.park(second, dialled=False)
-    for one, other in ((hidden.first, hidden.second), (hidden.second, hidden.first)):
-        assert one.channels.having(other.peer)
-        assert any(made.punched for made in one.channels.having(other.peer))
-    assert hidden.first.reaches(hidden.second.peer)
-    assert not hidden.second.reaches(hidden.first.peer)
     assert peers.accepted.empty()
-
-    channel = await hidden.first.open(hidden.second.peer)
-    assert channel == first
-    assert peers.accepted.empty()
-    await channel.send(b"the next round")
-    accepted = await peers.accepted.get()
-    assert accepted is second
-    assert await said(accepted) == b"the next round"
-    await accepted.send(b"and back")
-    assert await said(channel) == b"and back"
-    channel.close()
-    assert not any(made.punched for made in hidden.first.channels.having(hidden.second.peer))
+    for one, other, channel in ((hidden.first, hidden.second, first), (hidden.second, hidden.first, second)):
+        one.use(channel)
+        assert await peers.accepted.get() is channel
+        assert [made.punched for made in one.channels.having(other.peer)] == [True]
+        assert not one.reaches(other.peer)
+    await first.send(b"a round")
+    assert await said(second) == b"a round"
+    await second.send(b"and back")
+    assert await said(first) == b"and back"
+    first.close()
+    assert not hidden.first.channels.having(hidden.second.peer)
     with pytest.raises(ConnectionError, match="listens nowhere"):
         await hidden.first.open(hidden.second.peer)
-
-
-async def test_a_parked_channel_that_breaks_is_forgotten(hidden: Hidden, until) -> None:
-    introduce(hidden.first, hidden.second)
-    first, second = await hidden.punch()
-    hidden.first.punched.park(first, dialled=True)
-    second.close()
-    await until(lambda: not hidden.first.reaches(hidden.second.peer))
-    assert not hidden.first.channels.having(hidden.second.peer)
-
-
-@pytest.mark.parametrize("dialled", [True, False])
-async def test_what_no_round_wants_is_closed(hidden: Hidden, until, monkeypatch, dialled: bool) -> None:
-    monkeypatch.setattr(transport, "PARKED_SECONDS", 0.1)
-    introduce(hidden.first, hidden.second)
-    first, second = await hidden.punch()
-    own, channel = (hidden.first, first) if dialled else (hidden.second, second)
-    own.punched.park(channel, dialled=dialled)
-    await until(lambda: channel.closed)
-    assert own.status().channels == 0
-
-
-async def test_a_newer_one_takes_the_place_of_one_that_is_parked(peers: Peers, hidden: Hidden) -> None:
-    introduce(hidden.first, hidden.second)
-    first, _ = await hidden.punch()
-    hidden.first.punched.park(first, dialled=True)
-    one, other = (Stream(one) for one in socket.socketpair())
-    hidden.streams = one, other
-    again, _ = await hidden.punch()
-    hidden.first.punched.park(again, dialled=True)
-    assert first.closed
-    assert await hidden.first.open(hidden.second.peer) is again
-    for stream in hidden.streams:
-        stream.close()
 
 
 async def test_no_hole_leads_to_who_was_not_admitted(hidden: Hidden, monkeypatch: pytest.MonkeyPatch) -> None:

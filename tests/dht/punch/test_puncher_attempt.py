@@ -99,7 +99,7 @@ async def test_a_later_try_is_as_good(monkeypatch, needed: int) -> None:
     meeting = Meeting(monkeypatch, needed)
     assert await meeting.run() == ["", ""]
     assert [side.tries for side in meeting.sides] == [needed, needed]
-    assert all(side.channel is not None and not side.channel.closed for side in meeting.sides)
+    assert all(isinstance(side.channel, Opened) and not side.channel.closed for side in meeting.sides)
 
 
 async def test_after_some_tries_both_give_up_and_say_why(monkeypatch) -> None:
