@@ -96,6 +96,9 @@ class Answer(Versioned, frozen=True, kw_only=True):
     blocked: Text = ""
 
 
+_asks, _answers = msgspec.msgpack.Decoder(Ask), msgspec.msgpack.Decoder(Answer)
+
+
 class Reachability:
     """Judges whether others can dial this peer, and why, by the answers of the peers that tried. Sans IO.
 
@@ -288,7 +291,7 @@ class Reach:
         ports = dict.fromkeys(one.port for one in well_formed(self.listening()) if not one.relayed)
         question = Ask(ports=tuple(ports)[:MAX_TARGETS], direct=self._direct.port)
         data = await self._link.call(peer, DIALBACK, encode(question), DIALBACK_SECONDS)
-        answer = decode(data, Answer)
+        answer = decode(data, _answers)
         reached = []
         for text in answer.reached:
             with contextlib.suppress(AddressError):
@@ -300,7 +303,7 @@ class Reach:
         """Dial `peer` back at its request."""
         if self._room.locked() or not self._limit.allow(peer, time.monotonic()):
             raise Malformed("too many questions")
-        ask = decode(data, Ask)
+        ask = decode(data, _asks)
         async with self._room:
             seen = direct_hosts((await self._link.connections()).get(peer, ()))
             where = [(host, port) for host in seen for port in ask.ports][:MAX_TARGETS]

@@ -34,6 +34,9 @@ class _Content(msgspec.Struct):
     peers: dict[str, Addresses] = {}
 
 
+_contents = msgspec.json.Decoder(_Content)
+
+
 class PeerCache:
     """A small file in the daemon's home; a lost or broken one costs nothing but a slower return.
 
@@ -78,7 +81,7 @@ class PeerCache:
 
     def _load(self) -> _Content:
         try:
-            return msgspec.json.decode(read_regular(self._path, MAX_FILE_BYTES), type=_Content)
+            return _contents.decode(read_regular(self._path, MAX_FILE_BYTES))
         except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             if not isinstance(error, FileNotFoundError):
                 _log.warning("%s is not used: %s", self._path, error)

@@ -140,10 +140,11 @@ class _Version(msgspec.Struct, frozen=True):
 
 
 _versions = msgspec.msgpack.Decoder(_Version)
+messages = msgspec.msgpack.Decoder(Message)
 encode = msgspec.msgpack.Encoder().encode
 
 
-def decode(data: bytes, kind: type[_Versioned]) -> _Versioned:
+def decode(data: bytes, decoder: msgspec.msgpack.Decoder[_Versioned]) -> _Versioned:
     """Decode a stranger's message; raises Malformed if it is malformed, too large, or of another version."""
     version = sanitize.decode(_versions, data, MAX_MESSAGE_BYTES).version
     if version != PROTOCOL_VERSION:
@@ -151,7 +152,7 @@ def decode(data: bytes, kind: type[_Versioned]) -> _Versioned:
         age, hint = ("newer", "upgrade this machine's") if newer else ("older", "have it upgraded")
         both = f"protocol version {version}, this machine version {PROTOCOL_VERSION}"
         raise VersionError(f"its equipoise is {age} ({both}): {hint} with pip install --upgrade equipoise")
-    message = sanitize.decode(msgspec.msgpack.Decoder(kind), data, MAX_MESSAGE_BYTES)
+    message = sanitize.decode(decoder, data, MAX_MESSAGE_BYTES)
     if isinstance(message, Message) and sum(len(one.data) for one in message.records) > PAGE_BYTES:
         raise Malformed(f"malformed message: expected at most {PAGE_BYTES} bytes of records")
     return message
@@ -361,7 +362,7 @@ class RecordProtocol:
             async with asyncio.timeout(CALL_SECONDS):
                 await self.dialer.reach(peer)
                 data = await self._link.call(peer, CALL, encode(question), CALL_SECONDS)
-            answer = decode(data, Message)
+            answer = decode(data, messages)
         except TimeoutError:
             if self._heard_at.get(peer, began) <= began:
                 self.lose(peer)
@@ -381,7 +382,7 @@ class RecordProtocol:
             await self._hold(peer)
             raise Malformed(f"{peer} {FORGER}" if distrusted else "too many calls; wait a second")
         try:
-            asked = decode(data, Message)
+            asked = decode(data, messages)
         except VersionError:
             # The bare version suffices: the caller itself words the error that says which side is older.
             return encode(Versioned())

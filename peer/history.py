@@ -22,6 +22,8 @@ MAX_FILE_BYTES = 1024 * 1024
 MAX_KEPT = 512
 """Outcomes of all runs that are remembered: one of a group of 64 takes 8 KB."""
 
+_outcomes = msgspec.json.Decoder(Outcome)
+
 
 class History:
     """The last outcomes of a daemon, in memory and as lines of JSON in its home."""
@@ -62,7 +64,7 @@ def read_history(home: Path) -> list[Outcome]:
             content = read_regular(home / name, 2 * MAX_FILE_BYTES)
         for line in content.splitlines():
             with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-                found.append(msgspec.json.decode(line, type=Outcome))
+                found.append(_outcomes.decode(line))
     return found[-MAX_KEPT:]
 
 

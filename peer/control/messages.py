@@ -240,11 +240,15 @@ _MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 _encoder = msgspec.msgpack.Encoder()
 _envelope = msgspec.msgpack.Decoder(tuple[int, msgspec.Raw])
-_requests = functools.reduce(
-    operator.or_, {*Request.__subclasses__(), *RunRequest.__subclasses__()} - {RunRequest}
+_requests = {*Request.__subclasses__(), *RunRequest.__subclasses__()} - {RunRequest}
+_request: msgspec.msgpack.Decoder[Request[Any]] = msgspec.msgpack.Decoder(
+    functools.reduce(operator.or_, _requests)
 )
-_request: msgspec.msgpack.Decoder[Request[Any]] = msgspec.msgpack.Decoder(_requests)
 _reply = msgspec.msgpack.Decoder(tuple[int, str | None, msgspec.Raw])
+_answers: dict[type, msgspec.msgpack.Decoder[Any]] = {
+    kind: msgspec.msgpack.Decoder(get_args(kind.__orig_bases__[0])[0])  # type: ignore[attr-defined]
+    for kind in _requests
+}
 
 
 def encode(number: int, request: Request[Any]) -> bytes:
@@ -299,14 +303,8 @@ def decode_answer(request: Request[Answer], content: msgspec.Raw) -> Answer:
         ControlError: The answer has another type than the request names.
     """
     problem = f"expected the answer to {type(request).__name__}"
-    answer: Answer = _decoded(_answer_decoder(type(request)), content, problem)
+    answer: Answer = _decoded(_answers[type(request)], content, problem)
     return answer
-
-
-@functools.cache
-def _answer_decoder(kind: type[Request[Any]]) -> msgspec.msgpack.Decoder[Any]:
-    (base,) = kind.__orig_bases__  # type: ignore[attr-defined]
-    return msgspec.msgpack.Decoder(get_args(base)[0])
 
 
 def _framed(content: object, what: str) -> bytes:

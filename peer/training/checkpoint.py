@@ -525,9 +525,9 @@ def read_manifest(path: Path) -> Manifest:
     """
     content = _content(path / MANIFEST_FILE, MAX_MANIFEST_BYTES)
     try:
-        version = msgspec.json.decode(content, type=_Version).format
+        version = _versions.decode(content).format
         if version == FORMAT:
-            return msgspec.json.decode(content, type=Manifest)
+            return _manifests.decode(content)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise Damaged(f"checkpoint {path} is damaged: {MANIFEST_FILE}: {error}") from error
     told = f"checkpoint {path} is of format {version}; this version of equipoise reads format {FORMAT}"
@@ -536,6 +536,10 @@ def read_manifest(path: Path) -> Manifest:
 
 class _Version(msgspec.Struct):
     format: int
+
+
+_versions = msgspec.json.Decoder(_Version)
+_manifests = msgspec.json.Decoder(Manifest)
 
 
 def _misfit(found: Subject, own: Subject) -> tuple[str, str] | None:

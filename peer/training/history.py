@@ -44,6 +44,9 @@ class Agreed(msgspec.Struct, frozen=True, array_like=True):
     digest: Digest
 
 
+_records = msgspec.msgpack.Decoder(list[Agreed])
+
+
 class Record(msgspec.Struct, frozen=True, kw_only=True):
     """One round, for this peer.
 
@@ -188,7 +191,7 @@ class History(Sequence[Record]):
         if not isinstance(encoded, torch.Tensor) or encoded.dtype != torch.uint8 or encoded.dim() != 1:
             raise ImageError("expected a history's records as bytes, got none")
         try:
-            found = msgspec.msgpack.decode(encoded.numpy().tobytes(), type=list[Agreed])
+            found = _records.decode(encoded.numpy().tobytes())
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise ImageError(f"expected a history's records, they do not decode: {error}") from None
         first = found[0].number if found else 1

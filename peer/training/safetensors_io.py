@@ -58,6 +58,11 @@ class Entry(msgspec.Struct, frozen=True):
     data_offsets: tuple[int, int]
 
 
+_header = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_metadata = msgspec.json.Decoder(dict[str, str])
+_entry = msgspec.json.Decoder(Entry)
+
+
 class ImageError(EquipoiseError, ValueError):
     """A state cannot be written as an image, or an image cannot be loaded here; nothing was loaded."""
 
@@ -107,9 +112,9 @@ def unpack(image: torch.Tensor) -> tuple[dict[str, torch.Tensor], dict[str, str]
     if len(image) < 8 or not 0 < size <= min(len(image) - 8, MAX_HEADER_BYTES):
         raise ImageError(f"expected a safetensors file, got {len(image)} bytes with a header of {size}")
     try:
-        header = msgspec.json.decode(image[8 : 8 + size].numpy().data, type=dict[str, msgspec.Raw])
-        metadata = msgspec.json.decode(header.pop(METADATA, b"{}"), type=dict[str, str])
-        entries = {name: msgspec.json.decode(raw, type=Entry) for name, raw in header.items()}
+        header = _header.decode(image[8 : 8 + size].numpy().data)
+        metadata = _metadata.decode(header.pop(METADATA, b"{}"))
+        entries = {name: _entry.decode(raw) for name, raw in header.items()}
     except (ValueError, RecursionError) as error:
         raise ImageError(f"expected a header of names, dtypes, shapes and offsets: {error}") from None
     values = image[8 + size :]

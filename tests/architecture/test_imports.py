@@ -140,6 +140,20 @@ def test_nothing_is_unpickled_and_no_shell_is_started() -> None:
     assert not unsafe
 
 
+def test_decoders_are_made_when_their_module_is_imported() -> None:
+    # msgspec crashes the process if two threads are the first to need a type, such as those of two clients.
+    alone = {"averaging/ports.py", "peer/run_daemon.py", "peer/demo/trainer.py", "peer/demo/swarm.py"}
+    late = [
+        (source, call.lineno)
+        for source in sources(*PACKAGES)
+        if str(source.path) not in alone  # Called by modules, or by the only thread of a process.
+        for name, call in _calls_of_functions(source)
+        if name.startswith("msgspec.")
+        and (name.endswith(".Decoder") or any(keyword.arg == "type" for keyword in call.keywords))
+    ]
+    assert not late
+
+
 def _machines() -> list[Source]:
     """The protocol machines, and the simulator that drives them in virtual time."""
     return [source for source in sources("averaging", "tests/simulator") if source.path.parts[1] != "aio"]
@@ -152,6 +166,13 @@ def _takes_events(node: ast.AST) -> bool:
 
 def _true(keyword: ast.keyword, *names: str) -> bool:
     return keyword.arg in names and getattr(keyword.value, "value", True) is not False
+
+
+def _calls_of_functions(source: Source) -> list[tuple[str, ast.Call]]:
+    """The calls within functions, which are not made when the module is imported."""
+    bodies = [node for node in source.nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    inner = {id(node) for body in bodies for node in ast.walk(body)}
+    return [(name, call) for name, call in calls(source) if id(call) in inner]
 
 
 def _found(files: list[Source], wrong: Callable[[Import], bool]) -> list[tuple[Source, int, str]]:

@@ -114,7 +114,7 @@ def test_which_side_is_older_is_said() -> None:
         (PROTOCOL_VERSION - 1, "older.*have it"),
     ):
         with pytest.raises(wire.VersionError, match=said):
-            wire.decode(wire.encode(wire.Versioned(version=version)), wire.Message)
+            wire.decode(wire.encode(wire.Versioned(version=version)), wire.messages)
 
 
 async def test_the_real_cause_outlasts_pauses_of_libp2p(members, until, stranger) -> None:

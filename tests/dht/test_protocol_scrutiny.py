@@ -114,7 +114,7 @@ def store(identity: Identity, author: str, sequence: int = 1) -> Kept:
 async def send(protocol: RecordProtocol, sender: str, kept: list[Kept]) -> int:
     request = wire.encode(wire.Message(serves=False, time=time.time(), records=tuple(kept)))
     answer = await protocol.handlers[wire.CALL](sender, request)
-    return wire.decode(answer, wire.Message).accepted
+    return wire.decode(answer, wire.messages).accepted
 
 
 def test_forged_records_cost_one_signature_for_each_sender(
