@@ -97,13 +97,13 @@ class Endpoint:
         """Report silent members to the machine and send heartbeats. The next beat comes before anybody falls silent."""
         actions: list[Action] = []
         for member, count in self._received.items():
-            if self._detector.received(member, count, now):
+            if self._detector.received(member, count):
                 actions += self._tell(events.PeerReturned(member), now)
             if count:
                 actions += self._tell(events.BytesReceived(member, count), now)
         self._received = dict.fromkeys(self.others, 0)
         for member in self._detector.check(now):
-            actions += self._tell(events.PeerLost(member, "silent: no sign of life"), now)
+            actions += self._tell(events.PeerLost(member, "silent: no sign of life", silent=True), now)
         if not self.machine.closed:
             actions += self._gate([events.Send(member, wire.Heartbeat()) for member in self.others])
         self._beats_at = min(now + HEARTBEAT_SECONDS, self._detector.deadline)

@@ -106,12 +106,13 @@ class PeerLost(msgspec.Struct, frozen=True):
     """No channel to a member can be opened, the member is silent, or it broke the protocol.
 
     Messages to the member are not lost: they arrive once a channel is open. A member that is `gone` takes no further
-    part: its process has ended.
+    part: its process has ended. A `silent` one has had the time in which a broken channel is opened again.
     """
 
     member: int
     reason: str
     gone: bool = False
+    silent: bool = False
 
 
 class PeerReturned(msgspec.Struct, frozen=True):

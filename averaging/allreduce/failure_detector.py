@@ -77,12 +77,14 @@ class FailureDetector:
         """Allow a member with this round-trip time, in seconds, a longer silence."""
         self._allowed[member] = max(self._allowed[member], timing.silence(rtt))
 
-    def received(self, member: int, count: int, now: float) -> bool:
-        """Count bytes since the last heartbeat as a sign of life, if there are enough of them; returns as `heard`.
+    def received(self, member: int, count: int) -> bool:
+        """Count bytes since the last check as a sign of life, if there are enough of them; returns as `heard`.
 
-        On a slow link, a member's signs of life wait behind the part that it is sending.
+        On a slow link, a member's signs of life wait behind the part that it is sending. When the bytes came is not
+        known. They count from the check before, so that a member that stopped within a part is not noticed later.
         """
-        return count >= MIN_BYTES_PER_SECOND * HEARTBEAT_SECONDS and self.heard(member, now)
+        enough = count >= MIN_BYTES_PER_SECOND * HEARTBEAT_SECONDS
+        return enough and self.heard(member, max(self._heard[member], self._checked))
 
     def lose(self, member: int) -> None:
         """The member's connection broke: the member counts as silent until it is heard again."""
@@ -129,6 +131,7 @@ class Attendance:
     Attributes:
         lost: Bitmask of the members that are out of reach now.
         gone: Bitmask of the members that have left for good.
+        silent: Bitmask of the lost members that have given no sign of life for the longest silence.
         returned: Bitmask of the members that were out of reach, and came back.
         late: Bitmask of the members for which the round no longer waits.
         level: Stalls since the last progress.
@@ -139,6 +142,7 @@ class Attendance:
         self.group = group
         self.lost = 0
         self.gone = 0
+        self.silent = 0
         self.returned = 0
         self.late = 0
         self.level = 0
@@ -164,21 +168,23 @@ class Attendance:
     def hoped_for(self) -> int:
         """Bitmask of the members that may still take part: a lost member counts until a stall has passed.
 
-        A broken connection may be opened again at once. In a group of two, each break would otherwise end the round.
+        A broken connection may be opened again at once. In a group of two, each break would otherwise end the round. A
+        silent member has had that time, whether or not it delivered before.
         """
-        return self.group.everyone & ~(self.lost if self.level else self.gone)
+        return self.group.everyone & ~(self.lost if self.level else self.gone | self.silent)
 
     @property
     def given_up_at(self) -> float:
         """When all members that are lost now have been lost for at least one stall, in monotonic seconds."""
         return self._lost_at + STALL_SECONDS
 
-    def lose(self, member: int, now: float, gone: bool) -> bool:
-        """A member is out of reach, or `gone` for good; returns whether it was in reach until now."""
+    def lose(self, member: int, now: float, gone: bool, silent: bool) -> bool:
+        """A member is out of reach, `silent`, or `gone` for good; returns whether it was in reach until now."""
         news = not self.lost >> member & 1
         self._lost_at = now if news else self._lost_at
         self.lost |= 1 << member
         self.gone |= gone << member
+        self.silent |= silent << member
         return news
 
     def come_back(self, member: int) -> bool:
@@ -186,6 +192,7 @@ class Attendance:
         if not self.lost >> member & 1 or self.gone >> member & 1:
             return False
         self.lost &= ~(1 << member)
+        self.silent &= ~(1 << member)
         self.returned |= 1 << member
         return True
 

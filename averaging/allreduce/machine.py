@@ -139,8 +139,8 @@ class AllReduce:
                 self._on_message(sender, message, now)
             case events.BytesReceived(sender, count):
                 self._on_bytes(sender, count, now)
-            case events.PeerLost(member, reason, gone):
-                self._on_lost(member, reason, now, gone)
+            case events.PeerLost(member, reason, gone, silent):
+                self._on_lost(member, reason, now, gone, silent)
             case events.PeerReturned(member):
                 if self._attendance.come_back(member):
                     self._note(f"{self.group.names[member]} is back")
@@ -249,8 +249,8 @@ class AllReduce:
             self._send_commit(1 << sender)
         return self._paxos.on_votes(vote, voters)
 
-    def _on_lost(self, member: int, reason: str, now: float, gone: bool) -> None:
-        if member == self.me or not self._attendance.lose(member, now, gone):
+    def _on_lost(self, member: int, reason: str, now: float, gone: bool, silent: bool = False) -> None:
+        if member == self.me or not self._attendance.lose(member, now, gone, silent):
             return
         if isinstance(self.ended, Finish):
             # The lost member may have been the leader that would have told the others.

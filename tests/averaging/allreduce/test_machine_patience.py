@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from equipoise.averaging.allreduce import messages as wire
-from equipoise.averaging.allreduce.events import BytesReceived
+from equipoise.averaging.allreduce.events import BytesReceived, PeerLost
 from equipoise.averaging.allreduce.failure_detector import (
     GRACE_SECONDS,
     MIN_BYTES_PER_SECOND,
     SLOWNESS,
 )
 from equipoise.averaging.timing import STALL_SECONDS
-from fakes.one_member import ALL, TIMEOUT, A, B, C, Table, recipients, sent
+from fakes.one_member import ALL, TIMEOUT, A, B, C, Table, ends, recipients, sent
 
 ENOUGH = int(MIN_BYTES_PER_SECOND * STALL_SECONDS)
 
@@ -88,3 +88,13 @@ def test_the_slowest_has_a_multiple_of_what_the_others_needed() -> None:
     first_look = 0.75
     allowed = SLOWNESS * first_look + GRACE_SECONDS
     assert allowed <= table.now - first_look <= allowed + 0.25
+
+
+def test_a_partner_that_stops_within_a_part_is_given_up_when_it_is_silent() -> None:
+    for silent in (False, True):
+        table = Table(A, owners=(A, B), weights=(1, 1))
+        table.tell(BytesReceived(B, ENOUGH))
+        table.stall()  # B delivered, so this is no stall.
+        table.now += 0.1
+        fallen = ends(table.tell(PeerLost(B, "why", silent=silent)))
+        assert bool(fallen) == silent, "a broken channel may be opened again"

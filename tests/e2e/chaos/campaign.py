@@ -279,8 +279,9 @@ class Campaign:
 
     def _count_ok(self, member: Member, call: Call) -> None:
         member.rounds += 1
-        if member.rounds == WARM_UP:
-            # A fault may have come right after its outcome.
+        strikes = (one for one in self.story.strikes if one.victim is member)
+        if member.rounds == WARM_UP and all(one.over.is_set() for one in strikes):
+            # A daemon that is stopping has let go of most. One may be killed, or end, right here.
             with contextlib.suppress(psutil.Error, OSError):
                 self.story.before[member.index] = member.usage()
         if member.returning is not None and call.began > member.returning.since:
