@@ -30,6 +30,9 @@ RUN = "chaos"
 REJOIN_SECONDS = 20.0
 """A daemon that was stopped may still be leaving what its last client had joined."""
 
+COMPANY_SECONDS = 10.0
+"""Longest time for which a trainer that is back waits for another peer before it calls: README's scripts wait so."""
+
 
 @dataclass
 class Call:
@@ -94,7 +97,7 @@ class Return:
         kind: Of the fault.
         since: When it was over, monotonic: the daemon was started, woken, connected; or when its p2pd died.
         seconds: What the way has taken so far.
-        starting: How much of it until the daemon was up and its trainer had joined.
+        starting: How much of it until the daemon was up, and its trainer had joined and met a peer.
     """
 
     kind: str
@@ -145,23 +148,25 @@ class Member:
         self.daemon = DaemonProcess(self.swarm.folder / f"daemon{self.index}", env, join, args)
         self.daemon.command = [*prefix, *WATCHED_CLI, *self.daemon.command[len(CLI) :]]
         self.swarm.processes.append(self.daemon)
-        self.start()
+        self.start(company=0)
 
-    def start(self) -> None:
+    def start(self, company: int = 1) -> None:
         """Start the daemon, again or for the first time, connect and join."""
         self.rounds = 0
         self.born = time.monotonic()
         self.daemon.start()
         self.pids.append(self.daemon.pid)
-        self.attach()
+        self.attach(company)
 
-    def attach(self) -> None:
-        """Connect to the daemon and join the run, as a trainer does that lost its daemon."""
+    def attach(self, company: int = 1) -> None:
+        """Connect to the daemon, join the run and wait for company, as a trainer does that lost its daemon."""
         self.detach()
         self._client = connect(self.daemon.home)
         assert self.peer_id in ("", self._client.peer_id), "a daemon keeps its PeerID"
         self.peer_id = self._client.peer_id
         eventually(self._joined, f"daemon {self.index} to let its trainer join", REJOIN_SECONDS)
+        assert self._run is not None
+        self._run.wait_for(company, COMPANY_SECONDS)
         self.available = True
 
     def detach(self) -> None:
