@@ -17,8 +17,8 @@ SURVIVORS_SECONDS = 2.5
 group was sought while some were away, it is matchmaking that says how long those are waited for."""
 
 BACK_SECONDS = 10.0
-"""A way back into a group: the daemon's start, its trainer's joining and meeting a peer, then the calls from there to the
-first ok one; what lies between calls, in which nobody asks, does not count. After the death of a p2pd there is no
+"""A way back into a group: the daemon's start, its trainer's joining and meeting a peer, then the calls from there to
+the first ok one; what lies between calls, in which nobody asks, does not count. After the death of a p2pd there is no
 start, only the calls that began since. How soon the daemon has another p2pd that is connected is held to the same
 bound."""
 
