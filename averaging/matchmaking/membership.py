@@ -236,10 +236,11 @@ class Membership:
     def welcome(self, peer: str, round: int, ready: bool) -> None:
         """Note that the peer takes part, ahead of its next record.
 
-        Its next round is no earlier than `round`. The peer is `ready` for it, or has a group for the round before.
+        Its next round is no earlier than `round`. The peer is `ready` for it, or has a group for the round before. It
+        was alive when it signed its join, of which this peer may only have heard from the coordinator.
         """
         if other := self._others.get(peer):
-            other.misses, other.ready = 0, ready
+            other.misses, other.ready, other.suspect_until = 0, ready, float("-inf")
             self.advance(peer, round)
 
     def shared(self, peers: Iterable[str]) -> None:

@@ -179,6 +179,14 @@ KEPT: dict[str, Change] = {
     "late in another group": together(
         later(LATE), lambda made: made.fail(3, PEERS[1:]), lambda made: setattr(made.calls[3], "faulted", CUT)
     ),
+    "late in a later round": together(
+        later(LATE),
+        lambda made: setattr(
+            made.calls[3],
+            "outcome",
+            Outcome(ok=True, reason="mean", group=PEERS, seconds={"matchmaking": 1.1}),
+        ),
+    ),
     "p2pd killed while another fault lasts": p2pd_in("scatter", faulted=CUT),
     "p2pd in time": lambda made: made.observe(NOTICE_SECONDS, BACK_SECONDS),
     "in a group in time": back_after(KILL, BACK_SECONDS),

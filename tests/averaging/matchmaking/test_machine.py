@@ -94,6 +94,16 @@ def test_a_member_begins_the_round_of_a_valid_manifest() -> None:
     assert one.state == Idle(1)
 
 
+def test_a_member_of_a_manifest_that_was_lost_before_is_expected_in_the_next_round() -> None:
+    coordinator, second, [third] = roles(3)
+    one = machine(second, coordinator, third)
+    [(_, request)] = sent(one.handle(ready(), 1.0), wire.JoinRequest)
+    one.handle(events.PeerLost(third), 1.0)
+    manifest = Manifest.of(coordinator, [join(coordinator), join(third), request.join])
+    one.handle(events.MessageReceived(coordinator, wire.GroupFormed(RUN, manifest, 0.1)), 1.1)
+    assert third in one._context.membership.expected(1, 1.2)
+
+
 # ---- whom to ask next ----
 
 

@@ -158,6 +158,8 @@ class Strike:
         ends = []
         for call in self.calls:
             group = call.outcome.group if call.outcome is not None else ()
+            if group and call.grouped > self.at and not searching:
+                continue  # It was still seeking, and found a later round.
             if call.ended > self.at and (peer in group or not group or searching):
                 ends.append(call.ended)
         return max(ends) - self.at if ends else None
