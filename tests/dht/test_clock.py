@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from equipoise.dht.clock import FRESH_SECONDS, MAX_OFFSET_SECONDS, MAX_SAMPLES, SwarmClock
-from equipoise.dht.protocol import Message, decode, encode
+from equipoise.dht.protocol import Message, decode, encode, messages
 from equipoise.dht.sanitize import Malformed
 
 NOW = 1.8e9
@@ -62,7 +62,7 @@ def test_the_warning_names_the_amount_and_what_to_do(ahead: tuple[float, ...], w
 @pytest.mark.parametrize("time", [math.inf, -math.inf, math.nan, 1e308, -1.0])
 def test_what_no_clock_shows_is_no_message(time: float) -> None:
     with pytest.raises(Malformed):
-        decode(encode(Message(serves=True, time=time)), Message)
+        decode(encode(Message(serves=True, time=time)), messages)
 
 
 @pytest.mark.parametrize("ahead", [(), (3.0,), (-9.0, 8.0), (2 * HOUR, 0.0), (DAY, 0.2, -0.3, 0.0)])
