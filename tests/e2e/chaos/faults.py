@@ -155,12 +155,14 @@ class Strike:
     def survivors_seconds(self) -> float | None:
         """From the fault to the last outcome of those who were in a round with the victim; None if nobody was."""
         peer, searching = self.victim.peer_id, self.phase == MATCHING
+        outcomes = [call.outcome for call in self.calls if call.outcome is not None]
+        # A peer that the round left out may meet the victim in a later one, once that is back.
+        round = min((one.round for one in outcomes if peer in one.group), default=0)
         ends = []
         for call in self.calls:
             group = call.outcome.group if call.outcome is not None else ()
-            if group and call.grouped > self.at and not searching:
-                continue  # It was still seeking, and found a later round.
-            if call.ended > self.at and (peer in group or not group or searching):
+            there = call.outcome is not None and peer in group and call.outcome.round == round
+            if call.ended > self.at and (there or not group or searching):
                 ends.append(call.ended)
         return max(ends) - self.at if ends else None
 

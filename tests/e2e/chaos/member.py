@@ -67,12 +67,6 @@ class Call:
         return self.outcome is not None and self.outcome.ok
 
     @property
-    def grouped(self) -> float:
-        """When its group had formed, monotonic, as far as its outcome says."""
-        seconds = self.outcome.seconds if self.outcome is not None else {}
-        return self.began + seconds.get("matchmaking", 0.0)
-
-    @property
     def reason(self) -> str:
         """Why it ended so."""
         return self.outcome.reason if self.outcome is not None else self.lost
