@@ -1,4 +1,4 @@
-"""Records of our own, AES-256-GCM, which carry the frames after TLS has authenticated both peers.
+"""Records of our own, sealed by an AEAD cipher, which carry the frames after TLS has authenticated both peers.
 
 Threat: an attacker on the network between two members reads, alters, drops, replays, reorders and injects bytes. It
 may learn sizes and times of records. From the preface and the start of TLS, which are in the clear, it may learn both
@@ -8,7 +8,8 @@ inside TLS reveals an altered preface.
 Construction: TLS 1.3 with mutual authentication comes first (`handshake`). Each direction's key is exported from it
 (RFC 8446, section 7.5), with the side that sends as context: the keys are fresh per connection, known only to the two
 that have proved their PeerIDs to each other, and forward secret because TLS' key exchange was. A record is `[kind, size
-of the plaintext][ciphertext][tag]`, its first four bytes the associated data.
+of the plaintext][ciphertext][tag]`, its first four bytes the associated data. The two agree inside TLS on one of two
+ciphers for the whole connection (`ciphers`), so that no key is used with both.
 
 Nonces: the number of the record in its direction, 96 bits, never reset, never sent. Each direction has its own key.
 So no pair of key and nonce occurs twice, and a record that is replayed, reordered, dropped or of the other direction
@@ -17,16 +18,17 @@ per connection.
 
 Rekeying: after `REKEY_RECORDS` records the key is replaced by HKDF-Expand of itself. With at most 2^10 records of
 69,633 blocks a key encrypts less than 2^27 blocks: the advantage of telling GCM from random is below 2^-74 (NIST SP
-800-38D; the bound of RFC 8446, section 5.5, is 2^-57), a forgery succeeds with less than 2^-111. 1.06 GiB between
-rekeyings costs nothing, and a key that leaks from memory does not open what was sent before the last one.
+800-38D; the bound of RFC 8446, section 5.5, is 2^-57), a forgery succeeds with less than 2^-111. AEGIS needs no such
+bound (RFC 10032). 1.06 GiB between rekeyings costs nothing, and a key that leaks from memory does not open what was
+sent before the last one.
 
 End of stream: there is no authenticated end. A connection cut between frames looks closed; if it is cut within a frame,
 the receiver misses bytes and fails. That suffices, because rounds never take silence for consent.
 
 Why it is the default: OpenSSL hands out TLS records one by one, of 16 KiB at most, and copies them. A record of ours
-holds a part of a round, and is decrypted into its place. To seal and open 1 GB takes 0.087 CPU seconds with ours and
-0.337 with TLS (medians of 7 within 2 %; one EPYC with AVX-512 and VAES). To fill a link of 10 Gbit/s both ways takes 11
-or 42 % of a core.
+holds a part of a round, and is decrypted into its place. To seal and open 1 GB takes 0.087 CPU seconds with AES-GCM in
+our records and 0.337 with TLS (medians of 7 within 2 %; one EPYC with AVX-512 and VAES). To fill a link of 10 Gbit/s
+both ways takes 11 or 42 % of a core.
 
 When to choose TLS (`--channel tls`): if only well-known protocols may be used, because the construction above has had
 no review outside of this project; or if links carry up to about 1 Gbit/s, so that caution costs nothing. The dialling
@@ -35,18 +37,20 @@ side decides for a channel, so all members of a group have to choose TLS.
 What to attack: both sides must stop and start reading at the same byte when they leave TLS (the accepting side's
 greeting is the last of TLS, and the dialling side reads no byte more); two records under one nonce after an error or a
 cancelled send (the channel closes on both); sizes used before they are authenticated (only against fixed buffers); the
-contexts of the two exported keys.
+contexts of the two exported keys; two ends that take different ciphers, or one that the other did not offer.
 """
 
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
 
+from equipoise.dht.direct.ciphers import KEY_BYTES, NONCE_BYTES, TAG_BYTES, Cipher
 from equipoise.dht.streams import Buffer, BytesRefused
 
 HEAD = 1
@@ -59,13 +63,10 @@ PIECE_BYTES = 1088 * 1024
 MAX_HEAD_BYTES = 224 * 1024
 """Longest beginning of a frame: a header of 192 KiB with its prefix, or a small frame whole."""
 PREFIX_BYTES = 4
-TAG_BYTES = 16
 MAX_HEAD_RECORD_BYTES = PREFIX_BYTES + MAX_HEAD_BYTES + TAG_BYTES
 MAX_RECORD_BYTES = PREFIX_BYTES + PIECE_BYTES + TAG_BYTES
 REKEY_RECORDS = 1024
 """Most records under one key, less than 2^27 blocks: see the module."""
-KEY_BYTES = 32
-NONCE_BYTES = 12
 
 _PREFIX = struct.Struct("!I")
 _LIMITS = {HEAD: MAX_HEAD_BYTES, BODY: PIECE_BYTES}
@@ -75,16 +76,17 @@ _RATCHET = b"equipoise direct aead 1 ratchet"
 class _Keyed:
     """Key and counter of one direction."""
 
-    def __init__(self, key: bytes) -> None:
+    def __init__(self, key: bytes, cipher: Callable[[bytes], Cipher] = AESGCM) -> None:
         self._key = key
-        self._cipher = AESGCM(key)
+        self._make = cipher
+        self._cipher = cipher(key)
         self._count = 0
 
-    def _next(self) -> tuple[AESGCM, bytes]:
+    def _next(self) -> tuple[Cipher, bytes]:
         """Return cipher and nonce of the next record."""
         if self._count and self._count % REKEY_RECORDS == 0:
             self._key = HKDFExpand(SHA256(), KEY_BYTES, _RATCHET).derive(self._key)
-            self._cipher = AESGCM(self._key)
+            self._cipher = self._make(self._key)
         self._count += 1
         return self._cipher, (self._count - 1).to_bytes(NONCE_BYTES, "big")
 
@@ -111,8 +113,8 @@ class Sealer(_Keyed):
 class Opener(_Keyed):
     """Opens the records of one direction, in their order; after one failure, none."""
 
-    def __init__(self, key: bytes) -> None:
-        super().__init__(key)
+    def __init__(self, key: bytes, cipher: Callable[[bytes], Cipher] = AESGCM) -> None:
+        super().__init__(key, cipher)
         self._failed = False
 
     @staticmethod

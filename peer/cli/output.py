@@ -181,7 +181,8 @@ def _reach(reach: ReachStatus) -> Iterator[str]:
 
 def _direct(direct: DirectStatus) -> Iterator[str]:
     where = ", ".join(direct.listening) or "nowhere"
-    yield f"{direct.channels} channels open, {direct.channel}; listens at {where}"
+    cipher = direct.cipher and f" ({direct.cipher})"
+    yield f"{direct.channels} channels open, {direct.channel}{cipher}; listens at {where}"
     if direct.refused:
         counts = ", ".join(f"{count} {why}" for why, count in sorted(direct.refused.items()))
         yield f"refused {counts}; the last: {direct.last_refusal}"

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from equipoise.dht.direct import aead
 from equipoise.dht.direct.aead import BODY, HEAD, Opener, Sealer
+from equipoise.dht.direct.ciphers import TAG_BYTES
 from equipoise.dht.direct.streams import AeadStream
 from equipoise.dht.streams import BytesRefused, StreamClosed
 from equipoise.dht.transport import MAX_BODY_BYTES, MAX_HEADER_BYTES, FramedChannel
@@ -32,7 +33,7 @@ def sealed(sealer: Sealer, kind: int, plain: bytes) -> bytes:
 
 def opened(opener: Opener, record: bytes) -> tuple[int, bytes]:
     kind, size = opener.parse_prefix(record)
-    if len(record) != aead.PREFIX_BYTES + size + aead.TAG_BYTES:
+    if len(record) != aead.PREFIX_BYTES + size + TAG_BYTES:
         raise BytesRefused("another size")
     return kind, bytes(opener.open(memoryview(record)))
 
