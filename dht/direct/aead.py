@@ -18,9 +18,9 @@ per connection.
 
 Rekeying: after `REKEY_RECORDS` records the key is replaced by HKDF-Expand of itself. With at most 2^10 records of
 69,633 blocks a key encrypts less than 2^27 blocks: the advantage of telling GCM from random is below 2^-74 (NIST SP
-800-38D; the bound of RFC 8446, section 5.5, is 2^-57), a forgery succeeds with less than 2^-111. AEGIS needs no such
-bound (RFC 10032). 1.06 GiB between rekeyings costs nothing, and a key that leaks from memory does not open what was
-sent before the last one.
+800-38D; the bound of RFC 8446, section 5.5, is 2^-57), a forgery succeeds with less than 2^-111. RFC 10032 sets
+no practical limit for AEGIS-256X2, and gives at least 128 bits against forgery. 1.06 GiB between rekeyings costs
+nothing, and a key that leaks from memory does not open what was sent before the last one.
 
 End of stream: there is no authenticated end. A connection cut between frames looks closed; if it is cut within a frame,
 the receiver misses bytes and fails. That suffices, because rounds never take silence for consent.
@@ -43,7 +43,6 @@ contexts of the two exported keys; two ends that take different ciphers, or one 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
 
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
@@ -76,7 +75,7 @@ _RATCHET = b"equipoise direct aead 1 ratchet"
 class _Keyed:
     """Key and counter of one direction."""
 
-    def __init__(self, key: bytes, cipher: Callable[[bytes], Cipher] = AESGCM) -> None:
+    def __init__(self, key: bytes, cipher: type[Cipher] = AESGCM) -> None:
         self._key = key
         self._make = cipher
         self._cipher = cipher(key)
@@ -113,9 +112,7 @@ class Sealer(_Keyed):
 class Opener(_Keyed):
     """Opens the records of one direction, in their order; after one failure, none."""
 
-    def __init__(self, key: bytes, cipher: Callable[[bytes], Cipher] = AESGCM) -> None:
-        super().__init__(key, cipher)
-        self._failed = False
+    _failed = False
 
     @staticmethod
     def parse_prefix(prefix: Buffer) -> tuple[int, int]:

@@ -38,7 +38,8 @@ PREFACE_BYTES = _PREFACE.size
 HANDSHAKE_BYTES = 4096
 """Most bytes of TLS' handshake that are read at once."""
 MAX_RECORDS = 4
-"""Most records of TLS until the greeting has come: OpenSSL sends two tickets first, which are good for nothing here."""
+"""Most records of TLS, or reads of the accepting side, until the greeting has come: OpenSSL sends two tickets first,
+which are good for nothing here."""
 RECORD_PREFIX_BYTES = 5
 
 _LAYERS: tuple[Layer, ...] = get_args(Layer)
@@ -96,13 +97,15 @@ async def secure(
         own, greeting = bytes([_LAYERS.index(preface.layer), offer]), bytearray(2)
         if dialler:
             await loop.sock_sendall(connection, tls.seal(own))
-        records = 0
-        while tls.open_into(memoryview(greeting)) < len(greeting):
+        records = got = 0
+        while (got := got + tls.open_into(memoryview(greeting)[got:])) < len(greeting):
             if records == MAX_RECORDS:
                 raise Refused("tls failure", "it does not greet")
-            # A record, and nothing of what follows, which may be no TLS.
-            prefix = await receive_exactly(connection, RECORD_PREFIX_BYTES)
-            tls.feed(prefix + await receive_exactly(connection, int.from_bytes(prefix[3:])))
+            if dialler:  # A record, and nothing of what follows, which may be no TLS.
+                prefix = await receive_exactly(connection, RECORD_PREFIX_BYTES)
+                tls.feed(prefix + await receive_exactly(connection, int.from_bytes(prefix[3:])))
+            else:  # Nothing follows before the answer.
+                tls.feed(await loop.sock_recv(connection, HANDSHAKE_BYTES))
             records += 1
         if not dialler:
             await loop.sock_sendall(connection, tls.seal(own))
@@ -110,7 +113,9 @@ async def secure(
             raise Refused("tls failure", f"the greeting does not confirm the layer {preface.layer}")
         if preface.layer == "tls":
             return TlsStream(connection, tls)
-        of_dialler, of_acceptor = (tls.export_key(side, ciphers.KEY_BYTES) for side in (b"dialler", b"acceptor"))
+        of_dialler, of_acceptor = (
+            tls.export_key(side, ciphers.KEY_BYTES) for side in (b"dialler", b"acceptor")
+        )
         sends, receives = (of_dialler, of_acceptor) if dialler else (of_acceptor, of_dialler)
         cipher = ciphers.CIPHERS[min(offer, greeting[1])]
         return AeadStream(connection, aead.Sealer(sends, cipher), aead.Opener(receives, cipher))

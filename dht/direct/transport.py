@@ -84,7 +84,7 @@ class DirectTransport:
         """Return a snapshot, without waiting."""
         return DirectStatus(
             channel=self._layer,
-            cipher=ciphers.offered()[1] if self._layer == "aead" else "",
+            cipher=ciphers.offered()[1],
             listening=tuple(shown(one) for one in self._addresses or self._listener.bound),
             channels=len(self.channels),
             refused=dict(self._refusals.counts),

@@ -181,7 +181,7 @@ def _reach(reach: ReachStatus) -> Iterator[str]:
 
 def _direct(direct: DirectStatus) -> Iterator[str]:
     where = ", ".join(direct.listening) or "nowhere"
-    cipher = direct.cipher and f" ({direct.cipher})"
+    cipher = f" ({direct.cipher})" if direct.channel == "aead" and direct.cipher else ""
     yield f"{direct.channels} channels open, {direct.channel}{cipher}; listens at {where}"
     if direct.refused:
         counts = ", ".join(f"{count} {why}" for why, count in sorted(direct.refused.items()))
