@@ -42,7 +42,7 @@ def scratch(count: int, device: torch.device) -> torch.Tensor:
     if not hasattr(_of_thread, "scratch"):
         # Under inference_mode a kept tensor would be unusable outside of it.
         with torch.inference_mode(False):
-            _of_thread.scratch = torch.empty(CHUNK_VALUES, dtype=torch.float32)
+            _of_thread.scratch = torch.empty(CHUNK_VALUES, dtype=torch.float32, device="cpu")
     piece: torch.Tensor = _of_thread.scratch[:count]
     return piece
 

@@ -51,7 +51,8 @@ class DeviceReducer:
             CodecError: See `Codec.reduce`; that is the fault of the values, and no device reduces them.
         """
         try:
-            return codec.reduce(payloads, weights, mean, torch.empty(len(scratch), device=self.device))
+            room = torch.empty(len(scratch), dtype=torch.float32, device=self.device)
+            return codec.reduce(payloads, weights, mean, room)
         except CodecError:
             raise
         # A driver, a compiler, or a device whose memory other programs have taken, may raise anything.

@@ -78,7 +78,7 @@ def _decode_int8(out, count, scales, codes, BLOCK: tl.constexpr, ROWS: tl.conste
     tl.store(out + tile * (ROWS * BLOCK) + at, code.to(tl.float32) * scale[:, None], mask=at < left)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["members", "split"])
 def _reduce_int8(
     notes,
     count,
@@ -145,7 +145,7 @@ def _encode_float(values, count, encoded, notes, limit, TILE: tl.constexpr):
     tl.store(notes + tile, noted)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["members"])
 def _reduce_float(
     notes,
     count,
@@ -196,8 +196,8 @@ def reduce(
 ) -> torch.Tensor:
     """Start to reduce `payloads`; see `TensorKernels`."""
     addresses, notes = [payload.data_ptr() for payload in payloads], _notes(count, mean.device)
-    places = torch.tensor(addresses, dtype=torch.int64, device=mean.device)
-    shares = torch.tensor(weights, dtype=torch.float32, device=mean.device)
+    places = _there(torch.tensor(addresses, dtype=torch.int64, device="cpu"), mean.device)
+    shares = _there(torch.tensor(weights, dtype=torch.float32, device="cpu"), mean.device)
     given = (notes, count, places, shares, len(addresses))
     if isinstance(kind, int):
         scales, codes = blockwise.planes(mean, count, kind)
@@ -208,6 +208,11 @@ def reduce(
         encoded = mean.view(_WIRE.get(kind, kind))
         _launch(_reduce_float, *given, encoded, torch.finfo(kind).max, _alignment(addresses), TILE)
     return notes
+
+
+def _there(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy to the device; from memory that is not pinned, that would wait for all that is queued there."""
+    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
 
 
 def _notes(count: int, device: torch.device) -> torch.Tensor:

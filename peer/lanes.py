@@ -197,7 +197,8 @@ def prepare(codec: Codec, device: torch.device) -> None:
     """
     granule = codec.granule
     for count in (granule, granule + 1, 15 * granule + 1, 16 * granule):
-        values, payload = torch.zeros(count, device=device), bytearray(codec.encoded_size(count))
+        values = torch.zeros(count, dtype=torch.float32, device=device)
+        payload = bytearray(codec.encoded_size(count))
         codec.encode(values, payload)
         codec.decode(payload, values)
 
@@ -218,18 +219,25 @@ def pin(region: Region, devices: Collection[torch.device]) -> None:
     if not devices:
         return
     address = np.frombuffer(region.contribution, np.uint8).ctypes.data
-    if int(_cudart().cudaHostRegister(address, 2 * region.size, PORTABLE)) == 0:
-        weakref.finalize(region, _unpin, address, tuple(devices), os.getpid())
-        return
-    with contextlib.suppress(RuntimeError):  # The next launch would raise that error.
-        torch.zeros(1, device=next(iter(devices)))
+    with _on(devices):
+        if int(_cudart().cudaHostRegister(address, 2 * region.size, PORTABLE)) == 0:
+            weakref.finalize(region, _unpin, address, tuple(devices), os.getpid())
+            return
+        with contextlib.suppress(RuntimeError):  # The next launch would raise that error.
+            torch.zeros(1, device=next(iter(devices)))
 
 
 def _unpin(address: int, devices: Sequence[torch.device], process: int) -> None:
     if os.getpid() == process:
         for device in devices:
             torch.cuda.synchronize(device)  # A copy may still read the memory.
-        _cudart().cudaHostUnregister(address)
+        with _on(devices):
+            _cudart().cudaHostUnregister(address)
+
+
+def _on(devices: Collection[torch.device]) -> contextlib.AbstractContextManager[None]:
+    """Make one of the devices current: a call of CUDA would make a context on the device that is, of hundreds of MB."""
+    return torch.cuda.device(next(iter(devices)))
 
 
 def _cudart() -> Any:

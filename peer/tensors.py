@@ -164,7 +164,7 @@ class Binding:
     def named(self, result: memoryview) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """Decode the result of a step, u8 [`size`]: gradients and buffers by name, fp32, on the CPU."""
         gradients, buffers = (
-            {tensor.name: uninitialised(tensor.shape) for tensor in schema.tensors}
+            {tensor.name: uninitialised(tensor.shape, torch.device("cpu")) for tensor in schema.tensors}
             for schema in (self.gradients, self.buffers)
         )
         self.steps.decode(result, {**gradients, **buffers})
@@ -245,7 +245,7 @@ def fp32_schema(tensors: Mapping[str, torch.Tensor], buffers: bool = False) -> S
     )
 
 
-def uninitialised(shape: Sequence[int], device: torch.device | None = None) -> torch.Tensor:
+def uninitialised(shape: Sequence[int], device: torch.device) -> torch.Tensor:
     """Uninitialised fp32 values that may be changed later, also if this call is made in inference mode."""
     with torch.inference_mode(False):
         return torch.empty(shape, dtype=torch.float32, device=device)

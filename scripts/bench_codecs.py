@@ -25,6 +25,10 @@ from equipoise.compression.choice import ENVIRONMENT
 NAMES = {"cpu": ("torch", "numpy", "numba"), "cuda": ("torch", "triton")}
 """The kernels that are compared on each kind of device."""
 
+LAUNCH_CYCLES = 2_000_000
+"""Cycles that a GPU is kept busy before a timed call, about a millisecond: all of the call is queued meanwhile, so that
+times hold no launch."""
+
 UNCOMPILED = "fp32"
 """The codec for which numba has no kernels."""
 
@@ -61,6 +65,7 @@ def measure_on(device: torch.device, call: Callable[[], object], repeats: int) -
     for _ in range(repeats):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         torch.cuda.synchronize(device)
+        torch.cuda._sleep(LAUNCH_CYCLES)  # type: ignore[no-untyped-call]
         begin.record()
         call()
         end.record()
@@ -75,7 +80,8 @@ def bench_on(device: torch.device, codec: Codec, count: int, repeats: int) -> di
     size = codec.encoded_size(count)
     payload, mean = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
     codec.encode(values, payload)
-    four, weights, fused = [payload] * 4, [0.25] * 4, kernels(str(device)).tensors
+    # Copies: one payload four times would come from the cache.
+    four, weights, fused = [payload.clone() for _ in range(4)], [0.25] * 4, kernels(str(device)).tensors
     calls: dict[str, tuple[Callable[[], object], int]] = {"copy": (lambda: out.copy_(values), 8 * count)}
     if fused:
         calls["encode"] = (lambda: fused.encode(values, payload, codec.kind), 4 * count + size)

@@ -186,10 +186,10 @@ class RoundBuffers:
         codec, rule = self._codecs[part], self._rule
         trained = [member for member in payloads if self._group.weights[member] > ATTENDANCE_LIMIT]
         trained = trained or list(payloads)
-        rows = torch.empty(len(trained), self._counts[part])
+        rows = torch.empty(len(trained), self._counts[part], dtype=torch.float32, device="cpu")
         for row, member in zip(rows, trained, strict=True):
             codec.decode(payloads[member], row)
-        shares = torch.tensor([weights[member] for member in trained], dtype=torch.float64)
+        shares = torch.tensor([weights[member] for member in trained], dtype=torch.float64, device="cpu")
         try:
             values = rule.reduce(rows, shares).values
             if values.shape != rows[0].shape or values.dtype != rows.dtype:

@@ -28,7 +28,7 @@ def mean_of_middle(rows: torch.Tensor, drop: int) -> Reduced:
         drop: At least 0.
     """
     count, size = rows.shape
-    values, kept = torch.empty_like(rows[0]), torch.zeros(count, dtype=torch.float64)
+    values, kept = torch.empty_like(rows[0]), torch.zeros(count, dtype=torch.float64, device=rows.device)
     divisor = rows.new_tensor(count - 2 * drop)  # By a plain number some devices multiply by the reciprocal.
     memory = rows.new_empty(count + 1, min(size, CHUNK_VALUES))
     for start in range(0, size, CHUNK_VALUES):

@@ -92,7 +92,7 @@ def pack(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> to
         told = f"expected names, shapes and what is no tensor to take at most {MAX_HEADER_BYTES} bytes"
         raise ImageError(f"{told}, got {len(text)}: keep large lists of numbers as tensors")
     head = bytearray(len(text).to_bytes(8, "little") + text)
-    image = torch.empty(len(head) + at, dtype=torch.uint8)
+    image = torch.empty(len(head) + at, dtype=torch.uint8, device="cpu")
     image[: len(head)] = torch.frombuffer(head, dtype=torch.uint8)
     values = image[len(head) :]
     with torch.no_grad():

@@ -7,7 +7,7 @@ import gc
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -291,14 +291,24 @@ class FakeCuda:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, error: int = 0) -> None:
         self.error, self.registered, self.calls = error, {}, []
+        self.current: torch.device | None = None
         monkeypatch.setattr(lanes, "_cudart", lambda: self)
         monkeypatch.setattr(torch.cuda, "synchronize", lambda device: self.calls.append("synchronize"))
+        monkeypatch.setattr(torch.cuda, "device", self._made_current)
 
     def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802
+        assert self.current == DEVICES[0]
         self.registered[address] = size
         return self.error
 
+    @contextlib.contextmanager
+    def _made_current(self, device: torch.device) -> Iterator[None]:
+        self.current = device
+        yield
+        self.current = None
+
     def cudaHostUnregister(self, address: int) -> None:  # noqa: N802
+        assert self.current == DEVICES[0]
         self.calls.append(f"unregister {Path('/proc/self/maps').read_text().count(f'{address:x}-')}")
         del self.registered[address]
 

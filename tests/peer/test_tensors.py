@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
 import torch
 
+from equipoise.averaging.rules import parse_rule
 from equipoise.compression import parse_codec
+from equipoise.compression.device_reduce import DeviceReducer
+from equipoise.peer.accumulate import Accumulator
 from equipoise.peer.tensors import Binding, copies_of
+from equipoise.peer.training.safetensors_io import pack
+
+INT8 = parse_codec("int8")
 
 
 def tensors() -> dict[str, torch.Tensor]:
@@ -45,3 +54,51 @@ def test_a_mean_that_was_read_in_inference_mode_is_read_into_again_outside_of_it
 
 def test_preparing_encodes_and_decodes_with_the_codec_and_in_fp32() -> None:
     Binding(tensors(), parse_codec("int8")).prepare()
+
+
+def test_a_scripts_defaults_for_new_tensors_change_nothing() -> None:
+    """Scripts have torch make tensors on a GPU, or in bf16, where they say nothing else."""
+
+    def everything() -> list[torch.Tensor]:
+        model = torch.nn.Linear(300, 70, dtype=torch.float32, device="cpu")
+        binding, accumulator = (
+            Binding(model, parse_codec("int8")),
+            Accumulator(dict(model.named_parameters())),
+        )
+        binding.prepare()
+        named = {name: torch.full_like(one, 0.25) for name, one in model.named_parameters()}
+        accumulator.add(named, 2.0)
+        stored = memoryview(bytearray(binding.size))
+        binding.write_step(accumulator, stored)
+        gradients, _ = binding.named(stored)
+        binding.averages.encode(named, stored)
+        binding.averages.decode(stored, named)
+        image = pack({**named, **gradients}, {})
+        payloads, mean = [stored[: INT8.encoded_size(512)]] * 3, bytearray(INT8.encoded_size(512))
+        DeviceReducer(torch.device("cpu")).reduce(
+            INT8, payloads, [0.2, 0.3, 0.5], np.empty(512, np.float32), mean
+        )
+        median = parse_rule("median").reduce(
+            torch.stack([image[8:].float()] * 3), torch.ones(3, device="cpu")
+        )
+        return [
+            *named.values(),
+            *gradients.values(),
+            image,
+            torch.frombuffer(mean, dtype=torch.uint8),
+            median.values,
+        ]
+
+    def with_defaults() -> list[torch.Tensor]:
+        torch.set_default_dtype(torch.bfloat16)
+        torch.set_default_device("meta")  # Of this thread alone.
+        return everything()
+
+    expected = everything()
+    try:
+        with ThreadPoolExecutor(1) as thread:
+            found = thread.submit(with_defaults).result()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    assert {one.dtype for one in found[:4]} == {torch.float32}
