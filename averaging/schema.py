@@ -124,9 +124,8 @@ def _describe(name: str, tensor: torch.Tensor, buffer: bool) -> TensorSpec:
         raise SchemaError(f"tensor {name!r}: expected a dense tensor, got layout {tensor.layout}")
     dtype = _name(tensor.dtype)
     if dtype not in get_args(Dtype):
-        raise SchemaError(
-            f"tensor {name!r}: expected dtype {' or '.join(get_args(Dtype))}, got {_name(tensor.dtype)}; leave it out"
-        )
+        told = f"tensor {name!r}: expected dtype {' or '.join(get_args(Dtype))}, got {dtype}"
+        raise SchemaError(f"{told}; join with a mapping that leaves it out")
     return TensorSpec(name, tuple(tensor.shape), cast(Dtype, dtype), buffer)
 
 

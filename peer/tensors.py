@@ -257,6 +257,12 @@ def _neither(what: str, given: object) -> SchemaError:
 
 
 def _require_writable(name: str, tensor: torch.Tensor) -> None:
+    if torch.nn.parameter.is_lazy(tensor):
+        raise SchemaError(
+            f"tensor {name!r} has no shape yet (a lazy module): run the model forward once before join"
+        )
+    if hasattr(tensor, "full_tensor"):
+        raise SchemaError(f"tensor {name!r} is one process's shard (DTensor): join with whole tensors")
     if tensor.is_meta:
         raise SchemaError(f"tensor {name!r} has no values (device meta): materialise it first")
     if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):

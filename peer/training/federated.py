@@ -198,8 +198,8 @@ class Federated:
         self._deserted = ""
         module = run.source if isinstance(run.source, torch.nn.Module) else torch.nn.Module()
         buffers = persistent_buffers(module)
-        frozen = {name: one for name, one in module.named_parameters() if not one.requires_grad}
-        run.agree(self._terms(buffers, frozen), bool(buffers), observes=fit is None)
+        terms = {**self._terms(buffers), **image.frozen_term(module)}
+        run.agree(terms, bool(buffers), observes=fit is None)
         run.trained_by = type(self).__name__
         self.member = self._join(buffers)
         self._clock = self.member.clock
@@ -503,9 +503,7 @@ class Federated:
         if self.finished is None and sys.exc_info()[0] is None:  # After an error it does not linger.
             self.finish()
 
-    def _terms(
-        self, buffers: Mapping[str, torch.Tensor], frozen: Mapping[str, torch.Tensor]
-    ) -> dict[str, str]:
+    def _terms(self, buffers: Mapping[str, torch.Tensor]) -> dict[str, str]:
         options, rounds = self._options, self._options.rounds
         terms = {
             "training": type(self).__name__,
@@ -517,8 +515,6 @@ class Federated:
             "buffers": "averaged" if buffers else "none",
             "extra state": short(", ".join(sorted(options.extra))) or "none",
         }
-        if frozen:
-            terms["frozen parameters"] = image.digest(frozen)[:16]
         told = {
             f"config {name}": short(json.dumps(one, sort_keys=True)) for name, one in self._config.items()
         }

@@ -205,7 +205,9 @@ class OptimizerPart:
         names, groups = self._names, self._optimizer.param_groups
         kept = self._optimizer.state.items()
         state = {names[id(p)]: dict(remembered) for p, remembered in kept if id(p) in names}
-        groups = [{**group, "params": [names[id(p)] for p in group["params"]]} for group in groups]
+        # A parameter that is frozen is the optimizer's, perhaps, but not the run's.
+        held = [[names[id(p)] for p in group["params"] if id(p) in names] for group in groups]
+        groups = [{**group, "params": params} for group, params in zip(groups, held, strict=True)]
         return {"state": state, "groups": groups}
 
     def check(self, tree: Tree, foreign: bool = False) -> None:
@@ -236,7 +238,7 @@ class OptimizerPart:
         for ours, theirs in zip(self._optimizer.param_groups, tree["groups"], strict=True):
             ours.update({key: copy.deepcopy(value) for key, value in theirs.items() if key != "params"})
         for group in self._optimizer.param_groups:
-            for parameter in group["params"]:
+            for parameter in (one for one in group["params"] if id(one) in self._names):
                 kept = tree["state"].get(self._names[id(parameter)])
                 self._optimizer.state.pop(parameter, None)
                 if kept is not None:
@@ -304,12 +306,22 @@ def digest(tensors: Mapping[str, torch.Tensor]) -> str:
     return content.hexdigest()
 
 
+def frozen_term(module: object) -> dict[str, str]:
+    """The term of a run that its peers must have equal parameters where a module trains none, if there are any."""
+    named = module.named_parameters() if isinstance(module, torch.nn.Module) else ()
+    frozen = {name: one for name, one in named if not one.requires_grad}
+    return {"frozen parameters": digest(frozen)[:16]} if frozen else {}
+
+
 def _placed(key: str, value: Tree, parameter: torch.Tensor, group: Mapping[str, Any]) -> Tree:
-    """A value on the device that torch's optimizers expect: the parameter's, except for steps that no kernel reads."""
+    """A value on the device, and with the strides, that torch's optimizers expect: the parameter's, except for steps
+    that no kernel reads."""
     if not isinstance(value, torch.Tensor):
         return copy.deepcopy(value)
     if key == "step" and not (group.get("capturable") or group.get("fused")):
         return value.clone()
+    if value.shape == parameter.shape:
+        return torch.empty_like(parameter, dtype=value.dtype).copy_(value)
     return value.to(parameter.device, copy=True)
 
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Generic, Self, TypeVar, Unpack
 
 import torch
+from torch._compile import _disable_dynamo
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
@@ -28,7 +29,7 @@ from equipoise.peer.errors import Refused
 from equipoise.peer.run import Run
 from equipoise.peer.tensors import copies_of, stepped_tensors
 from equipoise.peer.training.checkpoint import Checkpoints, keep_checkpoints
-from equipoise.peer.training.image import ModelPart, OuterPart, Part, TrainingState
+from equipoise.peer.training.image import ModelPart, OuterPart, Part, TrainingState, frozen_term
 from equipoise.peer.training.member import FINISH_SECONDS, Finished, Member, Subject, wait_for
 from equipoise.peer.training.options import LocalKeywords, LocalOptions, from_keywords, number
 from equipoise.peer.training.replica import ATTENDANCE
@@ -97,6 +98,7 @@ class LocalTraining(ABC, Generic[End]):
             self._stepped(optimizer)
 
 
+@_disable_dynamo
 def _tell(optimizer: torch.optim.Optimizer, *_: object) -> None:
     for watching in tuple(_watching):
         watching._follow(optimizer)
@@ -105,7 +107,8 @@ def _tell(optimizer: torch.optim.Optimizer, *_: object) -> None:
 class DiLoCo(LocalTraining[Finished]):
     """Local steps with an outer optimizer (Douillard 2023, 2311.08105), streaming if there are several fragments.
 
-    A context manager: until it ends, it watches the steps of the optimizer that holds the run's parameters.
+    A context manager: until it ends, it watches the steps of the optimizer that holds the run's parameters. Buffers, as
+    the running statistics of BatchNorm, stay each peer's own.
 
     Attributes:
         steps: Inner steps, as the group counts them.
@@ -144,6 +147,7 @@ class DiLoCo(LocalTraining[Finished]):
         run.trained_by = type(self).__name__
         parameters = stepped_tensors(run.source)
         super().__init__(parameters.values())
+        self._source, self._names = run.source, parameters.keys()
         parts = [(run, parameters)]
         if self._options.fragments > 1:
             named = enumerate(dealt(parameters, self._options.fragments))
@@ -159,6 +163,7 @@ class DiLoCo(LocalTraining[Finished]):
             "fragments": str(self._options.fragments),
             "delay": str(self._options.delay),
             "merge": number(self._options.merge),
+            **frozen_term(run.source),
         }
         for fragment in self._fragments:
             fragment.run.agree(terms)
@@ -222,6 +227,8 @@ class DiLoCo(LocalTraining[Finished]):
 
     def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
         self.steps += 1
+        if self.steps % self._options.every == 0 and stepped_tensors(self._source).keys() != self._names:
+            raise SchemaError("the parameters that require gradients have changed since join; join again")
         for fragment in self._fragments:
             caught_up = fragment.tick(self.steps)
             if caught_up is not None:

@@ -660,7 +660,10 @@ def wait_for(runs: Sequence[Run], peers: int) -> None:
     deadline = runs[0].clock() + WAIT_SECONDS
     for run in runs if peers else ():
         if not run.wait_for(peers, max(deadline - run.clock(), LEAST_SECONDS)):
-            log.warning("run %s: not all of %d others came within %g s", run.name, peers, WAIT_SECONDS)
+            why = getattr(run.state, "reason", "")
+            log.warning(
+                "run %s: not all of %d others came within %g s. %s", run.name, peers, WAIT_SECONDS, why
+            )
 
 
 def affordable(size: int, available: int) -> int:

@@ -7,6 +7,7 @@ next contribution. When the swarm has the target batch, one round averages them,
 from __future__ import annotations
 
 import json
+import logging
 import math
 import sys
 from collections.abc import Callable, Mapping
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 from blake3 import blake3
+from torch._compile import _disable_dynamo
 from torch.linalg import vector_norm
 
 from equipoise.averaging.outcome import Outcome
@@ -26,6 +28,8 @@ from equipoise.peer.training import image
 from equipoise.peer.training.batch_quota import Pace
 from equipoise.peer.training.member import FINISH_SECONDS, Finished, Member, Subject, wait_for
 from equipoise.peer.training.options import Options, number, short
+
+log = logging.getLogger(__name__)
 
 CLIP_BITS = 20
 """Bits kept of the clip factor. Peers with other hardware, or another number of threads, sum a norm in another order
@@ -84,8 +88,8 @@ class SwarmOptimizer(torch.optim.Optimizer):
             parts["scheduler"] = image.SchedulerPart(self.scheduler)
         parts["optimizer"] = image.OptimizerPart(inner, parameters, self.scheduler is not None)
         parts["model"] = model
-        frozen = {name: one for name, one in module.named_parameters() if not one.requires_grad}
-        run.agree(self._terms(frozen), options.buffers)
+        self._unchanged = self._hyperparameters()
+        run.agree({**self._terms(), **image.frozen_term(module)}, options.buffers)
         subject = Subject(parameters, buffers, model, image.TrainingState(parts), self._update)
         self.member = Member(run, subject, options, options.target_batch_size)
         self._pace = Pace(options.target_batch_size)
@@ -166,6 +170,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
         read.load()
         return read.id
 
+    @_disable_dynamo
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Add this micro-batch's gradients; if the swarm then has its target batch, make the step.
 
@@ -244,6 +249,11 @@ class SwarmOptimizer(torch.optim.Optimizer):
         if math.isfinite(norm):
             held = {name: one for name, one in mean.items() if norms[name]}
             self._hand_over(held, _clip_factor(norm, self._options.clip))
+            if self.scheduler is None and self._unchanged not in ("", self._hyperparameters()):
+                self._unchanged = ""
+                log.warning(
+                    "the script changes hyperparameters by its own steps, so peers drift apart: say scheduler="
+                )
             self.inner.step()
         else:
             self.skipped += 1
@@ -260,16 +270,26 @@ class SwarmOptimizer(torch.optim.Optimizer):
                 continue
             gradient = mean[name].to(parameter.device)
             scaled = gradient if factor == 1 else gradient * factor
-            parameter.grad = (scaled.to_sparse(1) if name in self._sparse else scaled).to(parameter.dtype)
+            if name in self._sparse:
+                parameter.grad = scaled.to_sparse(1).to(parameter.dtype)
+            elif scaled.stride() == parameter.stride():
+                parameter.grad = scaled.to(parameter.dtype)
+            else:  # Fused optimizers read it by the strides of the parameter.
+                parameter.grad = torch.empty_like(parameter).copy_(scaled)
 
-    def _terms(self, frozen: Mapping[str, torch.Tensor]) -> dict[str, str]:
-        """The terms of the run, which must be alike on all peers."""
-        options, left_out = self._options, ("params", "initial_lr")
+    def _hyperparameters(self) -> str:
+        left_out = ("params", "initial_lr")
         groups = [sorted(group.items()) for group in self.inner.param_groups]
-        told = [[f"{key}={value}" for key, value in group if key not in left_out] for group in groups]
-        terms = {
+        return "; ".join(
+            ", ".join(f"{key}={value}" for key, value in group if key not in left_out) for group in groups
+        )
+
+    def _terms(self) -> dict[str, str]:
+        """The terms of the run, which must be alike on all peers."""
+        options = self._options
+        return {
             "optimizer": type(self.inner).__name__,
-            "hyperparameters": short("; ".join(map(", ".join, told))),
+            "hyperparameters": short(self._hyperparameters()),
             "parameter groups": _grouped(self.inner, self.parameters),
             "target batch size": number(options.target_batch_size),
             "clip": "none" if options.clip is None else number(options.clip),
@@ -277,9 +297,6 @@ class SwarmOptimizer(torch.optim.Optimizer):
             "buffers": "averaged" if options.buffers else "each peer's own",
             "extra state": short(", ".join(sorted(options.extra))) or "none",
         }
-        if frozen:
-            terms["frozen parameters"] = image.digest(frozen)[:16]
-        return terms
 
 
 def _grouped(inner: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]) -> str:
@@ -305,6 +322,9 @@ def _check_inner(run: Run, inner: torch.optim.Optimizer) -> dict[str, torch.Tens
         raise TypeError(told)
     if not isinstance(inner, torch.optim.Optimizer):
         raise TypeError(f"expected a torch.optim.Optimizer, got {type(inner).__name__}")
+    if isinstance(inner, torch.optim.LBFGS):
+        told = "expected an optimizer that makes a step from gradients, got LBFGS, which computes them several times"
+        raise TypeError(f"{told}: `DiLoCo` takes it")
     run.refuse_if_trained()
     parameters = stepped_tensors(run.source)
     held = [parameter for group in inner.param_groups for parameter in group["params"]]

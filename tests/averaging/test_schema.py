@@ -38,7 +38,10 @@ def test_check_names_a_missing_tensor() -> None:
     ("bad", "message"),
     [
         ({}, "at least one tensor"),
-        ({"n": torch.tensor(3)}, "tensor 'n': expected dtype .*, got int64; leave it out"),
+        (
+            {"n": torch.tensor(3)},
+            "tensor 'n': expected dtype .*, got int64; join with a mapping that leaves it out",
+        ),
         ({"": torch.zeros(1)}, "a tensor name of 1 to"),
         ({"x": [1.0]}, "tensor 'x': expected a torch.Tensor, got list"),
         ({"x": torch.zeros(3).to_sparse()}, "tensor 'x': expected a dense tensor"),

@@ -5,9 +5,11 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
+import pytest
 import torch
 
 from equipoise.averaging.rules import parse_rule
+from equipoise.averaging.schema import SchemaError
 from equipoise.compression import parse_codec
 from equipoise.compression.device_reduce import DeviceReducer
 from equipoise.peer.accumulate import Accumulator
@@ -50,6 +52,20 @@ def test_a_mean_that_was_read_in_inference_mode_is_read_into_again_outside_of_it
         assert torch.equal(mean[name], torch.ones_like(parameter))
         assert parameter.grad is not None
         parameter.grad.add_(1.0)
+
+
+def test_parameters_that_hold_no_whole_tensor_are_refused_with_a_way_out() -> None:
+    class Shard(torch.Tensor):
+        def full_tensor(self) -> None: ...
+
+    with pytest.raises(
+        SchemaError, match=r"'weight' has no shape yet \(a lazy module\): run the model forward once"
+    ):
+        Binding(torch.nn.LazyLinear(3), parse_codec("fp32"))
+    with pytest.raises(SchemaError, match=r"'w' is one process's shard \(DTensor\): join with whole tensors"):
+        Binding({"w": torch.zeros(3).as_subclass(Shard)}, parse_codec("fp32"))
+    with pytest.raises(SchemaError, match="got int64; join with a mapping that leaves it out"):
+        Binding({"w": torch.zeros(3, dtype=torch.int64)}, parse_codec("fp32"))
 
 
 def test_preparing_encodes_and_decodes_with_the_codec_and_in_fp32() -> None:

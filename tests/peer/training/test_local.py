@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from equipoise.averaging.outer import Nesterov, parse_outer
+from equipoise.averaging.schema import SchemaError
 from equipoise.peer import Refused
 from equipoise.peer.training import DiLoCo, LocalSGD
 from equipoise.peer.training.local import dealt
@@ -245,6 +246,16 @@ def test_other_optimizers_do_not_count(fake: FakeSwarm) -> None:
     assert peer.trained.steps == 1
 
 
+def test_a_layer_that_is_trained_later_is_refused_with_fragments_too(fake: FakeSwarm) -> None:
+    peer = Local(fake, 0, EVERY, fragments=2)
+    peer.model[0].requires_grad_(False)
+    peer.join()
+    peer.model[0].requires_grad_(True)
+    peer.trained.steps = EVERY - 1
+    with pytest.raises(SchemaError, match="have changed since join; join again"):
+        peer.trained._stepped(adamw(peer.model.parameters()))
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -281,6 +292,10 @@ def test_terms_say_how(fake: FakeSwarm) -> None:
         "delay": "0",
         "merge": "0",
     }
+    frozen = Local(FakeSwarm(), 0, 1)
+    frozen.model[0].requires_grad_(False)
+    frozen.join()
+    assert dict(frozen.run.terms).keys() - dict(peer.run.terms).keys() == {"frozen parameters"}
 
 
 @pytest.mark.parametrize("outer", ["fedadam:eta=0.01", "fedyogi", "fedadagrad", "fedavgm:momentum=0.5"])

@@ -243,6 +243,80 @@ def test_a_parameter_without_gradient_keeps_what_the_optimizer_remembers(fake: F
     assert torch.equal(model.unused.weight, Mixed().unused.weight)
 
 
+@pytest.mark.parametrize("name", ["SGD", "AdamW"])
+def test_fused_steps_are_right_for_parameters_of_any_strides(name: str) -> None:
+    """Fused kernels read gradient and moments by the strides of the parameter."""
+
+    class Strided(Trainer):
+        def __init__(self, *given: Any, fused: bool) -> None:
+            super().__init__(*given)
+            torch.manual_seed(1)
+            self.model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(64, 5))
+            self.model[0].to(memory_format=torch.channels_last)
+            self.model[2].weight = nn.Parameter(torch.randn(64, 5).t())
+            self.make = lambda parameters: getattr(torch.optim, name)(parameters, lr=0.1, fused=fused)
+
+        def backward(self) -> None:
+            rows = torch.randn(
+                8, 3, 6, 6, generator=torch.Generator().manual_seed(10 * self.index + self.calls)
+            )
+            self.model(rows).square().sum().backward()
+
+    found = []
+    for fused in (True, False):
+        swarm = FakeSwarm("fp32")
+        trainers = [Strided(swarm, index, 3, fused=fused).begin() for index in range(4)]
+        late = Strided(swarm, 4, 3, fused=fused).begin(at=0.9)
+        swarm.run()
+        assert_alike([*trainers, late])
+        found.append(trainers[0].named())
+    assert difference(*found) < 1e-5
+
+
+def test_the_optimizer_may_hold_frozen_parameters(fake: FakeSwarm) -> None:
+    class All(MixedTrainer):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            self.make = lambda parameters: torch.optim.SGD(parameters, lr=0.1)
+
+    trainers = [All(fake, index, 3).begin() for index in range(4)]
+    late = All(fake, 4, 3).begin(at=0.9)
+    fake.run()
+    assert_alike([*trainers, late])
+    assert torch.equal(late.model.frozen.weight, Mixed().frozen.weight)
+
+
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_a_learning_rate_that_changes_by_a_scripts_own_steps_is_told(
+    scheduled: bool, fake: FakeSwarm, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Scheduling(Trainer):
+        def backward(self) -> None:
+            if not scheduled:
+                self.opt.param_groups[0]["lr"] *= 0.9
+            super().backward()
+
+    schedule = torch.optim.lr_scheduler.ExponentialLR
+    Scheduling(fake, 0, 4, patience=0, scheduler=(lambda o: schedule(o, 0.9)) if scheduled else None).begin()
+    fake.run()
+    told = [record.message for record in caplog.records if "say scheduler=" in record.message]
+    assert len(told) == (not scheduled)
+
+
+def test_a_compiled_loop_runs_it_uncompiled(fake: FakeSwarm) -> None:
+    trainer, steps = Trainer(fake, 0, 1, patience=0, target_batch_size=SAMPLES), []
+
+    def train() -> None:
+        trainer.join()
+        trainer.backward()
+        torch.compile(lambda: steps.append(trainer.opt.step()), backend="eager")()
+
+    fake.peer("peer0", train)
+    fake.run()
+    assert steps == [None]
+    assert trainer.opt.epoch == 1
+
+
 def test_sparse_adam_gets_sparse_gradients(fake: FakeSwarm) -> None:
     class Words(Trainer):
         def __init__(self, *given: Any) -> None:
@@ -310,6 +384,8 @@ def test_misuse_is_refused_with_one_line(fake: FakeSwarm) -> None:
     run = fake.join("peer0", "text", model)
     with pytest.raises(TypeError, match=r"expected a torch\.optim\.Optimizer, got Sequential"):
         run.optimizer(model, target_batch_size=1)
+    with pytest.raises(TypeError, match="got LBFGS, which computes them several times: `DiLoCo` takes it"):
+        run.optimizer(torch.optim.LBFGS(model.parameters()), target_batch_size=1)
     with pytest.raises(Refused, match="of the optimizer's parameters are not those of run 'text'"):
         run.optimizer(adamw(other.parameters()), target_batch_size=1)
     with pytest.raises(Refused, match=r"are not the optimizer's, as '0\.bias'"):
