@@ -57,6 +57,9 @@ GONE_SECONDS = 0.25
 WAIT_SECONDS = 60.0
 """Longest wait for other peers to join. Sixteen processes that import torch on two cores take half of that time."""
 
+NOTICE_SECONDS = 10.0
+"""Longest wait for other peers before a script says what it waits for: they may have joined on other terms."""
+
 LEAST_SECONDS = 0.1
 """Least time for the last look, question or exchange, when the time for all of them is over."""
 
@@ -659,11 +662,13 @@ def wait_for(runs: Sequence[Run], peers: int) -> None:
     """Wait until `peers` others have joined each run on equal terms, at most `WAIT_SECONDS`; late peers come later."""
     deadline = runs[0].clock() + WAIT_SECONDS
     for run in runs if peers else ():
+        if run.wait_for(peers, min(NOTICE_SECONDS, max(deadline - run.clock(), LEAST_SECONDS))):
+            continue
+        log.warning(
+            "run %s: waits for %d others: %s", run.name, peers, getattr(run.state, "reason", run.state)
+        )
         if not run.wait_for(peers, max(deadline - run.clock(), LEAST_SECONDS)):
-            why = getattr(run.state, "reason", "")
-            log.warning(
-                "run %s: not all of %d others came within %g s. %s", run.name, peers, WAIT_SECONDS, why
-            )
+            log.warning("run %s: not all of %d others came within %g s", run.name, peers, WAIT_SECONDS)
 
 
 def affordable(size: int, available: int) -> int:

@@ -5,15 +5,25 @@ from __future__ import annotations
 import contextlib
 import random
 from collections import Counter as Counts
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from equipoise.averaging.outcome import NoPeers
 from equipoise.averaging.state import StateId
 from equipoise.peer.training import lineage, replica
 from equipoise.peer.training.lineage import CHECK_EVERY
-from equipoise.peer.training.member import CATCH_UP_SECONDS, FINISH_SECONDS, POLL_SECONDS, Finished
+from equipoise.peer.training.member import (
+    CATCH_UP_SECONDS,
+    FINISH_SECONDS,
+    NOTICE_SECONDS,
+    POLL_SECONDS,
+    WAIT_SECONDS,
+    Finished,
+    wait_for,
+)
 from fakes.trainers import SAMPLES, Trainer, adamw, assert_alike
 from fakes.training import FakeRun, FakeSwarm
 from oracles.training import network
@@ -533,3 +543,19 @@ def test_one_that_never_came_into_step_says_so_at_the_end(fake: FakeSwarm) -> No
     fake.run()
     assert not trainer.end.in_step
     assert "trains alone" in trainer.end.reason
+
+
+def test_a_peer_that_waits_says_for_what(caplog: pytest.LogCaptureFixture) -> None:
+    waited: list[float] = []
+
+    def nobody(peers: int, seconds: float) -> bool:
+        waited.append(seconds)
+        return False
+
+    run: Any = SimpleNamespace(name="text", clock=lambda: sum(waited), wait_for=nobody, state=NoPeers())
+    wait_for([run], 1)
+    assert waited == [NOTICE_SECONDS, WAIT_SECONDS - NOTICE_SECONDS]
+    assert [record.message for record in caplog.records] == [
+        "run text: waits for 1 others: no other peer of this run is known",
+        "run text: not all of 1 others came within 60 s",
+    ]
