@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -22,7 +23,7 @@ class Binding:
     """The user's tensors, compared before each round with the schema of the run.
 
     Attributes:
-        source: The tensors.
+        source: The tensors, or the module without wrappers.
         schema: Schema of the tensors that `average` exchanges.
         gradients: Schema of the gradients that `step` exchanges.
         buffers: Schema of the buffers that travel behind them.
@@ -38,7 +39,8 @@ class Binding:
         Raises:
             SchemaError: There are no tensors, or one cannot be averaged; names it.
         """
-        self.source = tensors
+        self.source: Tensors = unwrapped(tensors)
+        tensors = self.source
         buffers = persistent_buffers(tensors) if isinstance(tensors, torch.nn.Module) else ()
         self.schema = Schema.of(named_tensors(tensors), buffers)
         self.gradients = fp32_schema(stepped_tensors(tensors))
@@ -171,6 +173,17 @@ class Binding:
         return gradients, buffers
 
 
+def unwrapped(tensors: Any) -> Any:
+    """The module in wrappers of `torch.compile` and data parallelism, so that peers without a wrapper have its names."""
+    while isinstance(tensors, torch.nn.Module):
+        wraps = isinstance(tensors, torch.nn.DataParallel | torch.nn.parallel.DistributedDataParallel)
+        inner = tensors.module if wraps else getattr(tensors, "_orig_mod", None)
+        if inner is None:
+            break
+        tensors = inner
+    return tensors
+
+
 def named_tensors(tensors: Tensors) -> dict[str, torch.Tensor]:
     """The tensors that `average` exchanges: of a module all parameters and its persistent floating-point buffers.
 
@@ -229,6 +242,7 @@ def named_gradients(gradients: Gradients) -> dict[str, torch.Tensor | None]:
     Raises:
         SchemaError: The argument has another type.
     """
+    gradients = unwrapped(gradients)
     if isinstance(gradients, torch.nn.Module):
         return {name: parameter.grad for name, parameter in stepped_tensors(gradients).items()}
     if isinstance(gradients, Mapping):

@@ -13,7 +13,7 @@ from equipoise.averaging.schema import SchemaError
 from equipoise.compression import parse_codec
 from equipoise.compression.device_reduce import DeviceReducer
 from equipoise.peer.accumulate import Accumulator
-from equipoise.peer.tensors import Binding, copies_of
+from equipoise.peer.tensors import Binding, copies_of, named_gradients
 from equipoise.peer.training.safetensors_io import pack
 
 INT8 = parse_codec("int8")
@@ -52,6 +52,21 @@ def test_a_mean_that_was_read_in_inference_mode_is_read_into_again_outside_of_it
         assert torch.equal(mean[name], torch.ones_like(parameter))
         assert parameter.grad is not None
         parameter.grad.add_(1.0)
+
+
+def test_wrappers_of_a_module_leave_names_as_they_are() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
+    codec, plain = parse_codec("fp32"), Binding(model, parse_codec("fp32"))
+    for wrapped in (
+        torch.compile(model),
+        torch.nn.DataParallel(model),
+        torch.nn.DataParallel(torch.compile(model)),
+    ):
+        binding = Binding(wrapped, codec)
+        assert binding.schema == plain.schema
+        assert binding.gradients == plain.gradients
+        assert binding.buffer_schema() == plain.buffer_schema()
+        assert named_gradients(wrapped).keys() == named_gradients(model).keys()
 
 
 def test_parameters_that_hold_no_whole_tensor_are_refused_with_a_way_out() -> None:
