@@ -174,7 +174,7 @@ class Binding:
 
 
 def unwrapped(tensors: Any) -> Any:
-    """The module in wrappers of `torch.compile` and data parallelism, so that peers without a wrapper have its names."""
+    """The module in wrappers of `torch.compile` and data parallelism: peers without a wrapper have the same names."""
     while isinstance(tensors, torch.nn.Module):
         wraps = isinstance(tensors, torch.nn.DataParallel | torch.nn.parallel.DistributedDataParallel)
         inner = tensors.module if wraps else getattr(tensors, "_orig_mod", None)

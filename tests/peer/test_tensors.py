@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
@@ -57,11 +58,8 @@ def test_a_mean_that_was_read_in_inference_mode_is_read_into_again_outside_of_it
 def test_wrappers_of_a_module_leave_names_as_they_are() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
     codec, plain = parse_codec("fp32"), Binding(model, parse_codec("fp32"))
-    for wrapped in (
-        torch.compile(model),
-        torch.nn.DataParallel(model),
-        torch.nn.DataParallel(torch.compile(model)),
-    ):
+    compiled: Any = torch.compile(model)
+    for wrapped in (compiled, torch.nn.DataParallel(model), torch.nn.DataParallel(compiled)):
         binding = Binding(wrapped, codec)
         assert binding.schema == plain.schema
         assert binding.gradients == plain.gradients
