@@ -186,38 +186,34 @@ async def test_who_forgoes_encryption_leaves_no_socket_behind(monkeypatch, diall
     assert [stream.closed for stream in made] == [True]
 
 
-async def test_who_sends_anything_but_a_greeting_is_not_read_for_ever(monkeypatch) -> None:
-    monkeypatch.setattr(TlsSession, "open_into", lambda self, view: 0)
+async def shaken(layer) -> tuple[asyncio.Task, TlsSession, socket.socket]:
+    """An accepting side that waits for the greeting: its task, and the dialling side's TLS and socket."""
     own, other = (Identity(Ed25519PrivateKey.generate(), Path()) for _ in range(2))
     near, far = socket.socketpair()
     near.setblocking(False)
     far.setblocking(False)
-    preface, loop = Preface("aead", other.peer, own.peer), asyncio.get_running_loop()
+    preface, loop = Preface(layer, other.peer, own.peer), asyncio.get_running_loop()
     accepting = asyncio.ensure_future(handshake.secure(near, make_context(own), preface, dialler=False))
     client = TlsSession(make_context(other), server=False)
     while not client.shake_hands():
         await loop.sock_sendall(far, client.seal())
         client.feed(await loop.sock_recv(far, handshake.HANDSHAKE_BYTES))
-    await loop.sock_sendall(
-        far, client.seal() + bytes((handshake.MAX_RECORDS + 1) * handshake.HANDSHAKE_BYTES)
-    )
+    return accepting, client, far
+
+
+async def test_who_sends_anything_but_a_greeting_is_not_read_for_ever(monkeypatch) -> None:
+    monkeypatch.setattr(TlsSession, "open_into", lambda self, view: 0)
+    accepting, client, far = await shaken("aead")
+    noise = bytes((handshake.MAX_RECORDS + 1) * handshake.HANDSHAKE_BYTES)
+    await asyncio.get_running_loop().sock_sendall(far, client.seal() + noise)
     with far, pytest.raises(Refused, match="does not greet"):
         await accepting
 
 
 @pytest.mark.parametrize("late", [0, 1, 3, 20, 24, 40])
 async def test_a_greeting_that_comes_in_two_pieces_is_a_greeting(late: int) -> None:
-    own, other = (Identity(Ed25519PrivateKey.generate(), Path()) for _ in range(2))
-    near, far = socket.socketpair()
-    near.setblocking(False)
-    far.setblocking(False)
-    preface, loop = Preface("tls", other.peer, own.peer), asyncio.get_running_loop()
-    accepting = asyncio.ensure_future(handshake.secure(near, make_context(own), preface, dialler=False))
-    client = TlsSession(make_context(other), server=False)
-    while not client.shake_hands():
-        await loop.sock_sendall(far, client.seal())
-        client.feed(await loop.sock_recv(far, handshake.HANDSHAKE_BYTES))
-    last = client.seal(bytes(2))
+    accepting, client, far = await shaken("tls")
+    last, loop = client.seal(bytes(2)), asyncio.get_running_loop()
     await loop.sock_sendall(far, last[: len(last) - late])
     for _ in range(10):  # The other side reads what has come.
         await asyncio.sleep(0)
