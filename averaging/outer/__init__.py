@@ -1,17 +1,13 @@
 """Outer steps of training with local steps: what all peers do alike with the mean of what they have moved by.
 
-Each is one file. Between two exchanges every peer trains by itself, from the parameters on which all agreed; then the
+Between two exchanges every peer trains by itself, from the parameters on which all agreed; then the
 mean of the differences takes those one step further, on every peer the same one.
 """
 
 from __future__ import annotations
 
-from equipoise.averaging.outer.average import Average
-from equipoise.averaging.outer.fedadagrad import FedAdagrad
-from equipoise.averaging.outer.fedadam import FedAdam
-from equipoise.averaging.outer.fedavgm import FedAvgM
-from equipoise.averaging.outer.fedyogi import FedYogi
-from equipoise.averaging.outer.nesterov import Nesterov
+from equipoise.averaging.outer.adaptive import FedAdagrad, FedAdam, FedYogi
+from equipoise.averaging.outer.momentum import Average, FedAvgM, Nesterov
 from equipoise.averaging.outer.step import OuterStep
 from equipoise.compression.grammar import Registry, decimal
 from equipoise.compression.plugins import Plugins

@@ -66,37 +66,6 @@ class OuterStep(ABC):
         self._kept = {moment: dict(state_dict[moment]) for moment in self.moments}
 
 
-class MomentumStep(OuterStep):
-    """An outer step with a rate and a momentum."""
-
-    def __init__(self, name: str, lr: float, momentum: float) -> None:
-        """`lr` is above 0; `momentum` is at least 0 and below 1.
-
-        Raises:
-            ValueError: One of them is out of its range.
-        """
-        self.lr, self.momentum = above_zero("lr", lr), below_one("momentum", momentum)
-        super().__init__(name, lr=self.lr, momentum=self.momentum)
-
-
-class AdaptiveStep(OuterStep):
-    """An outer step with two moments, m and v."""
-
-    moments = ("m", "v")
-
-    def __init__(self, name: str, eta: float, beta1: float, beta2: float, tau: float) -> None:
-        """`eta` and `tau` are above 0, `beta1` and `beta2` at least 0 and below 1.
-
-        With a tiny `tau` the rounding of a codec becomes a full step.
-
-        Raises:
-            ValueError: One of them is out of its range.
-        """
-        self.eta, self.tau = above_zero("eta", eta), above_zero("tau", tau)
-        self.beta1, self.beta2 = below_one("beta1", beta1), below_one("beta2", beta2)
-        super().__init__(name, eta=self.eta, beta1=self.beta1, beta2=self.beta2, tau=self.tau)
-
-
 def root(values: torch.Tensor) -> torch.Tensor:
     """The square roots of f32 or f64 values; of f32 correctly rounded on every processor.
 

@@ -1,11 +1,10 @@
-"""The rules by which contributions become one vector, one module each, by their specs."""
+"""The rules by which contributions become one vector, by their specs."""
 
 from __future__ import annotations
 
 from equipoise.averaging.rules.mean import Mean
-from equipoise.averaging.rules.median import Median
+from equipoise.averaging.rules.ranking import Median, Trimmed
 from equipoise.averaging.rules.rule import Reduced, Rule, RuleError
-from equipoise.averaging.rules.trimmed import Trimmed
 from equipoise.compression.grammar import Registry, decimal
 from equipoise.compression.plugins import Plugins
 

@@ -1,4 +1,4 @@
-"""The mean of the middle values, which the rules share that rank the contributions to each value.
+"""The rules that rank the contributions to each value: the median and the trimmed mean.
 
 The rows are sorted by a network of comparisons, each one a minimum and a maximum of two whole rows: merge exchange
 (Batcher 1968; Knuth, The Art of Computer Programming, volume 3, section 5.2.2, algorithm M). It is about twenty times
@@ -10,11 +10,59 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import lru_cache
 
-from equipoise.averaging.rules.rule import Reduced
+from equipoise.averaging.rules.rule import Reduced, Rule, require_rows
+from equipoise.compression.grammar import canonical
 from equipoise.compression.late_torch import torch
 
 CHUNK_VALUES = 64 * 1024
 """Values of a row that are sorted at a time: all rows of a chunk stay in the processor's caches."""
+
+
+class Median(Rule):
+    """Takes the middle one of the contributions to each value; of an even number, the mean of the middle two.
+
+    Yin et al. 2018 (arXiv:1803.01498), option I; Flower calls it FedMedian.
+
+    Weights have no effect. As long as fewer than half of the contributions are broken, each value of the result lies
+    between values of whole ones. One or two contributions therefore give a result that nothing protects: a run that
+    relies on the rule has a quorum of 3 or more. The rule does not protect from an owner that lies about the result.
+    """
+
+    name = spec = "median"
+
+    def reduce(self, rows: torch.Tensor, weights: torch.Tensor) -> Reduced:
+        """See `Rule.reduce`."""
+        require_rows(self.spec, rows)
+        return mean_of_middle(rows, (len(rows) - 1) // 2)
+
+
+class Trimmed(Rule):
+    """Drops the k = int(beta n) lowest and highest of the n contributions to each value, and takes the others' mean.
+
+    Yin et al. 2018 (arXiv:1803.01498), option II; Flower calls it FedTrimmedAvg.
+
+    Weights have no effect. As long as at most k contributions are broken, each value of the result lies between values
+    of whole ones; with fewer than 1 / beta contributions k is 0, and nothing is protected. The rule does not protect
+    from an owner that lies about the result.
+    """
+
+    name = "trimmed"
+
+    def __init__(self, beta: float = 0.2) -> None:
+        """`beta` is the share to drop at each end, from 0 to below 0.5.
+
+        Raises:
+            ValueError: It is out of its range.
+        """
+        if not 0 <= beta < 0.5:
+            raise ValueError(f"{self.name}: expected beta from 0 to below 0.5, got {beta!r}")
+        self.beta = float(beta)
+        self.spec = canonical(self.name, {"beta": self.beta})
+
+    def reduce(self, rows: torch.Tensor, weights: torch.Tensor) -> Reduced:
+        """See `Rule.reduce`."""
+        require_rows(self.spec, rows)
+        return mean_of_middle(rows, int(self.beta * len(rows)))
 
 
 def mean_of_middle(rows: torch.Tensor, drop: int) -> Reduced:

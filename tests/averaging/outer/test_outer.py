@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from equipoise.averaging.outer import Average, Nesterov, OuterStep, parse_outer
-from equipoise.averaging.outer.fedadam import FedAdam, _power
-from equipoise.averaging.outer.fedavgm import FedAvgM
+from equipoise.averaging.outer.adaptive import FedAdam, _power
+from equipoise.averaging.outer.momentum import FedAvgM
 from equipoise.averaging.rules import parse_rule
 from oracles.federated import OUTER, RULES
 

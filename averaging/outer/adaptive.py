@@ -1,0 +1,120 @@
+"""Outer steps that scale each value's step by the squares of its earlier moves (Reddi 2021, arXiv:2003.00295)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from equipoise.averaging.outer.step import OuterStep, above_zero, below_one, root
+
+
+class FedAdagrad(OuterStep):
+    """v <- v + d^2; w <- w + eta d / (sqrt v + tau), with d the mean of w_i - w, and v = 0 at first.
+
+    Reddi 2021 (arXiv:2003.00295), algorithm 2, without the first moment.
+    """
+
+    moments = ("v",)
+
+    def __init__(self, eta: float = 0.1, tau: float = 1e-3) -> None:
+        """`eta` and `tau` are above 0; with a tiny `tau` the rounding of a codec becomes a full step.
+
+        Raises:
+            ValueError: One of them is out of its range.
+        """
+        self.eta, self.tau = above_zero("eta", eta), above_zero("tau", tau)
+        super().__init__("fedadagrad", eta=self.eta, tau=self.tau)
+
+    def move(self, parameter: torch.Tensor, mean: torch.Tensor, moments: Sequence[torch.Tensor]) -> None:
+        """See `OuterStep`."""
+        (v,) = moments
+        v.add_(mean * mean)
+        parameter.sub_((mean * self.eta).div_(root(v).add_(self.tau)))
+
+
+class AdaptiveStep(OuterStep):
+    """An outer step with two moments, m and v."""
+
+    moments = ("m", "v")
+
+    def __init__(self, name: str, eta: float, beta1: float, beta2: float, tau: float) -> None:
+        """`eta` and `tau` are above 0, `beta1` and `beta2` at least 0 and below 1.
+
+        With a tiny `tau` the rounding of a codec becomes a full step.
+
+        Raises:
+            ValueError: One of them is out of its range.
+        """
+        self.eta, self.tau = above_zero("eta", eta), above_zero("tau", tau)
+        self.beta1, self.beta2 = below_one("beta1", beta1), below_one("beta2", beta2)
+        super().__init__(name, eta=self.eta, beta1=self.beta1, beta2=self.beta2, tau=self.tau)
+
+
+class FedAdam(AdaptiveStep):
+    """m <- b1 m + (1 - b1) d; v <- b2 v + (1 - b2) d^2; w <- w + eta_t m / (sqrt v + tau), m = v = 0 at first.
+
+    d is the mean of w_i - w, and eta_t = eta sqrt(1 - b2^(t+1)) / (1 - b1^(t+1)) in round t = 1, 2, ...
+
+    Reddi 2021 (arXiv:2003.00295), algorithm 2; the bias correction is that of Flower's FedAdam, whose exponent is 2 in
+    the first round.
+    """
+
+    def __init__(self, eta: float = 0.1, beta1: float = 0.9, beta2: float = 0.99, tau: float = 1e-3) -> None:
+        """See `AdaptiveStep`."""
+        self._steps = 0
+        super().__init__("fedadam", eta, beta1, beta2, tau)
+
+    def step(self, agreed: Mapping[str, torch.Tensor], mean: Mapping[str, torch.Tensor]) -> None:
+        """See `OuterStep`."""
+        self._steps += 1
+        super().step(agreed, mean)
+
+    def move(self, parameter: torch.Tensor, mean: torch.Tensor, moments: Sequence[torch.Tensor]) -> None:
+        """See `OuterStep`."""
+        m, v = moments
+        exponent = self._steps + 1
+        correction = math.sqrt(1 - _power(self.beta2, exponent)) / (1 - _power(self.beta1, exponent))
+        m.mul_(self.beta1).sub_(mean * (1 - self.beta1))
+        v.mul_(self.beta2).add_((mean * mean).mul_(1 - self.beta2))
+        parameter.add_((m * (self.eta * correction)).div_(root(v).add_(self.tau)))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The moments, and the number of steps."""
+        return {**super().state_dict(), "steps": self._steps}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take on another's moments and number of steps."""
+        super().load_state_dict(state_dict)
+        self._steps = int(state_dict["steps"])
+
+
+def _power(base: float, exponent: int) -> float:
+    """`base` to the power of `exponent` by multiplications alone: the platforms' own powers differ in the last bit."""
+    result = 1.0
+    for bit in f"{exponent:b}":
+        result *= result
+        if bit == "1":
+            result *= base
+    return result
+
+
+class FedYogi(AdaptiveStep):
+    """m <- b1 m + (1 - b1) d; v <- v - (1 - b2) d^2 sign(v - d^2); w <- w + eta m / (sqrt v + tau), m = v = 0 at first.
+
+    d is the mean of w_i - w. Reddi 2021 (arXiv:2003.00295), algorithm 2; there is no bias correction.
+    """
+
+    def __init__(self, eta: float = 0.01, beta1: float = 0.9, beta2: float = 0.99, tau: float = 1e-3) -> None:
+        """See `AdaptiveStep`."""
+        super().__init__("fedyogi", eta, beta1, beta2, tau)
+
+    def move(self, parameter: torch.Tensor, mean: torch.Tensor, moments: Sequence[torch.Tensor]) -> None:
+        """See `OuterStep`."""
+        m, v = moments
+        square = mean * mean
+        m.mul_(self.beta1).sub_(mean * (1 - self.beta1))
+        v.sub_((v - square).sign_().mul_(square).mul_(1 - self.beta2))
+        parameter.add_((m * self.eta).div_(root(v).add_(self.tau)))
