@@ -18,7 +18,7 @@ from equipoise.averaging.strategy import Needs, Strategy, parse_strategy
 from equipoise.averaging.weights import cap_of
 from equipoise.compression import parse_codec
 
-PROTOCOL_VERSION = 12
+PROTOCOL_VERSION = 13
 """Version of the messages, part of every spec's hash; it grows when older peers would misread messages."""
 
 MAX_GROUP_SIZE = 64
