@@ -39,7 +39,7 @@ from equipoise.peer.futures import Download, PendingRound, check_timeout
 from equipoise.peer.lanes import kernels_of, pin
 from equipoise.peer.purposes import AVERAGE, STEP
 from equipoise.peer.shared_memory import Region, SharedMemory
-from equipoise.peer.tensors import Binding, Gradients, Tensors, copies_of, named_gradients
+from equipoise.peer.tensors import Binding, Gradients, Tensors, named_gradients
 
 if TYPE_CHECKING:
     from equipoise.peer.training.checkpoint import Checkpoints
@@ -647,12 +647,11 @@ class Run:
         with self._lock:
             self._require_idle()
             tensors, region = self._binding.tensors(), self._region
-            clamped, began, copies = 0, self.clock(), {}
+            clamped, began = 0, self.clock()
+            copies = self._binding.unrounded(tensors) if moves else {}
             # An observer's tensors may hold NaN: the mean will replace it.
             if weight > 0 and self._link.lost is None:
-                clamped = self._binding.averages.encode(tensors, region.contribution)
-            if moves:
-                copies = copies_of(tensors)
+                clamped = self._binding.averages.encode(copies or tensors, region.contribution)
             settle = partial(self._averaged, tensors=tensors, region=region, copies=copies)
             request = messages.StartRound(self.name, AVERAGE, weight, timeout, clamped=clamped)
             return self._start(request, deadline, settle, began)

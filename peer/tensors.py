@@ -49,6 +49,7 @@ class Binding:
         self.steps = Encoder(Layout(self.gradients, codec))
         self.sparse = sparse_gradients(tensors) if isinstance(tensors, torch.nn.Module) else frozenset()
         self.devices = frozenset(filter(None, map(linked, named_tensors(tensors).values())))
+        self._lost: dict[str, torch.Tensor] = {}
 
     @property
     def size(self) -> int:
@@ -119,17 +120,35 @@ class Binding:
         _require_unchanged("parameters that require gradients", self.gradients, fp32_schema(named))
         return named
 
+    def unrounded(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Copies of the tensors, fp32, with what rounding to half precision took from them in the last `shift`."""
+        copies = copies_of(tensors)
+        for name, lost in self._lost.items():
+            copies[name] += lost.to(copies[name].device)
+        return copies
+
     def shift(
-        self, mean: memoryview, tensors: Mapping[str, torch.Tensor], copies: Mapping[str, torch.Tensor]
+        self, mean: memoryview, tensors: Mapping[str, torch.Tensor], copies: dict[str, torch.Tensor]
     ) -> None:
-        """Move the tensors, in place, by the difference of a mean, u8 [`size`], from their copies; overwrites those."""
+        """Move the tensors, in place, by the difference of a mean, u8 [`size`], from their `unrounded` copies.
+
+        Overwrites the copies. Tensors of half precision are rounded once, and `unrounded` tells what that took.
+        """
         with torch.no_grad():
             for name, tensor in tensors.items():
                 # The steps since; a second model would take memory.
                 torch.sub(tensor, copies[name], out=copies[name])
-            self.averages.decode(mean, tensors)
+            for name, lost in self._lost.items():
+                copies[name] += lost.to(copies[name].device)
+            half = {name: one for name, one in tensors.items() if one.element_size() < 4}
+            self._lost = {name: uninitialised(one.shape, one.device) for name, one in half.items()}
+            self.averages.decode(mean, {**tensors, **self._lost})
             for name, tensor in tensors.items():
-                tensor.add_(copies[name])
+                if name in half:
+                    exact = self._lost[name].add_(copies[name])
+                    exact -= tensor.copy_(exact).float()
+                else:
+                    tensor.add_(copies[name])
 
     def write_step(self, accumulated: Accumulator, contribution: memoryview) -> int:
         """Encode the contribution of `step`, u8 [`size`]: mean gradients, then buffers; returns how many were clamped.
@@ -205,6 +224,11 @@ def named_tensors(tensors: Tensors) -> dict[str, torch.Tensor]:
 def copies_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Copies of the tensors as they are now, fp32, on their devices."""
     return {name: tensor.detach().to(torch.float32, copy=True) for name, tensor in tensors.items()}
+
+
+def as_held(values: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+    """The values, fp32, that a tensor of another dtype holds once these are written to it."""
+    return values.to(by.dtype).to(values.dtype)
 
 
 def stepped_tensors(tensors: Tensors) -> dict[str, torch.Tensor]:

@@ -39,7 +39,7 @@ from equipoise.averaging.strategy import Federated as FederatedStrategy
 from equipoise.averaging.weights import LEAST_CONTRIBUTION
 from equipoise.peer.errors import Refused
 from equipoise.peer.run import Run
-from equipoise.peer.tensors import copies_of, persistent_buffers, stepped_tensors
+from equipoise.peer.tensors import as_held, copies_of, persistent_buffers, stepped_tensors
 from equipoise.peer.training import image
 from equipoise.peer.training.checkpoint import Checkpoints, Keeper, keep_checkpoints
 from equipoise.peer.training.history import Ending, History, Record, Until
@@ -424,7 +424,7 @@ class Federated:
         self._trained = state
         self._deadline = max(self._deadline, self._clock() + LEAST_WAIT_SECONDS)
         with torch.no_grad():
-            values = {name: agreed - self._local[name] for name, agreed in self._agreed.items()}
+            values = {name: self._began(name) - own for name, own in self._local.items()}
         self._result = Result(state, values, weight, dict(metrics))
         # The answer to its join tells first whether it is late; to ask all peers at once delays a round that forms.
         self._look_at, self._pause = self._clock(), LOOK_SECONDS
@@ -446,8 +446,12 @@ class Federated:
         return Task(number, self._config, self._proximal, lambda: max(self._deadline - self._clock(), 0.0))
 
     def _proximal(self) -> torch.Tensor:
-        terms = [(own.float() - self._agreed[name]).square().sum() for name, own in self._local.items()]
+        terms = [(own.float() - self._began(name)).square().sum() for name, own in self._local.items()]
         return torch.stack(terms).sum() * (self._options.proximal / 2)
+
+    def _began(self, name: str) -> torch.Tensor:
+        """The agreed values as training began with them: rounded to the dtype of the run's tensors, fp32."""
+        return as_held(self._agreed[name], self._local[name])
 
     # ---- the replicated state ----
 

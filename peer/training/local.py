@@ -27,7 +27,7 @@ from equipoise.averaging.outer import Average, Nesterov, OuterStep, parse_outer
 from equipoise.averaging.schema import SchemaError
 from equipoise.peer.errors import Refused
 from equipoise.peer.run import Run
-from equipoise.peer.tensors import copies_of, stepped_tensors
+from equipoise.peer.tensors import as_held, copies_of, stepped_tensors
 from equipoise.peer.training.checkpoint import Checkpoints, keep_checkpoints
 from equipoise.peer.training.image import ModelPart, OuterPart, Part, TrainingState, frozen_term
 from equipoise.peer.training.member import FINISH_SECONDS, Finished, Member, Subject, wait_for
@@ -273,6 +273,9 @@ class Fragment:
         self._outer = outer
         self._options = options
         self._agreed = copies_of(local)
+        # What was last written to tensors of half precision, before it was rounded, where that is not the agreed.
+        half = {name: one for name, one in local.items() if one.element_size() < 4}
+        self._merged = copies_of(half) if options.merge else {}
         self._offset = (at + 1) * options.every // options.fragments
         self._retry_at: int | None = None
         self.diverged = self._gave = self._caught_up = False
@@ -350,16 +353,23 @@ class Fragment:
 
     @torch.no_grad()
     def _differences(self) -> dict[str, torch.Tensor | None]:
-        return {name: agreed - self._local[name] for name, agreed in self._agreed.items()}
+        return {name: agreed - self._exact(name) for name, agreed in self._agreed.items()}
+
+    def _exact(self, name: str) -> torch.Tensor:
+        """The local copy with what rounding took from it as it was written: that is no movement of this peer."""
+        written, local = self._merged.get(name, self._agreed[name]), self._local[name]
+        return local if local.element_size() >= 4 else local + (written - as_held(written, local))
 
     @torch.no_grad()
     def _update(self, mean: Mapping[str, torch.Tensor]) -> None:
         """Make the outer step, and merge its result into the local parameters."""
         self._outer.step(self._agreed, mean)
-        for name, agreed in self._agreed.items():
-            local = self._local[name]
-            merge = self._options.merge
-            local.copy_(torch.lerp(agreed, local.float(), merge) if merge else agreed)
+        for name, written in self._agreed.items():
+            if self._options.merge:
+                written = torch.lerp(written, self._exact(name).float(), self._options.merge)
+            self._local[name].copy_(written)
+            if name in self._merged:
+                self._merged[name] = written
 
     def _follow_agreed(self) -> None:
         """Go on from the agreed parameters, which have come from another peer."""
@@ -370,6 +380,8 @@ class Fragment:
     def _return_to_agreed(self) -> None:
         for name, agreed in self._agreed.items():
             self._local[name].copy_(agreed)
+        for name, merged in self._merged.items():
+            merged.copy_(self._agreed[name])
 
 
 def dealt(parameters: Mapping[str, torch.Tensor], count: int) -> list[dict[str, torch.Tensor]]:

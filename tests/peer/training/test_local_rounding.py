@@ -1,0 +1,117 @@
+"""Parameters of half precision: what rounding takes from a local copy is no movement, in all ways of local training."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from contracts.run import SOON, join_all, together
+from equipoise.peer.embedded import Peer
+from equipoise.peer.training import Federated, LocalSGD
+from equipoise.peer.training.federated import Task
+from fakes.daemon import FakeNetwork
+from fakes.federated import FederatedSwarm
+from fakes.training import FakeSwarm
+
+HALF = [torch.bfloat16, torch.float16]
+
+
+def ulp(dtype: torch.dtype) -> float:
+    """Distance of the values from 1 to 2; that of bf16 also for fp32, so that both make equal moves."""
+    return torch.finfo(torch.bfloat16 if dtype is torch.float32 else dtype).eps
+
+
+def ones(dtype: torch.dtype) -> dict[str, torch.nn.Parameter]:
+    return {name: torch.nn.Parameter(torch.ones(150, dtype=dtype)) for name in "ab"}
+
+
+def local(dtype: torch.dtype, by: float, steps: int, **options: Any) -> tuple[list[float], list[float]]:
+    """The agreed values and the parameters of two peers, of which one moves by `by` in each step."""
+    swarm, found = FakeSwarm(), dict[int, tuple[float, float]]()
+
+    def work(index: int) -> None:
+        own = ones(dtype)
+        sgd = torch.optim.SGD(own.values(), lr=1.0)
+        with LocalSGD(swarm.join(f"peer{index}", "halves", own), clock=swarm.clock, **options) as group:
+            for _ in range(steps):
+                swarm.compute(0.5)
+                for one in own.values():
+                    one.grad = torch.full_like(one, -by if index == 0 else 0.0)
+                sgd.step()
+        agreed = [float(one.mean()) for part in group._fragments for one in part._agreed.values()]
+        found[index] = sum(agreed) / 2, float(own["a"].detach().mean())
+
+    for index in range(2):
+        swarm.peer(f"peer{index}", lambda index=index: work(index))
+    swarm.run()
+    return [found[index][0] for index in range(2)], [found[index][1] for index in range(2)]
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_small_movements_add_up_over_exchanges(dtype: torch.dtype) -> None:
+    expected = [1 + 8 * ulp(dtype)] * 2
+    assert local(dtype, ulp(dtype), 16, every=1) == (expected, expected)
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"every": 4, "delay": 2},
+        {"every": 4, "delay": 2, "merge": 0.5},
+        {"every": 4, "fragments": 2, "delay": 1, "merge": 0.25},
+    ],
+    ids=str,
+)
+def test_streams_of_half_precision_agree_on_what_those_of_fp32_do(
+    dtype: torch.dtype, options: dict[str, Any]
+) -> None:
+    exact, _ = local(torch.float32, ulp(dtype), 32, **options)
+    assert local(dtype, ulp(dtype), 32, **options)[0] == pytest.approx(exact, abs=1e-6)
+    assert exact[0] > 1 + 4 * ulp(dtype)
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_small_movements_add_up_over_federated_rounds_and_fedprox_begins_at_zero(dtype: torch.dtype) -> None:
+    swarm, proximal, ends = FederatedSwarm(), list[float](), list[list[float]]()
+
+    def work(index: int) -> None:
+        own = ones(dtype)
+
+        def fit(task: Task) -> tuple[float, dict[str, float]]:
+            proximal.append(float(task.proximal()))
+            swarm.compute(1.0)
+            with torch.no_grad():
+                for one in own.values():
+                    one.add_(ulp(dtype) if index == 0 else 0.0)
+            return 1.0, {}
+
+        run = swarm.join(f"peer{index}", "halves", own)
+        trained = Federated(run, fit, rounds=16, proximal=1.0, clock=swarm.clock)
+        trained.run()
+        ends.append([float(one.mean()) for one in (*own.values(), *trained._agreed.values())])
+
+    for index in range(2):
+        swarm.peer(f"peer{index}", lambda index=index: work(index))
+    swarm.run()
+    assert ends == [[1 + 8 * ulp(dtype)] * 4] * 2
+    assert proximal == [0.0] * 32
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_small_movements_add_up_over_exchanges_of_pairs(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    FakeNetwork().install(monkeypatch)
+    with Peer() as one, Peer() as other:
+        own = [[torch.ones(300, dtype=dtype)] for _ in range(2)]
+        runs = join_all([one, other], own, strategy="gossip")
+        for _ in range(16):
+            own[0][0].add_(ulp(dtype))
+            shifts = [run.shift(1.0, SOON) for run in runs]
+            own[0][0].add_(ulp(dtype))  # While the exchange goes on.
+            own[1][0].sub_(ulp(dtype))
+            assert all(outcome.ok for outcome in together(*(shift.result for shift in shifts)))
+    assert [float(values[0].mean()) for values in own] == [1 + 9 * ulp(dtype), 1 + 7 * ulp(dtype)]
