@@ -260,7 +260,7 @@ class RoundDriver:
     def _keep_values(self, member: int, message: wire.RoundMessage, body: memoryview) -> events.Event | None:
         """Keep the values of a frame, if it has any; return its event, or None if the machine has no use for it."""
         match message:
-            case wire.Heartbeat():
+            case wire.Heartbeat(asks) if not (asks and self._machine.released):
                 return None
             case wire.Contribution() | wire.Mean() if self._sessions.is_scratch(body):
                 return None  # It began to come in before its round, and the next body is received over it.

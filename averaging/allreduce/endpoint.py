@@ -2,8 +2,9 @@
 
 The endpoint joins three things: the round machine, the failure detector, and the rule of what may be sent when.
 
-The member sends a heartbeat every `HEARTBEAT_SECONDS`, as long as other members may need its answers. The failure
-detector tells the machine which members have fallen silent.
+The member sends a heartbeat every `HEARTBEAT_SECONDS` until all living members hold the mean. From then on it answers
+the heartbeats of members that do not know that yet, and waits for nobody. Until then the failure detector tells the
+machine which members have fallen silent.
 
 The endpoint keeps values back until the receiving member has sent a frame of this round. That frame proves that the
 receiver knows the round by the same manifest and has buffers for it. The endpoint also keeps control messages back from
@@ -58,7 +59,8 @@ class Endpoint:
     @property
     def deadline(self) -> float:
         """When `Woke` is due, in monotonic seconds; infinite once the round is closed."""
-        return float("inf") if self.machine.closed else min(self.machine.deadline, self._beats_at)
+        machine = self.machine
+        return machine.deadline if machine.released else min(machine.deadline, self._beats_at)
 
     def start(self, now: float) -> list[Action]:
         """Return the first actions: a heartbeat for every member, then the machine's first actions."""
@@ -86,7 +88,8 @@ class Endpoint:
             case events.PeerLost(member):
                 self._detector.lose(member)
             case events.Woke():
-                actions = self._beat(now) if not self.machine.closed and now >= self._beats_at else []
+                beats = not self.machine.released and now >= self._beats_at
+                actions = self._beat(now) if beats else []
                 return actions + (self._tell(event, now) if now >= self.machine.deadline else [])
         return self._tell(event, now)
 
@@ -104,7 +107,7 @@ class Endpoint:
         self._received = dict.fromkeys(self.others, 0)
         for member in self._detector.check(now):
             actions += self._tell(events.PeerLost(member, "silent: no sign of life", silent=True), now)
-        if not self.machine.closed:
+        if not self.machine.released:
             actions += self._gate([events.Send(member, wire.Heartbeat()) for member in self.others])
         self._beats_at = min(now + HEARTBEAT_SECONDS, self._detector.deadline)
         return actions

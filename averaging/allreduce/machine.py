@@ -58,7 +58,8 @@ class AllReduce:
         ended: How the round has ended here, if it has.
         notes: What went wrong, for people.
         peers: Bitmask of the members that this member can reach. Two members that cannot be dialled never connect.
-        closed: Whether no other member needs an answer. Until then this member sends signs of life.
+        released: Whether no reachable member lacks the mean. From then on this member gives signs of life on demand.
+        closed: Whether no other member needs an answer.
     """
 
     def __init__(self, group: Group, me: int, now: float, timeout: float) -> None:
@@ -77,7 +78,7 @@ class AllReduce:
         self._part_table = PartTable(group, me)
         self._fetching = Fetching(me, len(group.parts))
         self._distrusted = 0
-        self._released = False
+        self.released = False
         self._yielded = 0
         self._actions: list[Action] = []
         self._again = False
@@ -181,6 +182,8 @@ class AllReduce:
                 self._serve(sender, contributors, parts)
             case wire.GiveUp(reason):
                 self._on_lost(sender, f"left the round: {reason}", now, gone=True)
+            case wire.Heartbeat(asks=True) if self.released:
+                self._send(sender, wire.Heartbeat(asks=False))
         if news:
             self._progress(now)
 
@@ -383,7 +386,7 @@ class AllReduce:
     def _serve(self, to: int, contributors: int, bits: bytes) -> None:
         if isinstance(self.ended, Finish):
             self._send_commit(1 << to)
-        asked = [] if self._released else wire.from_bits(bits[: len(self.group.parts) // 8 + 1])
+        asked = [] if self.released else wire.from_bits(bits[: len(self.group.parts) // 8 + 1])
         kept = [part for part in asked if self._part_table.has_mean(part, contributors)]
         if self._fetching.may_serve(to, len(kept)):
             self._actions += [events.SendMean(to, part, contributors) for part in kept]
@@ -409,7 +412,7 @@ class AllReduce:
         kept = self._paxos.held and self._paxos.held[1]
         if isinstance(self.ended, Finish):
             kept = self.ended.decision
-        if self.ended is None or kept is None or self._released:
+        if self.ended is None or kept is None or self.released:
             return
         lacking = self.peers & ~(attendance.gone | self._paxos.holders(kept))
         if lacking & ~attendance.lost:
@@ -417,13 +420,13 @@ class AllReduce:
         if lacking and now < attendance.given_up_at:
             self._releases_at = attendance.given_up_at
             return
-        self._released = True
+        self.released = True
         self._ends_at = now + LINGER_SECONDS
         self._actions.append(events.Release())
 
     def _close(self) -> None:
-        self._actions += [events.Close()] if self._released else [events.Release(), events.Close()]
-        self._released = self.closed = True
+        self._actions += [events.Close()] if self.released else [events.Release(), events.Close()]
+        self.released = self.closed = True
 
     # ---- small things ----
 

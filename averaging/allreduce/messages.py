@@ -132,7 +132,9 @@ class GiveUp(Message, frozen=True):
 
 
 class Heartbeat(Message, frozen=True):
-    """This member is alive."""
+    """This member is alive. If it `asks`, a member that is silent because all hold the mean answers."""
+
+    asks: bool = True
 
 
 class Contribution(Message, frozen=True):

@@ -108,7 +108,7 @@ class Exchange:
     def send(self, frame: Frame) -> None:
         """Have a frame travel."""
         sender, to = self.peers[frame.sender], self.peers[frame.to]
-        beat = self.id if isinstance(frame.message, wire.Heartbeat) else b""
+        beat = self.id + wire.encode(frame.message) if isinstance(frame.message, wire.Heartbeat) else b""
         take = self._world.processes[to].take
         self._world.transmit(sender, to, take, self, frame, bulk=frame.bulk, flow=self.id, beat=beat)
 

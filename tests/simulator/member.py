@@ -126,7 +126,7 @@ class Member:
     def receive(self, frame: Frame, now: float) -> list[Output]:
         """A frame has come."""
         match frame.message:
-            case wire.Heartbeat():
+            case wire.Heartbeat(asks) if not (asks and self.machine.released):
                 return []
             case wire.Contribution(part):
                 if not self.machine.wants_contribution(frame.sender, part):

@@ -40,7 +40,7 @@ def group_of(owners: Iterable[int], weights: Sequence[float], dialable: int = -1
     """A small round, with a part of one value for each owner."""
     return Group(
         round_id=bytes(16),
-        names=tuple("abcdefgh"[: len(weights)]),
+        names=tuple("abcdefghijkl"[: len(weights)]),
         weights=tuple(weights),
         dialable=dialable & ((1 << len(weights)) - 1),
         parts=tuple(Part(at, at + 1, owner) for at, owner in enumerate(owners)),

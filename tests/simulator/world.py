@@ -141,7 +141,7 @@ class World(Network[int, Process]):
         sender = self.processes[frame.sender].member
         if isinstance(frame.message, wire.Mean) and self._corrupted[frame.sender] >> frame.to & 1:
             frame = Frame(frame.sender, frame.to, frame.message, frame.body[::-1])
-        beat = b"beat" if isinstance(frame.message, wire.Heartbeat) else b""
+        beat = wire.encode(frame.message) if isinstance(frame.message, wire.Heartbeat) else b""
         receive, wanted = self.processes[frame.to].receive, lambda: forged or sender.keeps(frame)
         self.transmit(frame.sender, frame.to, receive, frame, bulk=frame.bulk, beat=beat, wanted=wanted)
 

@@ -11,6 +11,7 @@ from equipoise.averaging.allreduce.events import (
     Finish,
     PeerReturned,
     Release,
+    Send,
     SendContribution,
     SendMean,
     Withdrew,
@@ -107,6 +108,15 @@ def test_buffers_are_released_when_all_hold_the_mean_and_the_machine_closes_late
     assert table.stall() == [Close()]
     assert table.machine.deadline == float("inf")
     assert table.says(C, wire.Fetch(ALL, b"\x01")) == []
+
+
+def test_a_member_is_asked_for_signs_of_life_once_all_hold_the_mean() -> None:
+    table = holding()
+    table.votes(A, table.vote(DECISION))
+    assert table.says(C, wire.Heartbeat()) == [], "it beats by itself: C may lack the mean"
+    table.votes(C, table.vote(DECISION))
+    assert table.says(C, wire.Heartbeat()) == [Send(C, wire.Heartbeat(asks=False))]
+    assert table.says(C, wire.Heartbeat(asks=False)) == [], "two members would answer each other for ever"
 
 
 def test_messages_in_another_order_end_the_same() -> None:
