@@ -27,8 +27,8 @@ from equipoise.peer.status import PeerRow, Status
 from equipoise.peer.tensors import Binding, Tensors
 
 JOIN_SECONDS = 60.0
-"""Longest time to load the kernels, map the memory and announce the run; joining does not wait for the network. Kernels
-are compiled once per machine, in 5 s of processor time, and the machine may be busy."""
+"""Time after which a daemon that was silent for half of it is lost: while it loads a library, its loop may stand still.
+Joining does not wait for the network."""
 
 FIRST_PAUSE = 0.25
 """Seconds from the loss of a daemon to the first look for another; the pause doubles after each look."""

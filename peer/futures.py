@@ -15,7 +15,7 @@ from msgspec import structs
 
 from equipoise.averaging.outcome import FetchOutcome, Outcome
 from equipoise.peer.control import messages
-from equipoise.peer.control.client import Connection
+from equipoise.peer.control.client import ANSWER_SECONDS, Connection
 from equipoise.peer.errors import DaemonLost, EquipoiseError
 from equipoise.peer.shared_memory import SharedMemory
 
@@ -27,6 +27,10 @@ GRACE = 0.8
 HUNG_SECONDS = 10.0
 """Seconds past its timeout in which a daemon must have answered a client that downloads, or that looks now and then: it
 may just then be busy with an image and, on a machine with many daemons for each core, an answer may take seconds."""
+
+
+LEAST_SECONDS = 1.0
+"""Least time for the answer of a daemon that should have answered before, and may be about to."""
 
 
 class Pending(ABC, Generic[Ended]):
@@ -72,7 +76,7 @@ class Pending(ABC, Generic[Ended]):
             TimeoutError: It is still going on; call again later.
             Refused: The daemon did not begin it.
         """
-        limit = self._left(self.grace)
+        limit = max(self._left(self.grace), LEAST_SECONDS)
         if timeout is not None and timeout < limit and not self.wait(timeout):
             raise TimeoutError(f"the {self.what} has not ended within {timeout:g} s; call result() again")
         with self._lock:
@@ -84,6 +88,11 @@ class Pending(ABC, Generic[Ended]):
         if isinstance(self._ended, Exception):
             raise self._ended
         return self._ended
+
+    def _answer(self, limit: float) -> Any:
+        """The daemon's answer, after `limit` seconds or, while the daemon lives, later; see `Connection.wait`."""
+        self._link.settled(self._reply, max(limit - ANSWER_SECONDS, 0.0))
+        return self._link.wait(self._reply, min(limit, ANSWER_SECONDS))
 
     @abstractmethod
     def _collect(self, limit: float) -> Ended:
@@ -126,7 +135,7 @@ class PendingRound(Pending[Outcome]):
 
     def _collect(self, limit: float) -> Outcome:
         try:
-            outcome: Outcome = self._link.wait(self._reply, limit)
+            outcome: Outcome = self._answer(limit)
         except DaemonLost as error:
             # The daemon may have voted for a mean that the others hold by now.
             outcome = Outcome(
@@ -170,7 +179,7 @@ class Download(Pending[FetchOutcome]):
 
     def _collect(self, limit: float) -> FetchOutcome:
         try:
-            outcome: FetchOutcome = self._link.wait(self._reply, limit)
+            outcome: FetchOutcome = self._answer(limit)
             if outcome.ok:
                 self.content = self._memory.view(outcome.size, writable=True)
             return outcome

@@ -10,8 +10,9 @@ import asyncio
 import contextlib
 import importlib
 import logging
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -58,6 +59,8 @@ COMPARE_SECONDS = 5.0
 """Longest time for two questions to the peers of another spec; each may stay unanswered for 2 s."""
 
 NUMPY = Kernels("numpy", f"others are loaded for the first run of {WORTH_VALUES:,} values or more")
+
+LOADS = "the daemon loads its kernels, once"
 
 JUST_JOINED = "it has just been joined"
 
@@ -390,20 +393,25 @@ class Service:
         self._swarm = swarm
         self._reducer = reducer
         self._sessions: dict[str, Session] = {}
+        self._loading = asyncio.Lock()
 
     @property
     def sessions(self) -> Sequence[Session]:
         """Open sessions, by the runs' names."""
         return [self._sessions[name] for name in sorted(self._sessions)]
 
-    async def join(self, request: JoinRun, fd: int, client: str) -> Session:
+    async def join(
+        self, request: JoinRun, fd: int, client: str, say: Callable[[str], Awaitable[None]]
+    ) -> Session:
         """Take part in a run for a client whose vectors lie in the memory behind `fd`; takes over `fd`.
+
+        What takes long is told the client by `say`, before it begins.
 
         Raises:
             ValueError: An option, the schema or the memory is not valid, or the run has a client already.
         """
         region = Region.attach(fd, request.size)
-        await self._load_kernels(request)
+        await self._load_kernels(request, say)
         await self._make_room(request.run)
         session = self._sessions[request.run] = Session(self._router, self._swarm, request, region, client)
         return session
@@ -414,7 +422,7 @@ class Service:
         if self._sessions.get(session.name) is session:
             del self._sessions[session.name]
 
-    async def _load_kernels(self, request: JoinRun) -> None:
+    async def _load_kernels(self, request: JoinRun, say: Callable[[str], Awaitable[None]]) -> None:
         """Load what the run computes with, in threads: a daemon without a run does not need these libraries.
 
         Kernels are chosen when the first run is joined that is worth it, or at the first join if a GPU reduces.
@@ -422,8 +430,20 @@ class Service:
         Raises:
             ValueError: An option or the schema is not valid.
         """
-        size = await asyncio.to_thread(_load_torch, request)
-        if self.kernels is NUMPY and (are_worth(size) or self._reducer is not None):
+        needs_torch, size = await asyncio.to_thread(_needs, request)
+        worth = self.kernels is NUMPY and (are_worth(size) or self._reducer is not None)
+        if worth or (needs_torch and "torch" not in sys.modules):
+            await say(LOADS)
+        if worth or needs_torch:
+            # A client that goes meanwhile does not end it: the next one needs the same.
+            await asyncio.shield(asyncio.create_task(self._load(needs_torch, worth)))
+
+    async def _load(self, needs_torch: bool, worth: bool) -> None:
+        async with self._loading:
+            if needs_torch:
+                await asyncio.to_thread(importlib.import_module, "torch")
+            if not worth or self.kernels is not NUMPY:
+                return
             chosen = await asyncio.to_thread(kernels)
             # What is here are arrays: where no compiled kernels work on those, numpy does.
             name, reason = chosen.name if chosen.arrays else "numpy", chosen.reason
@@ -459,15 +479,12 @@ def _exchanges(run_driver: RunDriver) -> Exchanges:
     )
 
 
-def _load_torch(request: JoinRun) -> int:
-    """Import torch if a rule or codec of the run uses it: in a round, that would hold the loop up for 2 s.
-
-    Returns the number of values of the run's longest vector.
-    """
+def _needs(request: JoinRun) -> tuple[bool, int]:
+    """Whether a rule or codec of the run uses torch, whose import would hold a round up for 2 s; and the number of
+    values of the run's longest vector."""
     specs = run_specs(request).values()
-    if any(not isinstance(spec.rule, Mean) or spec.layout.codec.math is None for spec in specs):
-        importlib.import_module("torch")
-    return max((spec.layout.size for spec in specs), default=0)
+    needs_torch = any(not isinstance(spec.rule, Mean) or spec.layout.codec.math is None for spec in specs)
+    return needs_torch, max((spec.layout.size for spec in specs), default=0)
 
 
 def _nothing_to(purpose: str, run: str) -> Refused:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import itertools
+import logging
+import math
 import os
+import select
 import socket
 import struct
 import sys
@@ -26,8 +29,8 @@ from equipoise.peer.control.socket import READ_BYTES, FrameDecoder
 from equipoise.peer.errors import ControlError, DaemonLost, EquipoiseError, Refused, Unwelcome
 from equipoise.peer.home import connect_socket, silence
 
-SEND_SECONDS = 0.5
-"""Time for a daemon to read while the socket's buffer is full: then it is stopped. Calls still end in time."""
+SEND_SECONDS = 5
+"""Time for a daemon to read while the socket's buffer is full; a loop that is busy reads later."""
 
 ANSWER_SECONDS = 10.0
 """Time for an answer that waits for nothing, as to a greeting: milliseconds; on a machine that swaps, seconds."""
@@ -43,6 +46,8 @@ END_SECONDS = 0.5
 
 LOOK_SECONDS = 0.02
 """Time between two looks whether it is gone."""
+
+log = logging.getLogger(__name__)
 
 
 class Connection(ABC):
@@ -74,13 +79,17 @@ class Connection(ABC):
 
         Raises:
             Refused: The daemon refused it; says why.
-            DaemonLost: The daemon went away, or did not answer in time.
+            DaemonLost: The daemon went away, or was silent; see `wait`.
         """
         return self.wait(self.start(request, fds), timeout)
 
     @abstractmethod
     def wait(self, reply: Future[Answer], timeout: float = ANSWER_SECONDS) -> Answer:
-        """Wait for the answer to a request that was sent; errors as of `ask`."""
+        """Wait for the answer to a request that was sent; errors as of `ask`.
+
+        A daemon is lost if, after `timeout` seconds, it has said nothing for half of them. A daemon that works on the
+        request and answers a ping is waited for, however long that takes.
+        """
 
     @abstractmethod
     def settled(self, reply: Future[Any], timeout: float = 0.0) -> bool:
@@ -113,13 +122,14 @@ class Link(Connection):
         self._daemon = f"the daemon on {home}" if home else "the daemon"
         self._numbers = itertools.count(1)
         self._waiting: dict[int, tuple[Request[Any], Future[Any], float]] = {}
+        self._heard = time.monotonic()
         self._lock = threading.Lock()
         self._sending = threading.Lock()
         self._watcher: Callable[[EquipoiseError], None] | None = None
         self._process = os.getpid()
         # Sends are bounded one by one with SO_SNDTIMEO, since a socket's own timeout would also bound the reader.
         connected.settimeout(None)
-        limit = struct.pack("ll", 0, int(SEND_SECONDS * 1e6))
+        limit = struct.pack("ll", SEND_SECONDS, 0)
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         self._reader = threading.Thread(target=self._read, name="equipoise-link", daemon=True)
 
@@ -173,14 +183,19 @@ class Link(Connection):
 
     def wait(self, reply: Future[Answer], timeout: float = ANSWER_SECONDS) -> Answer:
         """See `Connection.wait`."""
-        try:
-            return reply.result(timeout)
-        except concurrent.futures.TimeoutError:
+        silence = timeout / 2
+        if not self.settled(reply, timeout - silence):
+            heard = -math.inf
+            while heard < self._heard or self._is_readable():
+                heard = self._heard
+                self.start(messages.Ping())
+                if self.settled(reply, silence):
+                    return reply.result()
             with self._lock:
                 asked = [at for _, other, at in self._waiting.values() if other is reply]
-            since = max((time.monotonic() - at for at in asked), default=timeout)
+            since = max((time.monotonic() - max(at, heard) for at in asked), default=timeout)
             self._lose(self._silent(round(since, 1)))
-            return reply.result()  # It has one now, or gets one from the reader at this moment.
+        return reply.result()  # It has one now, or gets one from the reader at this moment.
 
     def settled(self, reply: Future[Any], timeout: float = 0.0) -> bool:
         """See `Connection.settled`."""
@@ -198,13 +213,14 @@ class Link(Connection):
         self.watch(None)
         self._lose(DaemonLost("the connection was closed", "connect again"))
         if os.getpid() == self._process and self._reader.is_alive():
-            self._reader.join(SEND_SECONDS)
+            self._reader.join(END_SECONDS)
 
     def _read(self) -> None:
         decoder = FrameDecoder()
         try:
             with contextlib.suppress(ConnectionResetError):  # A process was killed with requests unread.
                 while data := self._socket.recv(READ_BYTES):
+                    self._heard = time.monotonic()
                     for frame in decoder.feed(data):
                         self._deliver(*messages.decode_reply(frame))
             if self.lost is None:  # Else this process has closed it, or the daemon has said why it does.
@@ -217,6 +233,9 @@ class Link(Connection):
             self._socket.close()
 
     def _deliver(self, number: int, failure: str | None, content: msgspec.Raw) -> None:
+        if number == 0 and failure is None:
+            log.warning("%s", messages.decode_line(content))
+            return
         if number == 0:
             error = self._ended(f"closed the connection: {failure}")
             self._lose(error if hasattr(self, "welcome") else Refused(failure or ""))
@@ -228,6 +247,15 @@ class Link(Connection):
             answer = None if failure is not None else messages.decode_answer(request, content)
             del self._waiting[number]
         reply.set_result(answer) if failure is None else reply.set_exception(Refused(failure))
+
+    def _is_readable(self) -> bool:
+        """Whether the daemon has said something that the reader has not read: another thread may hold the GIL."""
+        look = select.poll()
+        try:
+            look.register(self._socket, select.POLLIN)
+            return bool(look.poll(0))
+        except (OSError, ValueError):  # The reader has closed it, and every request has its answer.
+            return False
 
     def _ended(self, how: str) -> DaemonLost:
         """The error of a daemon that has to be started again."""

@@ -2,9 +2,9 @@
 
 A frame is a big-endian u32 length and that many bytes of msgpack. The client numbers its requests, `[number, request]`;
 the first one is `Hello`. Replies come in any order, each with the number of its request: `[number, refusal, answer]`.
-A reply of number 0 says why the connection ends. Each request names the type of its answer, as `Request[Status]`; the
-answer None says that it is done. Tensors travel elsewhere: `JoinRun`, `OfferState`, `FetchState` and `FetchMean` carry
-a descriptor of shared memory beside their frames (SCM_RIGHTS).
+A reply of number 0 is a line for the script's log or, if it refuses, says why the connection ends. Each request names
+the type of its answer, as `Request[Status]`; the answer None says that it is done. Tensors travel elsewhere: `JoinRun`,
+`OfferState`, `FetchState` and `FetchMean` carry a descriptor of shared memory beside their frames (SCM_RIGHTS).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from equipoise.averaging.state import StateId
 from equipoise.peer.errors import ControlError
 from equipoise.peer.status import PeerRow, Status
 
-CONTROL_VERSION = 9
+CONTROL_VERSION = 10
 
 MAX_FRAME_BYTES = 2 * 1024 * 1024
 """The largest messages are a schema (10,000 tensors with names of 60 characters take half of it) and 64 outcomes."""
@@ -76,6 +76,10 @@ class Hello(Request[Welcome], frozen=True):
 
     version: int
     client: str
+
+
+class Ping(Request[None], frozen=True):
+    """Answered at once: the daemon lives, however long it works on another request."""
 
 
 class JoinRun(RunRequest[None], frozen=True):
@@ -245,6 +249,7 @@ _request: msgspec.msgpack.Decoder[Request[Any]] = msgspec.msgpack.Decoder(
     functools.reduce(operator.or_, _requests)
 )
 _reply = msgspec.msgpack.Decoder(tuple[int, str | None, msgspec.Raw])
+_line = msgspec.msgpack.Decoder(str)
 _answers: dict[type, msgspec.msgpack.Decoder[Any]] = {
     kind: msgspec.msgpack.Decoder(get_args(kind.__orig_bases__[0])[0])  # type: ignore[attr-defined]
     for kind in _requests
@@ -305,6 +310,15 @@ def decode_answer(request: Request[Answer], content: msgspec.Raw) -> Answer:
     problem = f"expected the answer to {type(request).__name__}"
     answer: Answer = _decoded(_answers[type(request)], content, problem)
     return answer
+
+
+def decode_line(content: msgspec.Raw) -> str:
+    """Decode a line that the daemon has for the script's log.
+
+    Raises:
+        ControlError: It is no text.
+    """
+    return _decoded(_line, content, "expected a line")
 
 
 def _framed(content: object, what: str) -> bytes:

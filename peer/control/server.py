@@ -35,8 +35,8 @@ MAX_PENDING = 64
 MAX_ROUNDS_LISTED = 64
 """An outcome of a group of 64 takes about 8 KB; so many fit one frame."""
 
-HELLO_SECONDS = 5.0
-"""Bounds the silence of a new connection: a client says hello at once."""
+HELLO_SECONDS = 30.0
+"""Bounds the silence of a new connection: a client says hello at once, where it gets a processor."""
 
 log = logging.getLogger(__name__)
 
@@ -143,6 +143,11 @@ class Connection:
             log.info("%s cannot be answered: %s", self._client, error)
             self.close()
 
+    async def _say(self, line: str) -> None:
+        """Have the client's script log a line."""
+        with contextlib.suppress(OSError, TimeoutError):  # The answer that follows finds out.
+            await self._socket.send(messages.encode_reply(0, line))
+
     async def _reply(self, frame: bytes) -> bytes:
         number, what = 0, "a request"
         try:
@@ -163,7 +168,9 @@ class Connection:
         match request:
             case messages.JoinRun():
                 fd = self._socket.take_descriptor()
-                self._sessions[request.run] = await service.join(request, fd, self._client)
+                self._sessions[request.run] = await service.join(request, fd, self._client, self._say)
+                return None
+            case messages.Ping():
                 return None
             case messages.AskStatus():
                 return self._daemon.status()

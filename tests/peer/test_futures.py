@@ -9,7 +9,7 @@ from typing import Any
 from equipoise.peer.control import messages
 from equipoise.peer.control.client import Connection
 from equipoise.peer.errors import DaemonLost, EquipoiseError
-from equipoise.peer.futures import HUNG_SECONDS, PendingRound
+from equipoise.peer.futures import HUNG_SECONDS, LEAST_SECONDS, PendingRound
 
 
 class Hung(Connection):
@@ -52,4 +52,4 @@ def test_a_round_is_done_once_its_daemon_should_have_answered() -> None:
     outcome = pending.result()
     assert not outcome
     assert "has not answered" in outcome.reason
-    assert link.now == 130.0 + HUNG_SECONDS
+    assert link.now == 130.0 + HUNG_SECONDS + LEAST_SECONDS

@@ -11,7 +11,7 @@ import pytest
 
 from equipoise.averaging.outcome import Outcome
 from equipoise.compression.choice import WORTH_VALUES
-from equipoise.peer.session import _exchanges
+from equipoise.peer.session import LOADS, _exchanges
 
 
 def test_exchanges_in_doubt_are_counted_beyond_the_history() -> None:
@@ -43,13 +43,16 @@ class Watch:
         if name == "torch":
             print("off the loop" if threading.current_thread() is not threading.main_thread() else "on the loop")
 
+async def say(line):
+    print(line)
+
 async def join(rule, codec, values):
     options = RunOptions(rule=rule, codec=codec, part_values=256)
     schema, size = Schema((TensorSpec("w", (values,), "float32"),)), 8192 + 8 * values
     memory = Region.create(size).memory
     fd = os.dup(memory.fd)
     service = Service(None, None)
-    await service.join(JoinRun("run", options, schema, Schema(()), size), fd, "test")
+    await service.join(JoinRun("run", options, schema, Schema(()), size), fd, "test", say)
     print("loaded" if "torch" in sys.modules else "not loaded")
     print(service.kernels.name, "numba" in sys.modules)
 
@@ -76,10 +79,10 @@ def joined(rule: str, codec: str, values: int) -> list[str]:
     ],
 )
 def test_joining_loads_torch_in_a_thread_if_rounds_will_use_it(rule: str, codec: str) -> None:
-    assert joined(rule, codec, 1000) == ["off the loop", "loaded", "numpy False"]
+    assert joined(rule, codec, 1000) == [LOADS, "off the loop", "loaded", "numpy False"]
 
 
 def test_joining_loads_kernels_for_a_run_that_is_worth_it() -> None:
     pytest.importorskip("numba")
     assert joined("mean", "int8", WORTH_VALUES - 1) == ["not loaded", "numpy False"]
-    assert joined("mean", "int8", WORTH_VALUES) == ["not loaded", "numba True"]
+    assert joined("mean", "int8", WORTH_VALUES) == [LOADS, "not loaded", "numba True"]

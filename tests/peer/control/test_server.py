@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from e2e.swarm import eventually
-from equipoise.peer import connect
+from equipoise.compression.choice import Choice
+from equipoise.peer import client as client_module
+from equipoise.peer import connect, session
 from equipoise.peer.cli import program
 from equipoise.peer.config import load
 from equipoise.peer.control.messages import CONTROL_VERSION, LENGTH, AskStatus, Hello, encode
@@ -93,3 +98,34 @@ def test_without_a_command_it_says_what_runs_here(
     first, where, _ = capsys.readouterr().out.splitlines()
     assert first.endswith(": searching: as the test says")
     assert where == f"home: {home} (environment EQUIPOISE_HOME)"
+
+
+def test_slow_work_stands_between_no_request_and_its_answer(
+    home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    loaded, calls = threading.Event(), list[str]()
+
+    def load() -> Choice:
+        calls.append("loads")
+        loaded.wait(60)
+        return Choice("torch", None, "as the test says")
+
+    monkeypatch.setattr(session, "kernels", load)
+    monkeypatch.setattr(session, "are_worth", lambda size: size > 1)
+    monkeypatch.setattr(client_module, "JOIN_SECONDS", 0.2)
+    tensors = [torch.zeros(2)], [torch.zeros(1)]
+    with connect(home) as one, connect(home) as other, concurrent.futures.ThreadPoolExecutor(1) as pool:
+        joining = pool.submit(one.join, "large", tensors[0])
+        eventually(lambda: session.LOADS in caplog.messages, "the line")
+        assert [run.name for run in other.status().runs] == []
+        other.join("small", tensors[1])
+        with pytest.raises(TimeoutError):
+            joining.result(0.5)  # Longer than a daemon may be silent.
+
+        loaded.set()
+        joining.result()
+        other.join("second", tensors[0])
+
+        assert calls == ["loads"]
+        assert caplog.messages.count(session.LOADS) == 1
+        assert not one.lost
