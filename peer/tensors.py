@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -17,6 +19,9 @@ from equipoise.peer.lanes import linked, prepare
 
 Tensors = torch.nn.Module | Mapping[str, torch.Tensor] | Sequence[torch.Tensor]
 Gradients = torch.nn.Module | Mapping[str, torch.Tensor | None] | Sequence[torch.Tensor | None]
+
+WRAPPED_AS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+"""Names under which the wrappers of torch.compile, activation checkpoints and FSDP hold the module within."""
 
 
 class Binding:
@@ -194,23 +199,26 @@ class Binding:
 
 def unwrapped(tensors: Any) -> Any:
     """The module in wrappers of `torch.compile` and data parallelism: peers without a wrapper have the same names."""
-    while isinstance(tensors, torch.nn.Module):
-        wraps = isinstance(tensors, torch.nn.DataParallel | torch.nn.parallel.DistributedDataParallel)
-        inner = tensors.module if wraps else getattr(tensors, "_orig_mod", None)
-        if inner is None:
-            break
-        tensors = inner
+    while isinstance(tensors, torch.nn.Module) and (within := _within(tensors)):
+        tensors = tensors.get_submodule(within)
     return tensors
+
+
+def parameters_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The module's parameters, each once, by the names that they have without wrappers of any part."""
+    return _without_wrappers(module, dict(module.named_parameters()))
 
 
 def named_tensors(tensors: Tensors) -> dict[str, torch.Tensor]:
     """The tensors that `average` exchanges: of a module all parameters and its persistent floating-point buffers.
 
+    A tensor that stands under several names, as tied weights in a `state_dict`, is there once, under the first.
+
     Raises:
-        SchemaError: The argument has another type, or a tensor cannot be written in place.
+        SchemaError: The argument has another type, a tensor cannot be written in place, or two share memory.
     """
     if isinstance(tensors, torch.nn.Module):
-        named = {**dict(tensors.named_parameters()), **persistent_buffers(tensors)}
+        named = {**parameters_of(tensors), **persistent_buffers(tensors)}
     elif isinstance(tensors, Mapping | Sequence) and not isinstance(tensors, str | bytes):
         named = tensors_by_name(tensors)
     else:
@@ -218,7 +226,7 @@ def named_tensors(tensors: Tensors) -> dict[str, torch.Tensor]:
     for name, tensor in named.items():
         if isinstance(tensor, torch.Tensor):
             _require_writable(name, tensor)
-    return named
+    return _distinct(named)
 
 
 def copies_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -234,15 +242,17 @@ def as_held(values: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
 def stepped_tensors(tensors: Tensors) -> dict[str, torch.Tensor]:
     """The tensors whose gradients `step` exchanges: of a module the parameters that require gradients, else all."""
     if isinstance(tensors, torch.nn.Module):
-        return {name: parameter for name, parameter in tensors.named_parameters() if parameter.requires_grad}
+        return {name: one for name, one in parameters_of(tensors).items() if one.requires_grad}
     return named_tensors(tensors)
 
 
 def persistent_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The floating-point buffers in the module's state_dict, such as BatchNorm's statistics; no counters."""
-    kept = module.state_dict(keep_vars=True)
-    floating = ((name, buffer) for name, buffer in module.named_buffers() if buffer.is_floating_point())
-    return {name: buffer for name, buffer in floating if name in kept}
+    kept = {
+        id(one) for one in module.state_dict(keep_vars=True).values()
+    }  # Hooks of wrappers rename its entries.
+    named = {name: one for name, one in module.named_buffers() if one.is_floating_point() and id(one) in kept}
+    return _without_wrappers(module, named)
 
 
 def sparse_gradients(module: torch.nn.Module) -> frozenset[str]:
@@ -251,13 +261,13 @@ def sparse_gradients(module: torch.nn.Module) -> frozenset[str]:
     The names follow from the module alone: peers whose gradients differ in layout would not step alike.
     """
     found = {
-        f"{path}.weight" if path else "weight"
-        for path, part in module.named_modules()
+        id(part.weight)
+        for part in module.modules()
         if isinstance(part, torch.nn.Embedding | torch.nn.EmbeddingBag) and part.sparse
     }
     uses = Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
-    ours = module.named_parameters()
-    return frozenset(name for name, one in ours if name in found and uses[id(one)] == 1)
+    ours = parameters_of(module).items()
+    return frozenset(name for name, one in ours if id(one) in found and uses[id(one)] == 1)
 
 
 def named_gradients(gradients: Gradients) -> dict[str, torch.Tensor | None]:
@@ -303,9 +313,79 @@ def _require_writable(name: str, tensor: torch.Tensor) -> None:
         raise SchemaError(f"tensor {name!r} is one process's shard (DTensor): join with whole tensors")
     if tensor.is_meta:
         raise SchemaError(f"tensor {name!r} has no values (device meta): materialise it first")
-    if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+    if tensor.layout is not torch.strided:
+        return  # `Schema.of` refuses it.
+    expanded = any(size > 1 and not step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    if expanded or tensor.numel() > _reach(tensor):
         told = f"tensor {name!r} is expanded, so it cannot be written in place: pass a .clone() of it"
         raise SchemaError(told)
+
+
+def _within(module: torch.nn.Module) -> str:
+    """The name under which a wrapper holds its module; empty if `module` is no wrapper."""
+    if isinstance(module, torch.nn.DataParallel | torch.nn.parallel.DistributedDataParallel):
+        return "module"
+    return next((name for name in WRAPPED_AS if name in module._modules), "")
+
+
+def _without_wrappers(module: torch.nn.Module, named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The module's tensors by their names, but for the parts of a name by which wrappers hold what is within them."""
+    if not any("module." in name or "_orig_mod." in name for name in named):
+        return named  # Mostly; this is asked at each step.
+    paths, within = {"": ""}, {"": _within(module)}
+    for path, part in module.named_modules():
+        parent, _, name = path.rpartition(".")
+        if path:
+            own = (paths[parent],) if name == within[parent] else (paths[parent], name)
+            paths[path], within[path] = ".".join(filter(None, own)), _within(part)
+    parts = ((name.rpartition("."), tensor) for name, tensor in named.items())
+    return {".".join(filter(None, (paths[path], own))): tensor for (path, _, own), tensor in parts}
+
+
+def _distinct(named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors without those that are an earlier one again: what is done to each tensor would be done to it twice.
+
+    Raises:
+        SchemaError: Two tensors share a part of their memory, or are two parameters in one memory; names both.
+    """
+    stored: dict[tuple[torch.device, int], dict[str, torch.Tensor]] = {}
+    for name, tensor in named.items():
+        if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided and tensor.numel():
+            place = tensor.device, tensor.untyped_storage().data_ptr()
+            stored.setdefault(place, {})[name] = tensor
+    again: set[str] = set()
+    for held in (one for one in stored.values() if len(one) > 1):
+        first: dict[object, str] = {}
+        for name, one in held.items():
+            earlier = first.setdefault((one.storage_offset(), one.dtype, one.shape, one.stride()), name)
+            if held[earlier] is not one and (one.requires_grad or held[earlier].requires_grad):
+                told = f"{earlier!r} and {name!r} are two parameters that share memory"
+                raise SchemaError(f"{told}: tie them, so that both are one parameter")
+        _require_apart({name: held[name] for name in first.values()})
+        again |= held.keys() - set(first.values())
+    return {name: tensor for name, tensor in named.items() if name not in again} if again else named
+
+
+def _require_apart(held: Mapping[str, torch.Tensor]) -> None:
+    """Refuse tensors of one storage that share a value; those of a flat buffer, or of a matrix's columns, do not."""
+    starts = [(one.storage_offset() * one.element_size(), one) for one in held.values()]
+    spans = sorted((start, start + one.element_size() * _reach(one)) for start, one in starts)
+    if all(end <= start for (_, end), (start, _) in pairwise(spans)):
+        return
+    unit = min(one.element_size() for one in held.values())
+    owners = torch.full((max(spans, key=itemgetter(1))[1] // unit,), -1, dtype=torch.int32, device="cpu")
+    for at, (name, one) in enumerate(held.items()):
+        wide = one.element_size() // unit
+        steps = (*(step * wide for step in one.stride()), 1)
+        places = owners.as_strided((*one.shape, wide), steps, one.storage_offset() * wide)
+        if (other := int(places.max())) >= 0:
+            raise SchemaError(f"{list(held)[other]!r} and {name!r} share memory: leave one of them out")
+        places.fill_(at)
+
+
+def _reach(tensor: torch.Tensor) -> int:
+    """Number of places from a strided tensor's first value to its last."""
+    return 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _hand_back(tensor: torch.Tensor, mean: torch.Tensor, sparse: bool) -> None:

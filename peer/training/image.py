@@ -19,6 +19,7 @@ from blake3 import blake3
 
 from equipoise.averaging.outer import OuterStep
 from equipoise.averaging.state import MAX_EPOCH, StateId
+from equipoise.peer.tensors import parameters_of
 from equipoise.peer.training.safetensors_io import ImageError, pack, unpack
 
 FORMAT = 1
@@ -307,10 +308,12 @@ def digest(tensors: Mapping[str, torch.Tensor]) -> str:
 
 
 def frozen_term(module: object) -> dict[str, str]:
-    """The term of a run that its peers must have equal parameters where a module trains none, if there are any."""
-    named = module.named_parameters() if isinstance(module, torch.nn.Module) else ()
-    frozen = {name: one for name, one in named if not one.requires_grad}
-    return {"frozen parameters": digest(frozen)[:16]} if frozen else {}
+    """The terms of a run by which its peers have equal parameters where a module trains none, if there are any."""
+    named = parameters_of(module) if isinstance(module, torch.nn.Module) else {}
+    frozen = {name: one for name, one in named.items() if not one.requires_grad}
+    dtypes = sorted({str(one.dtype).removeprefix("torch.") for one in frozen.values()})
+    count = f"{len(frozen)} frozen tensor{'s' if len(frozen) > 1 else ''}"
+    return {count: " and ".join(dtypes), "frozen values": digest(frozen)[:16]} if frozen else {}
 
 
 def _placed(key: str, value: Tree, parameter: torch.Tensor, group: Mapping[str, Any]) -> Tree:

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from equipoise.averaging.rules import parse_rule
 from equipoise.averaging.schema import SchemaError
@@ -15,6 +17,7 @@ from equipoise.compression import parse_codec
 from equipoise.compression.device_reduce import DeviceReducer
 from equipoise.peer.accumulate import Accumulator
 from equipoise.peer.tensors import Binding, copies_of, named_gradients
+from equipoise.peer.training.image import frozen_term
 from equipoise.peer.training.safetensors_io import pack
 
 INT8 = parse_codec("int8")
@@ -65,6 +68,102 @@ def test_wrappers_of_a_module_leave_names_as_they_are() -> None:
         assert binding.gradients == plain.gradients
         assert binding.buffer_schema() == plain.buffer_schema()
         assert named_gradients(wrapped).keys() == named_gradients(model).keys()
+
+
+def test_wrappers_of_parts_of_a_module_leave_names_as_they_are() -> None:
+    def model(*wraps: Any) -> Any:
+        first, embedding, last = (wrap(part) for wrap, part in zip(wraps, parts(), strict=True))
+        return nn.ModuleDict({"module": nn.Sequential(first, last), "embedding": embedding})
+
+    def parts() -> tuple[nn.Module, ...]:
+        torch.manual_seed(0)
+        embedding = nn.Embedding(5, 3, sparse=True)
+        return nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)), embedding, nn.Linear(3, 1)
+
+    codec, bare = parse_codec("fp32"), model(*(lambda part: part,) * 3)
+    expected = Binding(bare, codec)
+    assert expected.sparse == {"embedding.weight"}
+    assert "module.0.1.running_mean" in [one.name for one in expected.buffer_schema().tensors]
+    for wraps in (
+        (checkpoint_wrapper, nn.DataParallel, torch.compile),
+        (nn.DataParallel, checkpoint_wrapper, lambda part: checkpoint_wrapper(torch.compile(part))),
+    ):
+        wrapped = model(*wraps)
+        binding = Binding(wrapped, codec)
+        assert binding.schema == expected.schema
+        assert binding.gradients == expected.gradients
+        assert binding.buffer_schema() == expected.buffer_schema()
+        assert binding.sparse == expected.sparse
+        assert named_gradients(wrapped).keys() == named_gradients(bare).keys()
+        wrapped["module"][1].requires_grad_(False)
+        bare["module"][1].requires_grad_(False)
+        assert frozen_term(wrapped) == frozen_term(bare)
+        bare["module"][1].requires_grad_(True)
+
+
+def test_tied_weights_in_a_mapping_are_one_tensor_that_moves_once() -> None:
+    """Two peers hold 1 and 3 and make local steps of 10 while they exchange: 2 + 10, not 2 + 10 + 10."""
+    tied = nn.ModuleDict({"embedding": nn.Embedding(300, 1), "head": nn.Linear(1, 300, bias=False)})
+    tied["head"].weight = tied["embedding"].weight
+    shared: Any = tied["head"].weight
+    nn.init.ones_(shared)
+    for named in (tied.state_dict(), dict(tied.named_parameters(remove_duplicate=False))):
+        assert list(named) == ["embedding.weight", "head.weight"]
+        binding = Binding(named, parse_codec("fp32"))
+        assert binding.schema == Binding(tied, parse_codec("fp32")).schema
+        here, mean = binding.tensors(), memoryview(bytearray(binding.size))
+        with torch.no_grad():
+            here["embedding.weight"].fill_(1.0)
+        copies = copies_of(here)
+        binding.averages.encode({name: 2 * torch.ones_like(one) for name, one in here.items()}, mean)
+        with torch.no_grad():
+            shared.add_(10.0)
+        binding.shift(mean, here, copies)
+        assert torch.equal(shared, torch.full((300, 1), 12.0))
+
+
+def shared_memory() -> list[tuple[dict[str, torch.Tensor], str]]:
+    whole, matrix = torch.zeros(1000), torch.zeros(30, 40)
+    again = nn.Parameter(whole[:300])
+    return [
+        ({"all": whole, "part": whole[:300]}, "'all' and 'part' share memory: leave one of them out"),
+        ({"part": whole[:300], "all": whole}, "'part' and 'all' share memory"),
+        ({"w": matrix, "t": matrix.t()}, "'w' and 't' share memory"),
+        ({"even": whole[::2], "odd": whole[1::2], "some": whole[6:9]}, "'odd' and 'some' share memory"),
+        ({"bytes": whole[:10], "short": whole.view(torch.float16)[18:30]}, "'bytes' and 'short' share"),
+        ({"one": nn.Parameter(whole[:300]), "two": again}, "'one' and 'two' are two parameters that share"),
+        ({"steps": whole.unfold(0, 3, 1)}, "'steps' is expanded"),
+    ]
+
+
+@pytest.mark.parametrize(("named", "told"), shared_memory())
+def test_tensors_that_share_a_part_of_their_memory_are_refused_by_name(
+    named: dict[str, torch.Tensor], told: str
+) -> None:
+    with pytest.raises(SchemaError, match=told):
+        Binding(named, parse_codec("fp32"))
+
+
+def test_parts_of_one_memory_that_do_not_meet_are_tensors_like_others() -> None:
+    flat, matrix = torch.zeros(1000), torch.zeros(30, 40)
+    named = {
+        "a": flat[:300],
+        "b": flat[300:],
+        "left": matrix[:, :10],
+        "right": matrix[:, 10:],
+        "none": flat[5:5],
+    }
+    assert [one.name for one in Binding(named, parse_codec("fp32")).schema.tensors] == list(named)
+    assert len(Binding(nn.LSTM(3, 4), parse_codec("fp32")).schema.tensors) == 4
+
+
+def test_frozen_tensors_are_told_by_their_number_and_dtype() -> None:
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(4))).requires_grad_(False)
+    assert frozen_term(nn.Linear(2, 2)) == {}
+    assert frozen_term(model).keys() == {"8 frozen tensors", "frozen values"}
+    assert frozen_term(model)["8 frozen tensors"] == "float32"
+    model[:2].to(torch.bfloat16)
+    assert frozen_term(model)["8 frozen tensors"] == "bfloat16 and float32"
 
 
 def test_parameters_that_hold_no_whole_tensor_are_refused_with_a_way_out() -> None:

@@ -78,6 +78,29 @@ def test_peers_together_come_to_what_one_process_does_with_the_whole_batch(
     assert difference(trainers[0].named(), dict(whole.named_parameters())) <= 1e-5
 
 
+def test_the_norm_of_tied_weights_counts_once(fake: FakeSwarm) -> None:
+    class Tied(Trainer):
+        def join(self) -> None:
+            self.model[2].weight = self.model[0].weight
+            named = dict(self.model.named_parameters(remove_duplicate=False))
+            self.before = self.model[0].weight.detach().clone()
+            self.run = self.swarm.join(self.name, "text", named)
+            sgd = torch.optim.SGD(self.model.parameters(), lr=1.0)
+            self.opt = self.run.optimizer(sgd, clip=1.0, **self.options)
+
+        def backward(self) -> None:
+            self.model[0].weight.sum().mul(5.0).backward()
+
+    trainers = [Tied(fake, index, 1) for index in range(4)]
+    for trainer in trainers:
+        trainer.model = nn.ModuleList([nn.Linear(4, 4, bias=False) for _ in range(3)])
+        trainer.model[1] = nn.Identity()
+        trainer.begin()
+    fake.run()
+    moved = (trainers[0].before - trainers[0].model[0].weight).detach()
+    assert float(moved.norm()) == pytest.approx(1.0, rel=1e-5)
+
+
 def test_a_slow_peer_contributes_what_it_has_and_the_quick_make_more(fake: FakeSwarm) -> None:
     fake.gather_seconds = 5.0
     quick = [Trainer(fake, index, 6).begin() for index in range(3)]
