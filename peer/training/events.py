@@ -98,6 +98,13 @@ class Interrupted(msgspec.Struct, frozen=True):
     """An update, or a load, has raised half-way; the replica drops the held means."""
 
 
+class Written(msgspec.Struct, frozen=True):
+    """The script has written to the state, which has this digest now; `reason` says what it wrote, one line."""
+
+    digest: str
+    reason: str
+
+
 Event = (
     RoundEnded
     | ImageFetched
@@ -113,6 +120,7 @@ Event = (
     | SteppedAlone
     | Checked
     | Interrupted
+    | Written
 )
 
 

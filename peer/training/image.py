@@ -91,7 +91,7 @@ class TrainingState:
     def require_writable(self) -> None:
         """Raise ImageError now, not at a newcomer's request, if the user's part holds an unwritable value."""
         for name, part in self._parts.items():
-            _split(part.tree(), name, {})
+            split(part.tree(), name, {})
 
     def image(self, state: StateId) -> torch.Tensor:
         """Copy the state, whose id is `state`, to an image: u8 [bytes], on the CPU.
@@ -100,9 +100,16 @@ class TrainingState:
             ImageError: The user's part holds a value that cannot be written; names it.
         """
         tensors: dict[str, torch.Tensor] = {}
-        plain = {name: _split(part.tree(), name, tensors) for name, part in self._parts.items()}
+        plain = {name: split(part.tree(), name, tensors) for name, part in self._parts.items()}
         about = {"format": FORMAT, "epoch": state.epoch, "lineage": state.lineage, "plain": plain}
         return pack(tensors, {"equipoise": json.dumps(about, sort_keys=True, separators=(",", ":"))})
+
+    def digest(self) -> str:
+        """BLAKE3 in hex of the parameters, and of the tensors that an optimizer or outer step remembers."""
+        model, tensors = self._parts["model"], dict[str, torch.Tensor]()
+        for name in {"optimizer", "outer"} & self._parts.keys():
+            split(self._parts[name].tree(), name, tensors)
+        return digest({**tensors, **(model.tensors if isinstance(model, ModelPart) else {})})
 
     def read(self, image: torch.Tensor, foreign: bool = False) -> Image:
         """Check all of an image against this state; nothing changes before its `load` is called.
@@ -139,6 +146,7 @@ class ModelPart:
     """The parameters, and the buffers that the peers average.
 
     Attributes:
+        tensors: The parameters.
         limit: Most bytes of an image of such a model.
     """
 
@@ -149,7 +157,7 @@ class ModelPart:
         loaded: Callable[[], None] = lambda: None,
     ) -> None:
         """`loaded` is called after each `load`."""
-        self._tensors = dict(tensors)
+        self.tensors = dict(tensors)
         self._buffers = dict(buffers)
         self._loaded = loaded
         self._settled = {name: buffer.clone() for name, buffer in buffers.items()}
@@ -163,11 +171,11 @@ class ModelPart:
 
     def digest(self) -> str:
         """BLAKE3 in hex over names, dtypes, shapes and values of all parameters."""
-        return digest(self._tensors)
+        return digest(self.tensors)
 
     def tree(self) -> Tree:
         """See `Part`."""
-        return {**self._tensors, **self._settled}
+        return {**self.tensors, **self._settled}
 
     def check(self, tree: Tree, foreign: bool = False) -> None:
         """See `Part`."""
@@ -176,7 +184,7 @@ class ModelPart:
     def load(self, tree: Tree) -> None:
         """See `Part`."""
         with torch.no_grad():
-            for name, tensor in {**self._tensors, **self._buffers}.items():
+            for name, tensor in {**self.tensors, **self._buffers}.items():
                 tensor.copy_(tree[name])
         self.settle()
         self._loaded()
@@ -388,7 +396,7 @@ def _as(kind: type[Kind], tree: Tree) -> Kind:
     return tree
 
 
-def _split(tree: Tree, path: str, tensors: dict[str, torch.Tensor], depth: int = 0) -> Any:
+def split(tree: Tree, path: str, tensors: dict[str, torch.Tensor], depth: int = 0) -> Any:
     """The tree in JSON's terms; its tensors, by their paths, go into `tensors`."""
     if depth > MAX_DEPTH:
         raise ImageError(f"{path[:120]!r} is nested deeper than {MAX_DEPTH}")
@@ -402,10 +410,10 @@ def _split(tree: Tree, path: str, tensors: dict[str, torch.Tensor], depth: int =
             if not isinstance(key, str | int):
                 raise ImageError(f"{path!r} has the key {key!r}: expected strings or integers")
         items = sorted(tree.items(), key=lambda item: (isinstance(item[0], str), item[0]))
-        return {"dict": [[key, _split(one, f"{path}/{key}", tensors, depth + 1)] for key, one in items]}
+        return {"dict": [[key, split(one, f"{path}/{key}", tensors, depth + 1)] for key, one in items]}
     if isinstance(tree, list | tuple):
         kind = "list" if isinstance(tree, list) else "tuple"
-        return {kind: [_split(value, f"{path}/{at}", tensors, depth + 1) for at, value in enumerate(tree)]}
+        return {kind: [split(value, f"{path}/{at}", tensors, depth + 1) for at, value in enumerate(tree)]}
     raise ImageError(
         f"{path!r} is a {type(tree).__name__}: expected numbers, strings, tensors, and dicts, lists, tuples of those"
     )

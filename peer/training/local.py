@@ -29,6 +29,7 @@ from equipoise.peer.errors import Refused
 from equipoise.peer.run import Run
 from equipoise.peer.tensors import as_held, copies_of, stepped_tensors
 from equipoise.peer.training.checkpoint import Checkpoints, keep_checkpoints
+from equipoise.peer.training.guard import is_probe
 from equipoise.peer.training.image import ModelPart, OuterPart, Part, TrainingState, frozen_term
 from equipoise.peer.training.member import FINISH_SECONDS, Finished, Member, Subject, wait_for
 from equipoise.peer.training.options import LocalKeywords, LocalOptions, from_keywords, number
@@ -94,7 +95,7 @@ class LocalTraining(ABC, Generic[End]):
             if not held & self._followed:
                 return
             self._counted = weakref.ref(optimizer)
-        if self._counted() is optimizer:
+        if self._counted() is optimizer and not is_probe(optimizer):
             self._stepped(optimizer)
 
 

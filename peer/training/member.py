@@ -155,7 +155,7 @@ class Member:
         self._options = options
         self._target = target
         self.clock = options.clock or run.clock
-        start = beginning(subject.model.digest())
+        start = beginning(subject.state.digest())
         self._start_from(start)
         self._whole: StateId | None = start
         self._own: Accumulator | None = None
@@ -225,6 +225,11 @@ class Member:
         """Forget the accumulated gradients."""
         self._own = None
         self._run.take()
+
+    def written(self, reason: str) -> None:
+        """Note that the script has written to the state: no other peer holds it, and no gradient of before fits it."""
+        self.drop()
+        self._hear(events.Written(self._subject.state.digest(), reason))
 
     def finish(self, timeout: float = FINISH_SECONDS) -> Finished:
         """End together with the others: collect the open round, catch up with means that this peer missed, and stay
@@ -454,8 +459,8 @@ class Member:
 
     @property
     def whole(self) -> bool:
-        """Whether memory holds the state of `id`; False after an interrupted update."""
-        return self._whole == self.id
+        """Whether memory holds the state of `id`; False after an interrupted update, or a write of the script."""
+        return self._whole == self.id and not self._replica.doubts
 
     def image(self) -> torch.Tensor:
         """The state that this peer holds, u8 [bytes]: one copy in memory."""

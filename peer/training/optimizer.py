@@ -10,6 +10,7 @@ import json
 import logging
 import math
 import sys
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -26,6 +27,7 @@ from equipoise.peer.run import Run
 from equipoise.peer.tensors import persistent_buffers, sparse_gradients, stepped_tensors
 from equipoise.peer.training import image
 from equipoise.peer.training.batch_quota import Pace
+from equipoise.peer.training.guard import Guard, is_probe
 from equipoise.peer.training.member import FINISH_SECONDS, Finished, Member, Subject, wait_for
 from equipoise.peer.training.options import Options, number, short
 
@@ -34,6 +36,12 @@ log = logging.getLogger(__name__)
 CLIP_BITS = 20
 """Bits kept of the clip factor. Peers with other hardware, or another number of threads, sum a norm in another order
 and get another last bit. With this rounding, they clip alike; it changes the factor by a millionth."""
+
+MAX_WRITES = 3
+"""Times that a script may write to the state without an update in between before `step` raises an error."""
+
+_runs: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[Run]] = weakref.WeakKeyDictionary()
+"""The run that steps an optimizer."""
 
 
 class SwarmOptimizer(torch.optim.Optimizer):
@@ -47,6 +55,11 @@ class SwarmOptimizer(torch.optim.Optimizer):
     parameter whose `.grad` is None: an average does not tell the two cases apart. LoRA's A is skipped while B is zero.
 
     The next mean overwrites the wrapped optimizer's gradients: an optimizer that keeps some of them must keep copies.
+
+    Only updates, and `Options.on_update`, may change parameters and hyperparameters. `step` takes changed
+    hyperparameters back, with a warning. If the script has written to a parameter, this peer says so, and takes on the
+    group's state again. Writes to `state` are not noticed. A step whose gradients are exact zeros at a rate of 0 is a
+    probe, as torch.distributed.checkpoint makes it: it does nothing.
 
     Attributes:
         inner: The optimizer that makes the steps.
@@ -80,7 +93,8 @@ class SwarmOptimizer(torch.optim.Optimizer):
         all_sparse = isinstance(inner, torch.optim.SparseAdam)
         self._sparse = frozenset(parameters) if all_sparse else sparse_gradients(module)
         buffers = persistent_buffers(module) if options.buffers else {}
-        model = image.ModelPart(parameters, buffers)
+        self._guard = Guard(run.source, parameters, inner, options.extra)
+        model = image.ModelPart(parameters, buffers, self._guard.note)
         parts: dict[str, image.Part] = {
             image.EXTRA + name: image.UserPart(what) for name, what in options.extra.items()
         }
@@ -88,14 +102,18 @@ class SwarmOptimizer(torch.optim.Optimizer):
             parts["scheduler"] = image.SchedulerPart(self.scheduler)
         parts["optimizer"] = image.OptimizerPart(inner, parameters, self.scheduler is not None)
         parts["model"] = model
-        self._unchanged = self._hyperparameters()
         run.agree({**self._terms(), **image.frozen_term(module)}, options.buffers)
-        subject = Subject(parameters, buffers, model, image.TrainingState(parts), self._update)
+        state = image.TrainingState(parts)
+        subject = Subject(parameters, buffers, model, state, self._update, self._note_update)
         self.member = Member(run, subject, options, options.target_batch_size)
         self._pace = Pace(options.target_batch_size)
         self._paced: Outcome | None = None
         self._given = 0.0
+        self._updating: int | None = None
+        self._writes = 0
+        self._told: set[str] = set()
         run.trained_by = "an optimizer"
+        _runs[inner] = weakref.ref(run)
         self._finished: Finished | None = None
         wait_for([run], options.wait_for)
 
@@ -125,7 +143,8 @@ class SwarmOptimizer(torch.optim.Optimizer):
         return self.inner.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As the wrapped optimizer's. All peers must load the same, or they are no longer in step."""
+        """As the wrapped optimizer's, but for hyperparameters, which `step` takes back. All peers must load the same:
+        this peer meets the group anew."""
         self.inner.load_state_dict(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -138,7 +157,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
     @property
     def epoch(self) -> int:
         """Updates applied to the state that this peer holds."""
-        return self.member.id.epoch
+        return self.member.id.epoch if self._updating is None else self._updating
 
     @property
     def id(self) -> StateId:
@@ -181,15 +200,27 @@ class SwarmOptimizer(torch.optim.Optimizer):
 
         Returns:
             The closure's result.
+
+        Raises:
+            SchemaError: A parameter has another dtype or device than at the start, or is another tensor.
+            Refused: The script has written to the parameters again and again.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if is_probe(self.inner):
+            return loss
+        self._guard.require_same_tensors()
+        self._notice_writes()
+        if self._writes >= MAX_WRITES:
+            told = f"the script has written to its parameters {self._writes} times without an update"
+            raise Refused(told, "write in on_update= alone, alike on all peers")
         self._pace.computed(self.member.clock())
+        gradients = {name: parameter.grad for name, parameter in self.parameters.items()}
         try:
-            gradients = {name: parameter.grad for name, parameter in self.parameters.items()}
-            self.member.accumulate(gradients, self.batch_size)
+            if any(gradient is not None for gradient in gradients.values()):  # Else nothing was computed.
+                self.member.accumulate(gradients, self.batch_size)
         except NotFinite:
             self.dropped += 1
         before = self.id
@@ -200,6 +231,8 @@ class SwarmOptimizer(torch.optim.Optimizer):
             if self._is_due():
                 self._given = self.member.accumulated
                 self.member.meet(wait=not self._options.delay)
+        if self.id != before and self.in_step and self.member.gave:
+            self._writes = 0
         self._pace.returned(self.member.clock())
         return loss
 
@@ -213,6 +246,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
         Returns:
             Whether this peer ends with the group's state, and why not.
         """
+        self._notice_writes()
         self._finished = self.member.finish(timeout)
         return self._finished
 
@@ -220,6 +254,36 @@ class SwarmOptimizer(torch.optim.Optimizer):
         """Finish; the run calls this when it is left."""
         if self._finished is None and sys.exc_info()[0] is None:  # After an error it does not linger.
             self.finish()
+
+    def _notice_writes(self) -> None:
+        """Take back hyperparameters, and meet the group anew if the script has written to the rest of the state.
+
+        Before the first step, a script may still load what it begins with.
+        """
+        for changed in self._guard.take_back():
+            self._warn_once(
+                changed.rpartition(": ")[0],
+                f"the script changed a hyperparameter, {changed}, and it is taken back: peers would drift apart. "
+                "a scheduler may do so, if it is given as scheduler=, and on_update= may",
+            )
+        written = self._guard.written()
+        if not written:
+            return
+        self._guard.note()
+        told = f"the script has written to {written}"
+        if self.epoch or self.in_step:
+            self._warn_once(
+                written,
+                f"{told} since the last update, so this state is nobody else's: it takes on the group's. Causes are "
+                "clamp_, load_state_dict, decay by hand, max_norm: write in on_update=, alike on all peers",
+            )
+        self._writes += self.in_step
+        self.member.written(f"{told} since the last update")
+
+    def _warn_once(self, what: str, line: str) -> None:
+        if what not in self._told:
+            self._told.add(what)
+            log.warning("run %s: %s", self._run.name, line)
 
     def _may_collect(self) -> bool:
         """Return whether to wait for the open round, if any: a round that is only attended must not block the loop."""
@@ -241,19 +305,33 @@ class SwarmOptimizer(torch.optim.Optimizer):
             self._pace.alone()
         return self._pace.reached(local, swarm)
 
+    def _note_update(self, before: StateId, outcome: Outcome) -> None:
+        self._updating = before.epoch + 1
+
     def _update(self, mean: Mapping[str, torch.Tensor]) -> None:
-        """Make the step from the mean in fp32, alike on all peers."""
+        """Make the step from the mean in fp32, alike on all peers, and all that the script lets follow from it."""
+        for name in self._guard.changed_extras():
+            self._warn_once(
+                f"extra {name}",
+                f"extra state {name!r} has changed outside of on_update=: newcomers, and peers that catch up with "
+                "several updates at once, get another one",
+            )
+        self._updating = self._updating or self.member.id.epoch + 1
+        try:
+            self._make_step(mean)
+            if self._options.on_update is not None:
+                self._options.on_update()
+        finally:
+            self._updating = None
+        self._guard.note()
+
+    def _make_step(self, mean: Mapping[str, torch.Tensor]) -> None:
         # In double precision, a norm is 0 only if all values are 0, and finite only if all values are.
         norms = {name: float(vector_norm(one, dtype=torch.float64)) for name, one in mean.items()}
         norm = math.hypot(*norms.values())
         if math.isfinite(norm):
             held = {name: one for name, one in mean.items() if norms[name]}
             self._hand_over(held, _clip_factor(norm, self._options.clip))
-            if self.scheduler is None and self._unchanged not in ("", self._hyperparameters()):
-                self._unchanged = ""
-                log.warning(
-                    "the script changes hyperparameters by its own steps, so peers drift apart: say scheduler="
-                )
             self.inner.step()
         else:
             self.skipped += 1
@@ -326,19 +404,36 @@ def _check_inner(run: Run, inner: torch.optim.Optimizer) -> dict[str, torch.Tens
         told = "expected an optimizer that makes a step from gradients, got LBFGS, which computes them several times"
         raise TypeError(f"{told}: `DiLoCo` takes it")
     run.refuse_if_trained()
+    other = _runs[inner]() if inner in _runs else None
+    if other is not None and not other.left:
+        told = f"expected an optimizer of its own, got the one that steps run {other.name!r}"
+        raise Refused(told, "make another optimizer, over parameters that no other run steps")
+    _refuse_writing_modules(run.source)
     parameters = stepped_tensors(run.source)
     held = [parameter for group in inner.param_groups for parameter in group["params"]]
     ours = {id(parameter) for parameter in parameters.values()}
     foreign = sum(id(parameter) not in ours for parameter in held if parameter.requires_grad)
     if foreign:
-        hint = "join the run with all of them"
+        hint = "join the run with all of them, or a run for each optimizer with its parameters alone"
         raise Refused(f"{foreign} of the optimizer's parameters are not those of run {run.name!r}", hint)
     known = {id(parameter) for parameter in held}
     missing = [name for name, one in parameters.items() if id(one) not in known]
     if missing:
         told = f"{len(missing)} parameters of run {run.name!r} are not the optimizer's, as {missing[0]!r}"
-        raise Refused(told, "give it all of them, or freeze those with requires_grad_(False) before join")
+        hint = (
+            "give it all of them, or freeze those with requires_grad_(False) before join; where another optimizer "
+            "has those, join a run for each, with a mapping of names to its parameters"
+        )
+        raise Refused(told, hint)
     return parameters
+
+
+def _refuse_writing_modules(source: object) -> None:
+    """Refuse modules whose forward pass writes their parameters, by this peer's own batch."""
+    for path, part in source.named_modules() if isinstance(source, torch.nn.Module) else ():
+        if isinstance(part, torch.nn.Embedding | torch.nn.EmbeddingBag) and part.max_norm is not None:
+            told = f"{path or 'the module'!r} has max_norm: its forward pass writes its weight by this peer's own batch"
+            raise Refused(told, "make it without max_norm, and scale its rows in on_update=")
 
 
 def _clip_factor(norm: float, clip: float | None) -> float:

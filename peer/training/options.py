@@ -45,6 +45,7 @@ class OptionKeywords(_CommonKeywords, total=False):
     scheduler: Schedule | None
     buffers: bool
     extra: Mapping[str, Stateful]
+    on_update: Callable[[], object] | None
     delay: bool
 
 
@@ -100,6 +101,11 @@ class Options(CommonOptions):
             If not, each peer has its own, and neither newcomers nor checkpoints get them. Counters always stay each
             peer's own. A peer whose statistics hold NaN or Inf only observes that round.
         extra: Further state for newcomers, by name: objects with `state_dict` and `load_state_dict`, alike everywhere.
+            They may change in `on_update` alone.
+        on_update: Called once after each update, before a snapshot of the new state is taken, also for updates that
+            this peer catches up with: several in one call of `step`. It is the place for all that follows the updates
+            alike on all peers: averaged weights (EMA), clipping of weights, a change of hyperparameters at some
+            `SwarmOptimizer.epoch`. What the script writes to parameters elsewhere parts this peer from the others.
         delay: Whether the loop goes on during a round. The peer applies the mean when it comes, at the latest when the
             peer has accumulated as much again as it contributed. Gradients are then up to one step old.
     """
@@ -110,6 +116,7 @@ class Options(CommonOptions):
     scheduler: Schedule | None = None
     buffers: bool = False
     extra: Mapping[str, Stateful] = field(default_factory=dict)
+    on_update: Callable[[], object] | None = None
     delay: bool = False
 
     def __post_init__(self) -> None:

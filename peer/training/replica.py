@@ -10,6 +10,9 @@ the peers that this peer has trained with, or else among all (`group_state`). A 
   state to which the mean belongs. Meanwhile it fetches the few means that it missed, which all daemons keep for a
   while, or else a snapshot. Then it applies the kept means and is in step; no peer had to wait for it.
 
+A peer whose script has written to the state holds a state of its own, and meets the group anew. It claims its state
+only after a round in which nobody claimed one: then the scripts of all others may have written the same.
+
 A round that failed here may have succeeded elsewhere, with this peer's contribution, which must not count twice. So a
 peer in step asks for that mean at once.
 
@@ -152,6 +155,7 @@ class Replica:
         state: Id of the state that this peer holds.
         phase: This peer's phase.
         reason: Reason for the phase, one line.
+        doubts: Whether the script has written to the state, and no round has ended since.
         known: The peers that this peer has trained with, and believes before all others.
         circle: PeerIDs of the peers that vouch for the group's state: they held it in the last round, or had a vote on
             the snapshot.
@@ -178,6 +182,7 @@ class Replica:
         self.phase = Phase.MEETING
         self.reason = "it has not met the group yet"
         self.circle: tuple[str, ...] = ()
+        self.doubts = False
         self._alone = alone
         self._patience = patience
         self._company_at = now
@@ -201,8 +206,8 @@ class Replica:
 
     @property
     def claim(self) -> StateId | None:
-        """The state to claim in a round; None while astray, so that this peer does not outvote the group."""
-        return None if self.phase is Phase.ASTRAY else self.state
+        """The state to claim in a round; None while astray or in doubt, so that this peer outvotes nobody."""
+        return None if self.phase is Phase.ASTRAY or self.doubts else self.state
 
     def attendance(self, others_give: bool = False) -> float:
         """The weight of this peer in a round that it only attends; 0 if the others are a group without it.
@@ -250,6 +255,8 @@ class Replica:
                 return self._stepped_alone(digest)
             case events.Interrupted():
                 return self._interrupted()
+            case events.Written(digest, reason):
+                return self._written(digest, reason, now)
             case events.Checked(digest):
                 self._become(self.state.epoch, f"parameters {digest}")
                 return self._replay(now) if self._replaying else []
@@ -284,10 +291,19 @@ class Replica:
         self._replaying = False
         return self._give_up_astray("an update was interrupted: what it holds is nobody else's")
 
+    def _written(self, digest: str, reason: str, now: float) -> list[Action]:
+        """Take an id that follows from the content alone: peers whose scripts have written the same hold one state."""
+        self.doubts, self._replaying = self.state.epoch > 0, False
+        content = lineage.beginning(digest)
+        self.state = StateId(self.state.epoch, content.lineage)
+        if self.phase is Phase.ASTRAY:
+            return [*_forget(self._missed.clear(reason)), *self._return(now)]
+        return self._give_up_astray(reason)
+
     def _round_succeeded(self, event: events.RoundEnded, now: float) -> list[Action]:
         outcome, missing = event.outcome, event.missing
         self._failures, self._late_rounds, self._company_at, self._unsure = 0, 0, now, False
-        group, most = self.known.group(event, now), outcome.state
+        group, most, self.doubts = self.known.group(event, now), outcome.state, False
         if group is None:
             return self._nobody_knows(now)
         self._group = group
@@ -485,7 +501,8 @@ class Replica:
             before = self._links[0].before
             self.phase, self._wanted = Phase.ASTRAY, before.epoch
             came, group = lineage.told(self.state), lineage.told(before)
-            self.reason = f"astray: this peer computed {came}, the group {group}"
+            causes = "another machine or library, or a script that wrote to the state"
+            self.reason = f"astray: this peer computed {came}, the group {group}: {causes}"
             return [*actions, *self._return(now)]
         if self.phase is not Phase.IN_STEP:
             # The next round tells whether this is the group's state; most likely it is.
@@ -515,7 +532,7 @@ class Replica:
 
     def _step_alone(self, why: str) -> list[Action]:
         actions = self._give_up_astray("") if self.phase is Phase.ASTRAY else []
-        self.phase, self.reason = Phase.MEETING, f"it trains alone: {why}"
+        self.phase, self.reason, self.doubts = Phase.MEETING, f"it trains alone: {why}", False
         return [*actions, events.StepAlone()]
 
     def _stepped_alone(self, digest: str) -> list[Action]:

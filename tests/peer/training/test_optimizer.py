@@ -322,7 +322,7 @@ def test_a_learning_rate_that_changes_by_a_scripts_own_steps_is_told(
     schedule = torch.optim.lr_scheduler.ExponentialLR
     Scheduling(fake, 0, 4, patience=0, scheduler=(lambda o: schedule(o, 0.9)) if scheduled else None).begin()
     fake.run()
-    told = [record.message for record in caplog.records if "say scheduler=" in record.message]
+    told = [record.message for record in caplog.records if "given as scheduler=" in record.message]
     assert len(told) == (not scheduled)
 
 

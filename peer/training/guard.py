@@ -1,0 +1,147 @@
+"""What a script does to an optimizer and its state, where only the swarm's updates may change them.
+
+Frameworks call `step` without a wish to train, and scripts write to parameters between two updates. Neither shows in
+the id of the state, so this module compares the state itself at each step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from equipoise.averaging.schema import SchemaError
+from equipoise.peer.errors import Refused
+from equipoise.peer.tensors import Tensors, stepped_tensors
+from equipoise.peer.training.image import Stateful, split
+from equipoise.peer.training.safetensors_io import ImageError
+
+BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integers by their bytes."""
+
+
+class Guard:
+    """The state that peers hold alike, as the last update left it.
+
+    The values are compared, so a write that is undone, as a swap of averaged weights for an evaluation, does no harm.
+    What the optimizer remembers is compared only where `load_state_dict` is called.
+    """
+
+    def __init__(
+        self,
+        source: Tensors,
+        parameters: Mapping[str, torch.Tensor],
+        optimizer: torch.optim.Optimizer,
+        extra: Mapping[str, Stateful],
+    ) -> None:
+        self._source = source
+        self._parameters = parameters
+        self._kinds = {name: (one.dtype, one.device) for name, one in parameters.items()}
+        self._optimizer = optimizer
+        self._extra = extra
+        self._remembered: list[int] = []
+        self._sums: dict[str, int] = {}
+        optimizer.register_load_state_dict_pre_hook(self._loading)
+        optimizer.register_load_state_dict_post_hook(self._has_loaded)
+        self.note()
+
+    def note(self) -> None:
+        """Note the state as it is now: an update, or a download, has just written it."""
+        self._sums = bit_sums(self._parameters)
+        self._loaded = False
+        self._groups = [
+            {key: _kept(value) for key, value in group.items() if key != "params"}
+            for group in self._optimizer.param_groups
+        ]
+        self._extras = {name: _told(name, what) for name, what in self._extra.items()}
+
+    def require_same_tensors(self) -> None:
+        """Raise SchemaError if a parameter has another dtype or device than at the start, or is another tensor."""
+        present = stepped_tensors(self._source)
+        for name, one in self._parameters.items():
+            was, kind = self._kinds[name], (one.dtype, one.device)
+            if kind != was:
+                told = f"expected {was[0]} on {was[1]}, as at the start, got {kind[0]} on {kind[1]}"
+                raise SchemaError(f"tensor {name!r}: {told}; convert or move the model before join")
+            if present.get(name, one) is not one:
+                raise SchemaError(f"tensor {name!r} is another tensor than at the start: join again with it")
+
+    def written(self) -> str:
+        """The first part of the state that the script has written to since `note`; empty if there is none."""
+        sums = bit_sums(self._parameters)
+        changed = next((repr(name) for name, value in sums.items() if value != self._sums[name]), "")
+        return changed or ("the optimizer's state" if self._loaded else "")
+
+    def take_back(self) -> list[str]:
+        """Set hyperparameters that the script has changed back; return what was changed, a line for each."""
+        groups = self._optimizer.param_groups
+        if len(groups) != len(self._groups):
+            told = f"expected {len(self._groups)} parameter groups, as at the start, got {len(groups)}"
+            raise Refused(told, "join again with all of them")
+        told = []
+        for at, (group, noted) in enumerate(zip(groups, self._groups, strict=True)):
+            for key, value in noted.items():
+                if f"{group.get(key)}" != f"{value}":
+                    told.append(f"group {at}: {key}: {value} became {group.get(key)}")
+                    group[key] = _kept(value)
+        return told
+
+    def changed_extras(self) -> list[str]:
+        """Names of the extra state that has changed since `note`."""
+        return [name for name, what in self._extra.items() if _told(name, what) != self._extras[name]]
+
+    def _loading(self, *_: object) -> None:
+        self._remembered = self._state()
+
+    def _has_loaded(self, *_: object) -> None:
+        self._loaded = self._loaded or self._state() != self._remembered
+
+    def _state(self) -> list[int]:
+        state = self._optimizer.state
+        kept = [value for one in self._parameters.values() if one in state for value in state[one].values()]
+        return list(bit_sums(dict(enumerate(one for one in kept if isinstance(one, torch.Tensor)))).values())
+
+
+def is_probe(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step is not meant to train: all rates are 0, and all gradients exact zeros.
+
+    `torch.distributed.checkpoint` makes such a step, so that the optimizer has a state. Where a schedule begins at 0,
+    a step whose gradients are all zero changes no parameter either.
+    """
+    groups = optimizer.param_groups
+    rates = [group["lr"] for group in groups if "lr" in group]
+    if not rates or any(rate is None or float(rate) for rate in rates):
+        return False
+    gradients = (one.grad for group in groups for one in group["params"] if one.grad is not None)
+    return not any(bool((one.coalesce().values() if one.is_sparse else one).any()) for one in gradients)
+
+
+def _kept(value: object) -> object:
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def _told(name: str, what: Stateful) -> tuple[str, dict[str, int]]:
+    """What tells two states of an object apart."""
+    tensors: dict[str, torch.Tensor] = {}
+    try:
+        return f"{split(what.state_dict(), name, tensors)}", bit_sums(tensors)
+    except ImageError as error:  # No snapshot can be made of it, which is told there.
+        return str(error), {}
+
+
+def bit_sums(tensors: Mapping[Any, torch.Tensor]) -> dict[Any, int]:
+    """The sum over the bits of each tensor, as integers that overflow: a read at the speed of the memory."""
+    if not tensors:
+        return {}
+    found = [_bit_sum(one) for one in tensors.values()]
+    return dict(zip(tensors, torch.stack([one.to(found[0].device) for one in found]).tolist(), strict=True))
+
+
+def _bit_sum(tensor: torch.Tensor) -> torch.Tensor:
+    bits, size = tensor.detach(), tensor.element_size()
+    if bits.is_contiguous() and bits.numel():
+        bits = bits.reshape(-1).as_strided((bits.numel(),), (1,))
+        if not (bits.numel() * size) % 8 and not (bits.storage_offset() * size) % 8:
+            size = 8
+    return bits.view(BITS[size]).sum(dtype=BITS[max(size, 4)]).to(torch.int64)
