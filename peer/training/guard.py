@@ -79,13 +79,13 @@ class Guard:
         if len(groups) != len(self._groups):
             told = f"expected {len(self._groups)} parameter groups, as at the start, got {len(groups)}"
             raise Refused(told, "join again with all of them")
-        told = []
+        lines = []
         for at, (group, noted) in enumerate(zip(groups, self._groups, strict=True)):
             for key, value in noted.items():
                 if f"{group.get(key)}" != f"{value}":
-                    told.append(f"group {at}: {key}: {value} became {group.get(key)}")
+                    lines.append(f"group {at}: {key}: {value} became {group.get(key)}")
                     group[key] = _kept(value)
-        return told
+        return lines
 
     def changed_extras(self) -> list[str]:
         """Names of the extra state that has changed since `note`."""
