@@ -289,19 +289,14 @@ def launch(command: tuple[str, ...], resume: bool, **flags: Any) -> None:
     show_default=True,
     help="How the images are dealt: iid, dirichlet:alpha=0.3 or classes:each=2.",
 )
-@click.option(
-    "--plot",
-    default="",
-    metavar="FILE",
-    show_default="equipoise-demo.svg",
-    help="PNG or SVG for the accuracy by federated round.",
-)
+@click.option("--plot", default="", metavar="FILE", help="PNG or SVG for the accuracy by round.")
 @json_option
 def demo(as_json: bool, **options: Any) -> None:
-    """Run a whole swarm on this machine: real processes, real data, a minute or so.
+    """Run a whole swarm on this machine: real processes, real data, half a minute on two idle cores.
 
     Each trainer has its own share of scikit-learn's handwritten digits. The summary compares the swarm with a peer that
-    trains alone on its share. The exit status is 0 only if everything really worked.
+    trains alone on its share. The exit status is 0 only if everything really worked. The demo waits for as long as
+    something happens, and says what it waits for.
 
     \b
     equipoise demo
@@ -311,7 +306,6 @@ def demo(as_json: bool, **options: Any) -> None:
     equipoise demo --strategy federated:fraction=0.5 --split classes:each=5
 
     In federated rounds the drawn peers train by themselves, and all make the same step with the mean of their models.
-    At the end there is a plot of the accuracy by round.
     """
     from equipoise.peer.demo.options import DemoOptions
     from equipoise.peer.demo.swarm import run_demo

@@ -17,29 +17,8 @@ MAX_ROUNDS = 10_000
 MIN_SURVIVORS = 2
 """One peer alone has nobody to average with."""
 
-SECONDS, FEW_PEERS = 85.0, 4
-"""Time for a few peers: they start, train and end in half of that on two idle cores."""
-
-SECONDS_PER_PEER = 20.0
-"""Time for each peer more: eight need 80 s of two busy cores."""
-
 CLASSES = 10
 """Labels of the images."""
-
-BATCH = 32
-"""Samples that a trainer adds to what it contributes at a time."""
-
-BATCHES_PER_PEER = 2
-"""The swarm steps when it has this many batches for each peer, wherever they came from."""
-
-EXCHANGE_STEPS = 4
-"""Local steps from one exchange to the next, where the peers gossip."""
-
-FIT_EPOCHS = 2
-"""Times that a peer drawn for a federated round goes through its own images."""
-
-PLOT = "equipoise-demo.svg"
-"""The file of a federated demo's plot, unless the user names another."""
 
 PLOT_FORMATS = (".png", ".svg")
 
@@ -56,7 +35,7 @@ class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
         rule: Rule of the run.
         outer: Outer step of federated rounds; empty for `average`.
         split: How the training images are dealt to the peers, as `partition` takes it.
-        plot: File for the plot of a federated demo; empty for `PLOT`.
+        plot: File for a plot of the accuracy, PNG or SVG; empty for none.
     """
 
     peers: int = 4
@@ -84,12 +63,14 @@ class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
         ):
             if given not in allowed:
                 raise FlagError(f"expected --{name} from {allowed[0]} to {allowed[-1]}{why}, got {given}")
-        told = self._named()
+        if self.plot and Path(self.plot).suffix not in PLOT_FORMATS:
+            raise FlagError(f"--plot: expected a file name that ends in .png or .svg, got {self.plot!r}")
+        named = self._named()
         if importlib.util.find_spec("sklearn") is None:
             raise EquipoiseError(
                 "the demo's data comes with scikit-learn; install it: pip install 'equipoise[demo]'"
             )
-        return told
+        return named
 
     def _named(self) -> DemoOptions:
         """The options with every default that depends on the strategy; refuses what the swarm would refuse later."""
@@ -103,21 +84,18 @@ class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
         option = "strategy"
         try:
             strategy = parse_strategy(self.strategy)
-            option, codec = "codec", self.codec or strategy.codec
-            parse_codec(codec)
-            option = "rule"
-            parse_rule(self.rule)
-            option, outer = "outer", self.outer or "average"
-            parse_outer(outer)
+            for option, parse in (("rule", parse_rule), ("outer", parse_outer), ("codec", parse_codec)):
+                if given := getattr(self, option):
+                    parse(given)
             option = "split"
             partition(range(CLASSES), self.peers, self.split)
         except ValueError as error:
             raise FlagError(f"--{option}: {error}") from error
+        named = msgspec.structs.replace(self, codec=self.codec or strategy.codec)
         if not isinstance(strategy, Federated):
-            for name, given in (("outer", self.outer), ("plot", self.plot)):
-                if given:
-                    raise FlagError(f"--{name} needs --strategy federated, got {self.strategy}")
-            return msgspec.structs.replace(self, codec=codec)
+            if self.outer:
+                raise FlagError(f"--outer needs --strategy federated, got {self.strategy}")
+            return named
         if strategy.tags:
             raise FlagError("--strategy: the demo's daemons carry no tags, so none would be drawn")
         for name, needed, there in (
@@ -126,17 +104,9 @@ class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
         ):
             if needed > there:
                 raise FlagError(f"--strategy: expected {name} of at most {there} peers, got {needed}")
-        plot = self.plot or PLOT
-        if Path(plot).suffix not in PLOT_FORMATS:
-            raise FlagError(f"--plot: expected a file name that ends in .png or .svg, got {plot!r}")
-        return msgspec.structs.replace(self, codec=codec, outer=outer, plot=plot)
+        return msgspec.structs.replace(named, outer=self.outer or "average")
 
     @property
     def federated(self) -> bool:
         """Whether the rounds are federated; of options that `check` has returned."""
         return bool(self.outer)
-
-    @property
-    def limit(self) -> float:
-        """Seconds after which the demo gives up."""
-        return SECONDS + SECONDS_PER_PEER * max(0, self.peers - FEW_PEERS)

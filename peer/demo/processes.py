@@ -50,9 +50,13 @@ class Child(subprocess.Popen[bytes]):
     @property
     def ending(self) -> str:
         """The exit status, with the last line that it wrote to standard error."""
+        return f"{self.name} ended with status {self.poll()}{self.last_words and ': '}{self.last_words}"
+
+    @property
+    def last_words(self) -> str:
+        """The last line that it wrote to standard error, or nothing."""
         lines = self.said.read_text(errors="replace").strip().splitlines()
-        last = f": {lines[-1][:500]}" if lines else ""
-        return f"{self.name} ended with status {self.poll()}{last}"
+        return lines[-1][:500] if lines else ""
 
     def read(self) -> list[str] | None:
         """The whole lines that have come, or None where no more will come."""

@@ -1,64 +1,59 @@
 """One trainer of the demo, a process of its own: `python -m equipoise.peer.demo.trainer`.
 
-It uses the public client only, as any training script would: connect, join, wrap the optimizer, train. Its learner is a
-small network, AdamW, and batches drawn from its own share of the data: scikit-learn's handwritten digits, half of them
-for the test, the rest dealt out to the peers. In federated rounds the learner is a softmax regression with plain SGD:
-peers that each have a few classes pull a deeper network too far apart for so few rounds.
+It uses the public client only, as any training script would. Its learner is a small network with AdamW, its data a
+share of scikit-learn's handwritten digits, half of which are for the test. In federated rounds the learner is a softmax
+regression with plain SGD: peers that each have a few classes pull a deeper network too far apart for so few rounds.
 """
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import fmean
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
 from torch import nn
 
 from equipoise.peer import Outcome, Run, connect
-from equipoise.peer.demo.options import (
-    BATCH,
-    BATCHES_PER_PEER,
-    CLASSES,
-    EXCHANGE_STEPS,
-    FIT_EPOCHS,
-    DemoOptions,
-)
-from equipoise.peer.demo.summary import Failed, Finished, Report, Stepped
+from equipoise.peer.demo.options import CLASSES, DemoOptions
+from equipoise.peer.demo.summary import Doing, Failed, Finished, Report, Stepped, is_point
 from equipoise.peer.simulation import partition
 from equipoise.peer.training import Federated, Gossip, Task
 from equipoise.peer.training.image import digest
 
+BATCH = 32
+
+BATCHES_PER_PEER = 2
+"""The swarm steps when it has this many batches for each peer, wherever they came from."""
+
+EXCHANGE_STEPS = 4
+"""Local steps from one exchange to the next, where the peers gossip."""
+
+UPDATE_SECONDS = 0.1
+"""Least time for a gossiping peer's update: else all of them would be over before two peers have met."""
+
+FIT_EPOCHS = 2
+"""Times that a peer drawn for a federated round goes through its own images."""
+
 TEST_FRACTION = 0.5
 """Share of the test: so few images remain that a peer's own are too few, which is what a swarm is for."""
 
-SPLIT_SEED = 0
-"""Seed of the split: all processes must deal alike."""
+MAX_PIXEL, PIXEL_MEAN, PIXEL_DEVIATION = 16.0, 0.3, 0.38
+"""Of all pixels, the last two after division by the first: SGD wants inputs about 0, with a deviation of 1."""
 
-MAX_PIXEL = 16.0
+HIDDEN, LEARNING_RATE, FIT_RATE = 256, 5e-3, 0.1
 
-PIXEL_MEAN, PIXEL_DEVIATION = 0.3, 0.38
-"""Of all pixels, from 0 to 1: SGD wants its inputs about 0, with a deviation of 1."""
-
-HIDDEN = 256
-LEARNING_RATE = 5e-3
-FIT_RATE = 0.1
-
-MODEL_SEED = 1
-"""All peers start from the same parameters, as the peer that trains alone does."""
+SPLIT_SEED, MODEL_SEED = 0, 1
+"""All processes deal alike and start from the same parameters, as does the peer that trains alone."""
 
 
 class Digits(NamedTuple):
-    """Images and their labels.
-
-    Attributes:
-        pixels: f32 [N, 64], from 0 to 1.
-        labels: i64 [N], from 0 to 9.
-    """
+    """Images, f32 [N, 64] with pixels from 0 to 1, and their labels, i64 [N] from 0 to 9."""
 
     pixels: torch.Tensor
     labels: torch.Tensor
@@ -91,13 +86,7 @@ def deal(images: Digits, index: int, peers: int, split: str = "iid") -> Digits:
 
 
 class Learner:
-    """Trains on one share of the data.
-
-    Attributes:
-        model: The network.
-        optimizer: Steps it, by itself or wrapped by a run.
-        samples: Images of its share.
-    """
+    """Trains `model` by `optimizer` on one share of the data, which has `samples` images."""
 
     def __init__(self, share: Digits, seed: int, federated: bool = False) -> None:
         with torch.random.fork_rng(devices=[]):
@@ -105,11 +94,10 @@ class Learner:
             inner = (nn.Linear(64, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, HIDDEN), nn.ReLU())
             deep = nn.Sequential(*inner, nn.Linear(HIDDEN, CLASSES))
             self.model: nn.Module = nn.Linear(64, CLASSES) if federated else deep
-        parameters = self.model.parameters()
         self.optimizer: torch.optim.Optimizer = (
-            torch.optim.SGD(parameters, lr=FIT_RATE)
+            torch.optim.SGD(self.model.parameters(), lr=FIT_RATE)
             if federated
-            else torch.optim.AdamW(parameters, lr=LEARNING_RATE)
+            else torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE)
         )
         self.samples = len(share.labels)
         self._batches = _batches(share, torch.Generator().manual_seed(seed))
@@ -123,13 +111,17 @@ class Learner:
         loss.backward()  # type: ignore[no-untyped-call]
         return loss.item(), len(labels)
 
-    def fit(self) -> float:
-        """Train as a drawn peer does, `FIT_EPOCHS` times through its share; returns the mean loss."""
+    def steps(self, count: int) -> float:
+        """Make steps of one batch each; returns the mean loss."""
         losses = []
-        for _ in range(FIT_EPOCHS * math.ceil(self.samples / BATCH)):
+        for _ in range(count):
             losses.append(self.backward()[0])
             self.optimizer.step()
         return fmean(losses)
+
+    def fit(self) -> float:
+        """Train as a drawn peer does, `FIT_EPOCHS` times through its share; returns the mean loss."""
+        return self.steps(FIT_EPOCHS * math.ceil(self.samples / BATCH))
 
     def accuracy(self, test: Digits) -> float:
         """Fraction of `test` that is classified correctly, 0 to 1."""
@@ -141,16 +133,23 @@ class Learner:
         return digest(dict(self.model.named_parameters()))
 
 
-def train_alone(share: Digits, seed: int, updates: int, federated: bool = False) -> Learner:
+def train_alone(
+    share: Digits,
+    seed: int,
+    updates: int,
+    federated: bool = False,
+    look: Callable[[Learner], object] = lambda learner: None,
+) -> Learner:
     """A learner that has made `updates` from its own share alone: each as a drawn peer trains in a federated round, or
-    from a peer's part of the target batch."""
+    from a peer's part of the target batch. `look` is called after each."""
     learner = Learner(share, seed, federated)
     for _ in range(updates):
         if federated:
             learner.fit()
-            continue
-        learner.backward(BATCHES_PER_PEER)
-        learner.optimizer.step()
+        else:
+            learner.backward(BATCHES_PER_PEER)
+            learner.optimizer.step()
+        look(learner)
     return learner
 
 
@@ -162,14 +161,11 @@ def _batches(share: Digits, generator: torch.Generator) -> Iterator[Digits]:
             yield share.pick(order[start : start + BATCH])
 
 
-def train(run: Run, learner: Learner, options: DemoOptions) -> None:
-    """Make all updates together with the others, and report each."""
-    optimizer = run.optimizer(
-        learner.optimizer,
-        target_batch_size=BATCH * BATCHES_PER_PEER * options.peers,
-        alone="wait",
-        wait_for=options.peers - 1,
-    )
+def in_step(run: Run, learner: Learner, options: DemoOptions) -> Iterator[Report]:
+    """Make all updates together with the others, by the swarm's batches."""
+    target = BATCH * BATCHES_PER_PEER * options.peers
+    optimizer = run.optimizer(learner.optimizer, target_batch_size=target, alone="wait")
+    _wait_for_others(run, options)
     losses: list[float] = []
     while optimizer.epoch < options.rounds:
         before, last = optimizer.epoch, optimizer.last
@@ -180,60 +176,61 @@ def train(run: Run, learner: Learner, options: DemoOptions) -> None:
         if outcome is None or outcome is last:
             continue
         if not outcome.ok:
-            _say(Failed(update=before + 1, reason=outcome.reason))
+            yield Failed(update=before + 1, reason=outcome.reason)
         elif optimizer.epoch > before:
-            _say(_stepped(learner, optimizer.epoch, sum(losses) / len(losses), outcome))
+            yield _stepped(optimizer.epoch, fmean(losses), outcome)
             losses.clear()
 
 
-def gossip(run: Run, learner: Learner, options: DemoOptions) -> None:
+def gossip(run: Run, learner: Learner, options: DemoOptions) -> Iterator[Report]:
     """Make as many local steps, exchange with some other peer now and then, and report each stretch between."""
-    with Gossip(run, every=EXCHANGE_STEPS, wait_for=options.peers - 1) as trained:
+    with Gossip(run, every=EXCHANGE_STEPS) as trained:
+        _wait_for_others(run, options)
         for update in range(1, options.rounds + 1):
-            losses, before = [], trained.last
-            for _ in range(BATCHES_PER_PEER):
-                losses.append(learner.backward()[0])
-                learner.optimizer.step()
-            new = trained.last if trained.last is not before else None
-            outcome = new or Outcome(ok=True, reason="no exchange")
-            _say(_stepped(learner, update, sum(losses) / len(losses), outcome))
-    finished = trained.finished
-    if finished is not None and not finished.ok:
-        _say(Failed(update=options.rounds, reason=finished.reason))
+            began, before = time.monotonic(), trained.last
+            loss, last = learner.steps(BATCHES_PER_PEER), trained.last
+            yield _stepped(update, loss, None if last is before else last)
+            time.sleep(max(0.0, began + UPDATE_SECONDS - time.monotonic()))
+    if trained.finished is not None and not trained.finished.ok:
+        yield Failed(update=options.rounds, reason=trained.finished.reason)
 
 
-def federated(run: Run, learner: Learner, options: DemoOptions, test: Digits) -> str:
-    """Train when drawn, evaluate on `test`, and report each round; returns the digest of the agreed state."""
+def federated(run: Run, learner: Learner, options: DemoOptions) -> Iterator[Report]:
+    """Train when drawn, and report each round."""
 
     def fit(task: Task) -> tuple[float, dict[str, float]]:
         return float(learner.samples), {"loss": learner.fit()}
 
-    def evaluate(task: Task) -> tuple[float, dict[str, float]]:
-        return float(len(test.labels)), {"accuracy": learner.accuracy(test)}
-
-    wait_for = options.peers - 1
-    trained = Federated(run, fit, evaluate, options.outer, rounds=options.rounds, wait_for=wait_for)
+    trained = Federated(run, fit, outer=options.outer, rounds=options.rounds)
+    _wait_for_others(run, options)
     while not trained.ended:
         record = trained.step()
         if not record.ok:
-            _say(Failed(update=record.number, reason=record.reason))
+            yield Failed(update=record.number, reason=record.reason)
             continue
-        outcome = trained.member.last
-        # Where the mean was fetched, the last outcome is of an earlier round.
-        if outcome is None or outcome.digest != record.digest:
-            outcome = Outcome(ok=True, reason=record.reason)
-        report = _stepped(learner, record.number, record.metrics.get("loss", 0.0), outcome)
-        _say(
-            msgspec.structs.replace(
-                report,
-                contributors=len(record.contributors),
-                seconds=record.seconds,
-                drawn=len(record.drawn),
-                accuracy=record.evaluation.get("accuracy"),
-            )
+        yield Stepped(
+            update=record.number,
+            loss=record.metrics.get("loss", 0.0),
+            counted=len(record.contributors),
+            of=len(record.drawn or record.contributors),
+            bytes_sent=record.bytes_sent,
+            seconds=record.seconds,
         )
-    trained.finish()
-    return digest({"state": trained.member.image()})
+
+
+def _stepped(update: int, loss: float, outcome: Outcome | None) -> Stepped:
+    if outcome is None or not outcome.ok:
+        return Stepped(update=update, loss=loss)
+    counted, of, seconds = len(outcome.contributors), len(outcome.group), outcome.seconds.get("total", 0.0)
+    sent = outcome.bytes_sent
+    return Stepped(update=update, loss=loss, counted=counted, of=of, bytes_sent=sent, seconds=seconds)
+
+
+def _wait_for_others(run: Run, options: DemoOptions) -> None:
+    _say(Doing(what=f"waits for {options.peers - 1} others to join"))
+    while not run.wait_for(options.peers - 1):
+        pass  # For ever: the demo gives up, and says what it has waited for.
+    _say(Doing(what="trains"))
 
 
 def main() -> None:
@@ -241,44 +238,26 @@ def main() -> None:
     home, index = Path(sys.argv[1]), int(sys.argv[2])
     options = msgspec.json.decode(sys.argv[3], type=DemoOptions)
     torch.set_num_threads(1)
+    _say(Doing(what="loads the images"))
     training, test = split_digits()
     if options.federated:
         training, test = standardised(training), standardised(test)
     share = deal(training, index, options.peers, options.split)
     learner = Learner(share, index, options.federated)
+    words: dict[str, Any] = {"strategy": options.strategy, "rule": options.rule, "codec": options.codec}
     with (
         connect(home=home) as peer,
-        peer.join(
-            "digits",
-            learner.model,
-            strategy=options.strategy,
-            rule=options.rule,
-            codec=options.codec,
-            group_size=options.peers,
-        ) as run,
+        peer.join("digits", learner.model, group_size=options.peers, **words) as run,
     ):
-        agreed = ""
-        if options.federated:
-            agreed = federated(run, learner, options, deal(test, index, options.peers))
-        else:
-            (gossip if run.strategy.pairs else train)(run, learner, options)
-    alone = train_alone(share, index, options.rounds, options.federated).accuracy(test)
-    _say(Finished(digest=agreed or learner.digest(), accuracy=learner.accuracy(test), alone=alone))
-
-
-def _stepped(learner: Learner, update: int, loss: float, outcome: Outcome) -> Stepped:
-    # A peer sends its part of the vector's mean to the others, and of its own values the parts of the others.
-    size = sum(parameter.nbytes for parameter in learner.model.parameters())
-    in_fp32 = round(2 * size * (1 - 1 / max(len(outcome.group), 1)))
-    return Stepped(
-        update=update,
-        group=len(outcome.group),
-        contributors=len(outcome.contributors),
-        loss=loss,
-        bytes_sent=outcome.bytes_sent,
-        bytes_saved=in_fp32 - outcome.bytes_sent,
-        seconds=outcome.seconds.get("total", 0.0),
-    )
+        train = federated if options.federated else gossip if run.strategy.pairs else in_step
+        for report in train(run, learner, options):
+            if isinstance(report, Stepped):
+                report = msgspec.structs.replace(report, accuracy=learner.accuracy(test))
+            _say(report)
+    alone: list[float] = []
+    train_alone(share, index, options.rounds, options.federated, lambda one: alone.append(one.accuracy(test)))
+    points = tuple(accuracy for at, accuracy in enumerate(alone, 1) if is_point(at, options.rounds))
+    _say(Finished(digest=learner.digest(), accuracy=learner.accuracy(test), alone=points))
 
 
 def _say(report: Report) -> None:

@@ -13,8 +13,8 @@ from e2e.swarm import ChildProcess, Swarm, eventually
 
 pytestmark = pytest.mark.timeout(180)
 
-DEMO_SECONDS = 90
-"""What the demo promises on two cores; it gives up by itself before that."""
+DEMO_SECONDS = 150
+"""Half a minute on two idle cores. The demo itself goes on for as long as something happens."""
 
 
 def finish(demo: ChildProcess) -> dict[str, Any]:
@@ -30,7 +30,6 @@ def test_it_works(swarm: Swarm) -> None:
     assert summary["ok"]
     assert summary["bit_identical"]
     assert summary["accuracy"] > summary["accuracy_alone"]
-    assert summary["bytes_saved"] > 2 * summary["bytes_sent"]
     assert summary["killed"] == 0
 
 
@@ -59,7 +58,7 @@ def test_federated_rounds_learn_what_no_peer_has_alone(swarm: Swarm, tmp_path: P
     assert summary["ok"], summary
     assert summary["bit_identical"]
     assert summary["accuracy"] > summary["accuracy_alone"] + 0.2
-    assert [number for number, _ in summary["curve"]] == list(range(21))
+    assert [number for number, _ in summary["curve"]] == list(range(1, 21))
     assert f"accuracy by round: {plot}" in demo.errors
     assert "<svg" in plot.read_text()
 
@@ -77,6 +76,7 @@ def test_people_see_rounds_and_a_verdict(swarm: Swarm) -> None:
     status = demo.wait(DEMO_SECONDS)
     assert "round 15" in demo.output
     assert "test accuracy" in demo.output
+    assert "equal bit for bit on 2 of 2" in demo.output
     assert ("It worked." in demo.output) == (status == 0)
 
 

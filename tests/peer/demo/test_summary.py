@@ -2,32 +2,39 @@
 
 from __future__ import annotations
 
+import importlib
+from pathlib import Path
+from typing import Any
+
 import msgspec
 import pytest
-from rich.console import Console
 
-from equipoise.peer.demo.display import PlainLines, render_summary
 from equipoise.peer.demo.options import DemoOptions
-from equipoise.peer.demo.summary import Finished, Ledger, Report, Stepped, Summary
+from equipoise.peer.demo.summary import (
+    BARS,
+    POINTS,
+    Finished,
+    Ledger,
+    Report,
+    Stepped,
+    Summary,
+    is_point,
+    line,
+    summary_lines,
+    write_plot,
+)
 from equipoise.peer.errors import EquipoiseError, FlagError
 
 OPTIONS = DemoOptions(peers=3, rounds=2)
 
 
-def stepped(update: int, **changes: float) -> Stepped:
-    values = {
-        "group": 3,
-        "contributors": 3,
-        "loss": 1.0,
-        "bytes_sent": 100,
-        "bytes_saved": 290,
-        "seconds": 0.5,
-    }
+def stepped(update: int, **changes: Any) -> Stepped:
+    values = {"counted": 3, "of": 3, "loss": 1.0, "bytes_sent": 100, "seconds": 0.5, "accuracy": 0.75}
     return msgspec.convert({"type": "Stepped", "update": update, **values, **changes}, Stepped)
 
 
 def finished(digest: str = "d", accuracy: float = 0.96, alone: float = 0.92) -> Finished:
-    return Finished(digest=digest, accuracy=accuracy, alone=alone)
+    return Finished(digest=digest, accuracy=accuracy, alone=(0.5, alone))
 
 
 def ledger_of(reports: dict[int, list[Report]], options: DemoOptions = OPTIONS) -> Ledger:
@@ -90,7 +97,6 @@ def test_the_killed_need_not_finish_but_must_have_been_killed() -> None:
 def test_bytes_are_those_of_all_trainers_in_all_rounds() -> None:
     summary = summarize({0: GOOD, 1: GOOD, 2: GOOD})
     assert summary.bytes_sent == 600
-    assert summary.bytes_saved == 1740
 
 
 @pytest.mark.parametrize(
@@ -105,8 +111,7 @@ def test_bytes_are_those_of_all_trainers_in_all_rounds() -> None:
         ({"rule": "medium"}, "--rule: unknown rule 'medium'.*did you mean 'median'"),
         ({"strategy": "federated", "outer": "fedyogi:eta=x"}, "--outer: .*fedyogi"),
         ({"outer": "fedyogi"}, "--outer needs --strategy federated, got allreduce"),
-        ({"plot": "a.svg"}, "--plot needs --strategy federated, got allreduce"),
-        ({"strategy": "federated", "plot": "a.pdf"}, r"--plot: .* ends in .png or .svg, got 'a.pdf'"),
+        ({"plot": "a.pdf"}, r"--plot: .* ends in .png or .svg, got 'a.pdf'"),
         ({"split": "classes:each=11"}, "--split: .* at most 10 for each peer"),
         ({"strategy": "federated:available=5"}, "--strategy: expected available of at most 4 peers, got 5"),
         ({"strategy": "federated:tags=gpu"}, "--strategy: the demo's daemons carry no tags"),
@@ -120,7 +125,7 @@ def test_options_out_of_range_are_refused(options: dict[str, object], message: s
 
 def test_federated_options_name_their_defaults() -> None:
     options = DemoOptions(strategy="federated").check()
-    assert (options.outer, options.plot, options.codec) == ("average", "equipoise-demo.svg", "int8")
+    assert (options.outer, options.codec) == ("average", "int8")
     assert options.federated
     assert not DemoOptions().check().federated
 
@@ -131,34 +136,72 @@ def test_missing_data_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> 
         DemoOptions().check()
 
 
-def test_the_summary_reads_well() -> None:
-    text = printed(render_summary(summarize({0: GOOD, 1: GOOD, 2: GOOD}), OPTIONS))
-    assert "96.0 % in the swarm" in text
-    assert "92.0 % alone" in text
-    assert "bit-identical on 3 of 3 peers" in text
-    assert "It worked." in text
+def test_the_summary_begins_with_its_point_and_a_picture() -> None:
+    told = list(summary_lines(summarize({0: GOOD, 1: GOOD, 2: GOOD})))
+    assert told[0] == "96.0 % together, 92.0 % alone, equal bit for bit on 3 of 3"
+    assert told[1] == f"\ntogether  {BARS[4]}{BARS[6]}  test accuracy by round"
+    assert told[2].startswith(f"alone     {BARS[0]}{BARS[6]}  ")
+    assert told[-1] == "It worked."
 
 
-def test_the_summary_names_what_did_not_work() -> None:
-    text = printed(render_summary(summarize({0: GOOD, 1: GOOD}), OPTIONS))
-    assert "It did not work:" in text
-    assert "trainer 3 made 0 of 2 updates" in text
-    assert "NOT bit-identical" in text
+def test_the_summary_names_what_did_not_work_and_shows_no_zeros_that_nobody_measured() -> None:
+    told = list(summary_lines(summarize({0: [stepped(1)], 1: [], 2: []})))
+    assert told[-4:] == [
+        "It did not work:",
+        "  trainer 1 made 1 of 2 updates",
+        "  trainer 2 made 0 of 2 updates",
+        "  trainer 3 made 0 of 2 updates",
+    ]
+    assert not any("%" in one for one in told)
 
 
-def test_plain_lines_show_a_round_once() -> None:
-    console = Console(width=200)
-    lines = PlainLines(console, OPTIONS)
-    ledger = Ledger(OPTIONS)
-    with console.capture() as capture:
-        for trainer in range(3):
-            if ledger.add(trainer, stepped(1)):
-                lines.show(stepped(1))
-    assert capture.get() == "round 1  group 3  contributors 3  loss 1.000  bytes 100 bytes  seconds 0.50\n"
+def test_updates_that_are_equal_bit_for_bit_are_no_failure_however_long_they_take() -> None:
+    summary = ledger_of({0: GOOD, 1: GOOD, 2: GOOD}).summarize(frozenset(), [], 1e6)
+    assert summary.ok
+    assert (summary.equal, summary.bit_identical) == (3, True)
 
 
-def printed(renderable: object) -> str:
-    console = Console(width=120)
-    with console.capture() as capture:
-        console.print(renderable)
-    return capture.get()
+@pytest.mark.parametrize(
+    ("update", "strategy", "expected"),
+    [
+        ({}, "allreduce", "round 1  accuracy 75.0 %  loss 1.000  3 of 3 peers  100 bytes sent in 0.50 s"),
+        (
+            {"of": 4},
+            "federated",
+            "round 1  accuracy 75.0 %  loss 1.000  3 of 4 drawn peers  100 bytes sent in 0.50 s",
+        ),
+        ({"counted": 0, "of": 0}, "gossip", "round 1  accuracy 75.0 %  loss 1.000  local steps"),
+    ],
+)
+def test_a_line_tells_what_an_update_brought(update: dict[str, int], strategy: str, expected: str) -> None:
+    options = DemoOptions(strategy=strategy, outer="average" if strategy == "federated" else "")
+    assert line(stepped(1, **update), options) == expected
+
+
+@pytest.mark.parametrize("rounds", [1, 2, 49, 50, 51, 99, 10_000])
+def test_a_curve_fits_into_a_line_and_shows_the_end(rounds: int) -> None:
+    points = [update for update in range(1, rounds + 1) if is_point(update, rounds)]
+    assert len(points) <= POINTS + 1
+    assert points[-1] == rounds
+
+
+@pytest.mark.parametrize("name", ["accuracy.svg", "accuracy.png"])
+def test_the_plot_is_written(tmp_path: Path, name: str) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / name
+    told = write_plot(summarize({0: GOOD, 1: GOOD, 2: GOOD}), DemoOptions(plot=str(path)))
+    assert told == f"accuracy by round: {path}"
+    assert (b"<svg" if name.endswith("svg") else b"PNG") in path.read_bytes()[:1000]
+
+
+def test_a_plot_that_cannot_be_drawn_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise ModuleNotFoundError(name)
+
+    path, summary = tmp_path / "missing" / "accuracy.svg", summarize({0: GOOD})
+    pytest.importorskip("matplotlib")
+    told = write_plot(summary, DemoOptions(plot=str(path)))
+    assert told == f"no plot: cannot write {path}: No such file or directory"
+    monkeypatch.setattr(importlib, "import_module", missing)
+    told = write_plot(summary, DemoOptions(plot=str(path)))
+    assert told == "no plot: matplotlib is missing; install it: pip install 'equipoise[demo]'"

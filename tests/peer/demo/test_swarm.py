@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from itertools import count
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from equipoise.peer.demo.options import DemoOptions
-from equipoise.peer.demo.summary import Failed, Finished, Report, Stepped, Summary
-from equipoise.peer.demo.swarm import DemoSwarm
+from equipoise.peer.demo.summary import Doing, Failed, Finished, Report, Stepped, Summary
+from equipoise.peer.demo.swarm import PATIENCE_SECONDS, DemoSwarm
 from equipoise.peer.errors import EquipoiseError
 
 ADDRESS = "/ip4/127.0.0.1/tcp/1/p2p/Qm"
@@ -23,7 +24,8 @@ class FakeChild:
     def __init__(self, name: str, command: Sequence[str]) -> None:
         self.name, self.command = name, list(command)
         self.status = 0
-        self.asked = False
+
+    last_words = ""
 
     @property
     def ending(self) -> str:
@@ -31,9 +33,6 @@ class FakeChild:
 
     def kill(self) -> None:
         self.status = -9
-
-    def terminate(self) -> None:
-        self.asked = True
 
     def reap(self, seconds: float) -> int:
         return self.status
@@ -72,38 +71,32 @@ class FakeFamily:
         return [child for child in self.children if child.name.startswith("trainer")]
 
 
-class Notes:
-    def __init__(self) -> None:
-        self.notes: list[str] = []
-
-    def note(self, text: str) -> None:
-        self.notes.append(text)
-
-    def show(self, round_: Stepped) -> None:
-        self.notes.append(f"round {round_.update}")
-
-
 def stepped(update: int) -> Stepped:
-    return Stepped(update=update, group=3, contributors=3, loss=1.0, bytes_sent=1, bytes_saved=3, seconds=0.1)
+    return Stepped(update=update, loss=1.0, counted=3, of=3, bytes_sent=1, seconds=0.1, accuracy=0.5)
 
 
-DONE = Finished(digest="d", accuracy=0.96, alone=0.9)
+DONE = Finished(digest="d", accuracy=0.96, alone=(0.9,))
 
 COURSE: list[Report | None] = [stepped(1), stepped(2), stepped(3), stepped(4), DONE, None]
 
 
-def play(options: DemoOptions, script: dict[int, list[Report | None]]) -> tuple[Summary, FakeFamily, Notes]:
-    family, notes = FakeFamily(script), Notes()
-    summary = DemoSwarm(options, family, Path("folder"), notes).run()  # type: ignore[arg-type]
+def play(
+    options: DemoOptions, script: dict[int, list[Report | None]]
+) -> tuple[Summary, FakeFamily, list[str]]:
+    """Each look of the demo at its clock takes a second."""
+    family, notes, seconds = FakeFamily(script), [], count()
+    clock = lambda: float(next(seconds))  # noqa: E731
+    summary = DemoSwarm(options, family, Path("folder"), notes.append, clock).run()  # type: ignore[arg-type]
     return summary, family, notes
 
 
-def test_all_finish_and_the_daemons_are_stopped() -> None:
-    summary, family, _ = play(DemoOptions(peers=3, rounds=4), {0: COURSE, 1: COURSE, 2: COURSE})
+def test_all_finish_and_each_update_is_told_once() -> None:
+    summary, _, notes = play(DemoOptions(peers=3, rounds=4), {0: COURSE, 1: COURSE, 2: COURSE})
     assert summary.ok, summary.problems
     assert summary.rounds == 4
-    assert [child.asked for child in family.trainers] == 3 * [False]
-    assert [child.asked for child in family.daemons] == 3 * [True]
+    assert [note.split("  ")[0] for note in notes if note.startswith("round")] == [
+        f"round {update}" for update in range(1, 5)
+    ]
 
 
 def test_the_others_join_through_the_first_daemon() -> None:
@@ -118,7 +111,7 @@ def test_the_first_daemons_are_killed_half_way_and_the_others_finish() -> None:
     summary, family, notes = play(DemoOptions(peers=3, rounds=4, kill=1), {0: cut, 1: COURSE, 2: COURSE})
     assert summary.ok, summary.problems
     assert [child.status for child in family.daemons] == [-9, 0, 0]
-    assert "killed daemon 1 after update 2" in notes.notes
+    assert "killed 1 of 3 daemons after round 2, the first among them" in notes
 
 
 def test_a_trainer_that_ends_early_is_a_problem() -> None:
@@ -133,17 +126,33 @@ def test_failed_attempts_are_shown_and_counted() -> None:
     summary, _, notes = play(DemoOptions(peers=3, rounds=4), {0: again, 1: COURSE, 2: COURSE})
     assert summary.ok
     assert summary.failed_rounds == 1
-    assert "trainer 1, update 2: a member was lost" in notes.notes
+    assert "trainer 1, round 2: a member was lost" in notes
 
 
-def test_a_swarm_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("equipoise.peer.demo.options.SECONDS", 0.05)
-    summary, _, _ = play(DemoOptions(peers=3, rounds=4), {0: COURSE, 1: COURSE, 2: []})
-    assert "gave up after 0.05 s" in summary.problems
+def test_it_waits_as_long_as_something_happens() -> None:
+    rounds = 10 * int(PATIENCE_SECONDS)
+    course: list[Report | None] = [*(stepped(update) for update in range(1, rounds + 1)), DONE, None]
+    summary, _, _ = play(DemoOptions(peers=2, rounds=rounds), {0: [*course], 1: [*course]})
+    assert summary.ok, summary.problems
+    assert summary.seconds > 10 * PATIENCE_SECONDS
+
+
+@pytest.mark.parametrize("last", [[], [Failed(update=1, reason="no group within 30 s")] * 1000])
+def test_without_any_progress_it_says_what_it_waits_for_and_gives_up(last: list[Report | None]) -> None:
+    stuck: list[Report | None] = [Doing(what="waits for 2 others to join"), *last]
+    summary, _, notes = play(DemoOptions(peers=3, rounds=4), {0: COURSE, 1: COURSE, 2: stuck})
+    assert "waits, no news for 11 s: trainer 3 waits for 2 others to join" in notes
+    assert not summary.ok
+    told, missing = summary.problems
+    assert told.startswith(
+        "nothing happened for 301 s: trainer 3 waits for 2 others to join; if the machine is busy,"
+    )
+    assert missing == "trainer 3 made 0 of 4 updates"
+    assert (summary.accuracy, summary.accuracy_alone, summary.equal) == (0.96, 0.9, 2)
 
 
 def test_a_daemon_that_does_not_come_up_is_named() -> None:
     family = FakeFamily({})
     family.hear = lambda seconds: iter([(family.children[0], None)])  # type: ignore[method-assign]
     with pytest.raises(EquipoiseError, match="daemon 1 ended"):
-        DemoSwarm(DemoOptions(), family, Path("folder"), Notes()).run()  # type: ignore[arg-type]
+        DemoSwarm(DemoOptions(), family, Path("folder"), print).run()  # type: ignore[arg-type]

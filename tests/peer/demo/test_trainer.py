@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
-import msgspec
 import pytest
 import torch
 
-from equipoise.averaging.outcome import Outcome
-from equipoise.peer.demo import trainer
-from equipoise.peer.demo.options import BATCH, BATCHES_PER_PEER, DemoOptions
-from equipoise.peer.demo.summary import Stepped
-from equipoise.peer.demo.trainer import Digits, Learner, deal, split_digits, standardised, train_alone
-from equipoise.peer.training.history import Record
+from equipoise.peer.demo.trainer import (
+    BATCH,
+    BATCHES_PER_PEER,
+    Digits,
+    Learner,
+    deal,
+    split_digits,
+    standardised,
+    train_alone,
+)
 
 
 @pytest.fixture(scope="module")
@@ -84,44 +84,3 @@ def test_a_gradient_of_several_batches_weighs_them_by_their_samples(halves: tupl
     torch.nn.functional.cross_entropy(whole.model(share.pixels), share.labels).backward()
     for ours, expected in zip(learner.model.parameters(), whole.model.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, expected.grad, rtol=1e-4, atol=1e-6)
-
-
-class MissesARound:
-    """A federated training whose second round this peer misses: it fetches that round's mean."""
-
-    def __init__(self, *arguments: Any, rounds: int, **options: Any) -> None:
-        self._rounds = rounds
-        self._records: list[Record] = []
-        self.member = SimpleNamespace(last=None, image=lambda: torch.zeros(1))
-
-    @property
-    def ended(self) -> bool:
-        return len(self._records) == self._rounds
-
-    def step(self) -> Record:
-        number = len(self._records) + 1
-        group, given = ("a", "b"), {"a": 1.0, "b": 1.0}
-        taken = Outcome(
-            ok=True, reason="", group=group, contributors=given, digest=f"{number:064}", bytes_sent=number
-        )
-        if number != 2:
-            self.member.last = taken
-        self._records.append(Record.of(number, taken))
-        return self._records[-1]
-
-    def finish(self) -> None: ...
-
-
-def test_a_round_whose_mean_was_fetched_counts_no_bytes(
-    halves: tuple[Digits, Digits], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(trainer, "Federated", MissesARound)
-    learner = Learner(deal(halves[0], 0, 4), seed=0, federated=True)
-    trainer.federated(SimpleNamespace(), learner, DemoOptions(rounds=3), halves[1])  # type: ignore[arg-type]
-    told = [msgspec.json.decode(line, type=Stepped) for line in capsys.readouterr().out.splitlines()]
-    size = sum(parameter.nbytes for parameter in learner.model.parameters())
-    assert [(one.update, one.contributors, one.bytes_sent, one.bytes_saved) for one in told] == [
-        (1, 2, 1, size - 1),
-        (2, 2, 0, 0),
-        (3, 2, 3, size - 3),
-    ]
