@@ -6,6 +6,7 @@ import functools
 import logging
 import os
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from typing import Self
@@ -17,7 +18,7 @@ from equipoise.averaging.strategy import parse_strategy
 from equipoise.averaging.weights import CAPPED
 from equipoise.compression import parse_codec
 from equipoise.peer.config import find_home
-from equipoise.peer.control.client import ANSWER_SECONDS, START_SECONDS, Connection, open_link
+from equipoise.peer.control.client import ANSWER_SECONDS, START_SECONDS, Connection, Link, open_link
 from equipoise.peer.control.messages import AgreeRun, AskPeers, AskRounds, AskStatus, JoinRun
 from equipoise.peer.errors import DaemonLost, EquipoiseError, NoDaemon
 from equipoise.peer.purposes import AVERAGE, swarm_name
@@ -38,6 +39,9 @@ MAX_PAUSE = 2.0
 
 WEATHER_LOOKS = 3
 """Refusals for one reason before the script learns of it: a hung daemon may hold the old connection for a moment."""
+
+_handles: weakref.WeakValueDictionary[tuple[str, str], Run] = weakref.WeakValueDictionary()
+"""This process's latest handle of each run, by the daemon's PeerID and the run's name."""
 
 log = logging.getLogger(__name__)
 
@@ -111,7 +115,8 @@ class Client:
             ValueError: The strategy is unknown.
             SpecError: Another argument is out of its range.
             equipoise.compression.CodecError: The codec is unknown.
-            Refused: The daemon takes part in the run already, or in too many.
+            Refused: The daemon takes part in the run already, for another process, or in too many. An earlier handle
+                of this process is left.
             DaemonLost: The daemon has gone.
         """
         options = RunOptions(
@@ -128,9 +133,14 @@ class Client:
         binding = Binding(tensors, parse_codec(options.codec))
         options = RunSpec.create(swarm_name(name, AVERAGE), binding.schema, options).options
         request = JoinRun(name, options, binding.schema, binding.gradients, binding.size)
-        link = self._link
+        link, key = self._link, (self.peer_id, name)
+        earlier = _handles.get(key)
+        if earlier is not None and earlier.is_own and isinstance(link, Link):
+            log.warning("run %s: this process joins it again, and leaves it by its earlier handle", name)
+            earlier.give_up()
         run = Run(link, request, binding, _share(link, request), self._join)
         binding.prepare()
+        _handles[key] = run
         with self._lock:
             self._joined = [*(one for one in self._joined if not one.left), run]
         return run

@@ -16,7 +16,8 @@ from msgspec import structs
 from equipoise.averaging.outcome import FetchOutcome, Outcome
 from equipoise.peer.control import messages
 from equipoise.peer.control.client import ANSWER_SECONDS, Connection
-from equipoise.peer.errors import DaemonLost, EquipoiseError
+from equipoise.peer.errors import DaemonLost
+from equipoise.peer.interrupts import uninterrupted
 from equipoise.peer.shared_memory import SharedMemory
 
 Ended = TypeVar("Ended")
@@ -81,22 +82,29 @@ class Pending(ABC, Generic[Ended]):
             raise TimeoutError(f"the {self.what} has not ended within {timeout:g} s; call result() again")
         with self._lock:
             if self._ended is None:
-                try:
-                    self._ended = self._collect(limit)
-                except Exception as error:  # It is the end, too: the next round may have the memory by now.
-                    self._ended = error
+                answer = self._answer(limit)
+                with uninterrupted():
+                    try:
+                        self._ended = self._collect(answer)
+                    except (
+                        Exception
+                    ) as error:  # It is the end, too: the next round may have the memory by now.
+                        self._ended = error
         if isinstance(self._ended, Exception):
             raise self._ended
         return self._ended
 
     def _answer(self, limit: float) -> Any:
-        """The daemon's answer, after `limit` seconds or, while the daemon lives, later; see `Connection.wait`."""
-        self._link.settled(self._reply, max(limit - ANSWER_SECONDS, 0.0))
-        return self._link.wait(self._reply, min(limit, ANSWER_SECONDS))
+        """The daemon's answer, or an error, after `limit` seconds; later while it lives, see `Connection.wait`."""
+        try:
+            self._link.settled(self._reply, max(limit - ANSWER_SECONDS, 0.0))
+            return self._link.wait(self._reply, min(limit, ANSWER_SECONDS))
+        except Exception as error:
+            return error
 
     @abstractmethod
-    def _collect(self, limit: float) -> Ended:
-        """Wait `limit` seconds for the daemon's answer, and return the result; called once."""
+    def _collect(self, answer: Any) -> Ended:
+        """Make the result of the daemon's answer, or raise the error that came in its place; called once."""
 
 
 class PendingRound(Pending[Outcome]):
@@ -104,6 +112,9 @@ class PendingRound(Pending[Outcome]):
 
     Tensors are written by the thread that calls `result`, the first time that it returns, and never before: the script
     that trains meanwhile decides when they change. If the daemon has gone, the outcome says so, and they do not change.
+
+    Attributes:
+        cancelled: Whether the script has withdrawn from it.
     """
 
     what = "round"
@@ -126,6 +137,7 @@ class PendingRound(Pending[Outcome]):
         self._settle = settle
         self._encoding = encoding
         self._started = time.time()
+        self.cancelled = False
 
     def stop_search(self, why: str) -> None:
         """End the search for a group, if none has formed yet; `result` is then not ok, and says `why`."""
@@ -133,17 +145,31 @@ class PendingRound(Pending[Outcome]):
             with contextlib.suppress(DaemonLost):  # That ends it as well.
                 self._link.ask(messages.StopRound(self._run, why))
 
-    def _collect(self, limit: float) -> Outcome:
-        try:
-            outcome: Outcome = self._answer(limit)
-        except DaemonLost as error:
+    def cancel(self) -> None:
+        """Withdraw from the round: it ends as soon as it can, and the tensors stay as they are.
+
+        A round that has begun goes on without this script, for some seconds; the next round waits for its end.
+        """
+        self.cancelled = True
+        if not self.done():
+            self._link.start(messages.StopRound(self._run, "cancelled by the script"))
+            self.wait(LEAST_SECONDS)
+        if self.done():
+            self.result()
+
+    def _collect(self, answer: Any) -> Outcome:
+        if isinstance(answer, DaemonLost):
             # The daemon may have voted for a mean that the others hold by now.
-            outcome = Outcome(
-                ok=False, reason=str(error), run=self._run, started=self._started, in_doubt=True
+            answer = Outcome(
+                ok=False, reason=str(answer), run=self._run, started=self._started, in_doubt=True
             )
-        except EquipoiseError:
+        elif isinstance(answer, Exception):
             self._settle(None)
-            raise
+            raise answer
+        outcome: Outcome = answer
+        if self.cancelled and outcome.ok:
+            why = "cancelled by the script after the group had the mean"
+            outcome = structs.replace(outcome, ok=False, reason=why)
         began = self._link.clock()
         self._settle(outcome)
         decoding = {"decode": self._link.clock() - began} if outcome.ok else {}
@@ -177,14 +203,16 @@ class Download(Pending[FetchOutcome]):
             with contextlib.suppress(DaemonLost):  # That ends it as well.
                 self._link.ask(messages.StopFetch(self._run))
 
-    def _collect(self, limit: float) -> FetchOutcome:
+    def _collect(self, answer: Any) -> FetchOutcome:
         try:
-            outcome: FetchOutcome = self._answer(limit)
+            if isinstance(answer, DaemonLost):
+                return FetchOutcome(ok=False, reason=str(answer))
+            if isinstance(answer, Exception):
+                raise answer
+            outcome: FetchOutcome = answer
             if outcome.ok:
                 self.content = self._memory.view(outcome.size, writable=True)
             return outcome
-        except DaemonLost as error:
-            return FetchOutcome(ok=False, reason=str(error))
         finally:
             self._memory.close()
 

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, overload
@@ -16,7 +16,7 @@ import torch
 from msgspec import structs
 
 from equipoise.averaging.draw import Drawn
-from equipoise.averaging.metrics import Evaluation, report_of, values_of
+from equipoise.averaging.metrics import Evaluation, Report, Values, report_of, values_of
 from equipoise.averaging.options import RunOptions
 from equipoise.averaging.outcome import (
     Exchanging,
@@ -36,6 +36,7 @@ from equipoise.peer.control.client import Connection
 from equipoise.peer.control.messages import Progress
 from equipoise.peer.errors import DaemonLost, EquipoiseError, Refused, RoundPending
 from equipoise.peer.futures import Download, PendingRound, check_timeout
+from equipoise.peer.interrupts import uninterrupted
 from equipoise.peer.lanes import kernels_of, pin
 from equipoise.peer.purposes import AVERAGE, STEP
 from equipoise.peer.shared_memory import Region, SharedMemory
@@ -182,8 +183,9 @@ class Run:
             ValueError: The weight or the timeout is out of range.
             RoundPending: A round of this run has not been collected.
         """
-        pending = self._start_average(weight, timeout, moves=False)
-        return pending.result() if wait else pending
+        with self._withdrawn_if_interrupted():
+            pending = self._start_average(weight, timeout, moves=False)
+            return pending.result() if wait else pending
 
     def shift(self, weight: float = 1.0, timeout: float = 30.0) -> PendingRound:
         """Average a copy of the tensors, and move them by its difference from the mean: tensors += mean - copy.
@@ -204,7 +206,8 @@ class Run:
         """
         if weight == 0:
             raise ValueError("expected a weight above 0: an observer has no copy to move from, call average")
-        return self._start_average(weight, timeout, moves=True)
+        with self._withdrawn_if_interrupted():
+            return self._start_average(weight, timeout, moves=True)
 
     def accumulate(self, gradients: Gradients, weight: float = 1.0) -> None:
         """Add weight * gradient, in fp32 on the tensors' device, to this peer's contribution to the next step.
@@ -278,9 +281,16 @@ class Run:
             SchemaError: The parameters have changed since the run was joined, or a buffer is not finite.
             RoundPending: A round of this run has not been collected.
         """
-        deadline = self.clock() + check_timeout(timeout)
         reported = values_of(metrics), None if evaluation is None else report_of(evaluation)
-        with self._lock:
+        with self._withdrawn_if_interrupted():
+            pending = self._start_step(timeout, state, *reported)
+            return pending.result() if wait else pending
+
+    def _start_step(
+        self, timeout: float, state: StateId | None, metrics: Values, evaluation: Report | None
+    ) -> PendingRound:
+        deadline = self.clock() + check_timeout(timeout)
+        with uninterrupted(), self._lock:
             self._require_idle()
             self._stepping = True
             stepped, accumulated, region = self._binding.stepped(), self._accumulated, self._region
@@ -291,12 +301,13 @@ class Run:
             self._contributed, self._accumulated = accumulated, None
             settle = partial(self._stepped, tensors=stepped, region=region, me=self.peer)
             try:
-                request = messages.StartRound(self.name, STEP, weight, timeout, state, *reported, clamped)
-                pending = self._start(request, deadline, settle, began)
+                request = messages.StartRound(
+                    self.name, STEP, weight, timeout, state, metrics, evaluation, clamped
+                )
+                return self._start(request, deadline, settle, began)
             except EquipoiseError:
                 self._keep()
                 raise
-        return pending.result() if wait else pending
 
     @property
     def kernels(self) -> str:
@@ -501,9 +512,10 @@ class Run:
         from equipoise.peer.training.optimizer import SwarmOptimizer
         from equipoise.peer.training.options import Options, from_keywords
 
-        optimizer = SwarmOptimizer(self, inner, from_keywords(Options, options, ("checkpoints",)))
-        if checkpoints is not None:
-            optimizer.register_step_post_hook(keep_checkpoints(optimizer.member, self, checkpoints))
+        with self.undone_on_failure():
+            optimizer = SwarmOptimizer(self, inner, from_keywords(Options, options, ("checkpoints",)))
+            if checkpoints is not None:
+                optimizer.register_step_post_hook(keep_checkpoints(optimizer.member, self, checkpoints))
         self.before_leaving(optimizer.leave)  # Runs before the keeper, which records the final state.
         return optimizer
 
@@ -539,8 +551,37 @@ class Run:
     def refuse_if_trained(self) -> None:
         """Raise `Refused` if an optimizer or loop steps the run already."""
         if self.trained_by:
-            hint = "join another run for this one"
+            hint = "end that with run.leave() and join again, or join another run for this one"
             raise Refused(f"run {self.name!r} is stepped by {self.trained_by} already", hint)
+
+    @contextlib.contextmanager
+    def undone_on_failure(self) -> Iterator[None]:
+        """Where the block is interrupted, or fails, undo what a loop has begun with the run meanwhile."""
+        before, finishing, branches = self.trained_by, list(self._finishing), len(self._branches)
+        try:
+            yield
+        except (KeyboardInterrupt, Exception):
+            self.trained_by, self._finishing = before, finishing
+            while len(self._branches) > branches:
+                self._branches.pop().leave()
+            raise
+
+    @contextlib.contextmanager
+    def _withdrawn_if_interrupted(self) -> Iterator[None]:
+        """Where Ctrl-C interrupts the block, cancel the round that the block has started: nobody has its handle.
+
+        A round that was cancelled, and had not ended then, ends first.
+        """
+        before = self.pending
+        if before is not None and before.cancelled:
+            with contextlib.suppress(EquipoiseError):
+                before.result()
+        try:
+            yield
+        except KeyboardInterrupt:
+            if self.pending is not None and self.pending is not before:
+                self.pending.cancel()
+            raise
 
     def before_leaving(self, finish: Callable[[], None]) -> None:
         """Let `leave` call `finish` first."""
@@ -563,6 +604,18 @@ class Run:
                 link.ask(messages.LeaveRun(self.name), LEAVE_SECONDS)
             if self.pending is not None:
                 self.pending.wait(SETTLE_SECONDS)
+
+    def give_up(self) -> None:
+        """Leave the run without an end together with others: another handle of this process takes its place."""
+        self._finishing.clear()
+        for branch in self._branches:
+            branch.give_up()
+        self.leave()
+
+    @property
+    def is_own(self) -> bool:
+        """Whether this process takes part by this handle."""
+        return not self.left and os.getpid() == self._process
 
     def renew(self, link: Connection, region: Region) -> None:
         """Go on through a new daemon, with new shared memory: the lost daemon may still write into the old one."""
@@ -623,7 +676,7 @@ class Run:
         if self.left:
             raise Refused(f"run {self.name!r} was left", "join it again")
         if self.pending is not None:
-            hint = "call .result() on what average or step returned, or on .pending"
+            hint = "call .result() on what average or step returned, or on .pending; .cancel() withdraws it"
             raise RoundPending(f"a round of run {self.name!r} is going on or has not been collected", hint)
         self._binding.settle()
 
@@ -644,7 +697,7 @@ class Run:
         """Contribute the tensors; if the round is ok, they become the mean, or move by its difference."""
         deadline = self.clock() + check_timeout(timeout)
         weight = check_weight(weight)
-        with self._lock:
+        with uninterrupted(), self._lock:
             self._require_idle()
             tensors, region = self._binding.tensors(), self._region
             clamped, began = 0, self.clock()
@@ -679,7 +732,7 @@ class Run:
     ) -> None:
         with self._lock:
             self._collected(outcome)
-            if outcome is not None and outcome.counted(me):
+            if outcome is not None and me in outcome.contributors:  # Also where the script has cancelled it.
                 self._spare, self._contributed = self._contributed, None  # Its memory serves again.
                 if self._spare is not None:
                     self._spare.clear()

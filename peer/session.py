@@ -460,7 +460,7 @@ class Service:
             await self.leave(other, "its client has gone")  # The new client need not notice.
             other = self._sessions.get(name)
         if other is not None:
-            hint = "leave it there, use another name, or start another daemon with another --home"
+            hint = "end that with run.leave() there, use another name, or start another daemon with another --home"
             raise Refused(f"this daemon takes part in run {name!r} already, for {other.client}", hint)
         if len(self._sessions) >= MAX_RUNS:
             told = f"run {name!r} is one too many: this daemon takes part in {MAX_RUNS} runs already, the maximum"

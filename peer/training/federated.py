@@ -38,6 +38,7 @@ from equipoise.averaging.strategy import MAX_SECONDS
 from equipoise.averaging.strategy import Federated as FederatedStrategy
 from equipoise.averaging.weights import LEAST_CONTRIBUTION
 from equipoise.peer.errors import Refused
+from equipoise.peer.interrupts import frees_its_run
 from equipoise.peer.run import Run
 from equipoise.peer.tensors import as_held, copies_of, persistent_buffers, stepped_tensors
 from equipoise.peer.training import image
@@ -138,6 +139,7 @@ class Federated:
         member: This peer's part in the replicated state.
     """
 
+    @frees_its_run
     def __init__(
         self,
         run: Run,

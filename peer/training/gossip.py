@@ -19,6 +19,7 @@ from equipoise.averaging.spec import MAX_GROUP_SIZE
 from equipoise.averaging.weights import ATTENDANCE_LIMIT
 from equipoise.peer.errors import Refused
 from equipoise.peer.futures import PendingRound
+from equipoise.peer.interrupts import frees_its_run
 from equipoise.peer.run import Run
 from equipoise.peer.tensors import named_tensors
 from equipoise.peer.training import member
@@ -48,6 +49,7 @@ class Gossip(LocalTraining[Outcome]):
         finished: The outcome of the all-reduce at the end.
     """
 
+    @frees_its_run
     def __init__(
         self, run: Run, every: int = 0, *, weight: float = 1.0, timeout: float = 30.0, wait_for: int = 0
     ) -> None:

@@ -26,6 +26,7 @@ from equipoise.averaging.outcome import Outcome
 from equipoise.averaging.outer import Average, Nesterov, OuterStep, parse_outer
 from equipoise.averaging.schema import SchemaError
 from equipoise.peer.errors import Refused
+from equipoise.peer.interrupts import frees_its_run
 from equipoise.peer.run import Run
 from equipoise.peer.tensors import as_held, copies_of, stepped_tensors
 from equipoise.peer.training.checkpoint import Checkpoints, keep_checkpoints
@@ -116,6 +117,7 @@ class DiLoCo(LocalTraining[Finished]):
         finished: Result of `finish`, once it has returned.
     """
 
+    @frees_its_run
     def __init__(
         self,
         run: Run,

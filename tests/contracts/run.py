@@ -327,9 +327,23 @@ class RunContract:
         ]:
             with pytest.raises(error, match=said):
                 peer.join(*arguments, **options)  # type: ignore[arg-type]
-        peer.join("digits", good)
-        with pytest.raises(Refused, match="takes part in run 'digits' already"):
-            peer.join("digits", good)
+
+    def test_joining_again_replaces_the_earlier_handle(
+        self, peers: Peers, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        (peer,) = peers(1)
+        earlier = peer.join("digits", [torch.zeros(2)])
+        pending = earlier.average(timeout=60.0, wait=False)
+        caplog.clear()
+
+        again = peer.join("digits", [torch.zeros(2)])
+
+        (said,) = [one for one in caplog.messages if "joins it again" in one]
+        assert said == "run digits: this process joins it again, and leaves it by its earlier handle"
+        assert pending.result().ok is False
+        with pytest.raises(Refused, match="was left"):
+            earlier.average()
+        assert isinstance(again.state, NoPeers)
 
     def test_a_run_that_was_left_says_so_and_can_be_joined_again(self, peers: Peers) -> None:
         (peer,) = peers(1)
