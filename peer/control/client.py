@@ -38,8 +38,9 @@ ANSWER_SECONDS = 10.0
 ASKING_SECONDS = 5.0
 """Time for a daemon to start that a person asks: it takes two seconds, where nothing else needs the processor."""
 
-START_SECONDS = 60.0
-"""Time for a script's daemon to start: on busy machines and slow disks libraries take long to load."""
+START_SECONDS = 300.0
+"""Time for a script's daemon to start, which has the home and has not ended: on busy machines and slow disks libraries
+take long to load."""
 
 END_SECONDS = 0.5
 """Time for a process that was killed to be gone, once its socket is closed; it takes milliseconds."""

@@ -310,6 +310,7 @@ class Federated:
         """Take the next step that is due, and wait a moment; returns why the round failed, if it has."""
         drawn = self._run.draw(self.member.id)
         self._live = len(drawn.live)
+        self.member.show(f"{len(drawn.peers)} of {self._live} peers are drawn")
         self._begun = self._begun or self.epoch > 0 or self._live >= self._strategy.available
         if self.member.in_step:
             self._forget_the_old()

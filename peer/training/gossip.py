@@ -25,6 +25,7 @@ from equipoise.peer.tensors import named_tensors
 from equipoise.peer.training import member
 from equipoise.peer.training.local import LocalTraining
 from equipoise.peer.training.options import LocalOptions
+from equipoise.peer.training.progress import Progress
 
 NEWCOMER = ATTENDANCE_LIMIT
 """Weight of a peer in its first exchange: the mean is almost its partner's model."""
@@ -78,6 +79,7 @@ class Gossip(LocalTraining[Outcome]):
         self.exchanged = 0
         self.last: Outcome | None = None
         self._run = run
+        self._progress = Progress(run.name)
         self._pending: PendingRound | None = None
         # All live peers are drawn, so the group closes at once when they are in, or with two and after the grace.
         all_of_them = {"strategy": f"federated:quorum=2,grace={END_GRACE}", "group_size": MAX_GROUP_SIZE}
@@ -95,6 +97,7 @@ class Gossip(LocalTraining[Outcome]):
         Returns:
             The outcome of the all-reduce; not ok if no other peer ends.
         """
+        self._progress.clear()
         deadline = self._run.clock() + timeout
         if self._pending is not None:
             self._pending.stop_search("this peer ends")
@@ -106,6 +109,7 @@ class Gossip(LocalTraining[Outcome]):
 
     def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
         self.steps += 1
+        self._progress.show(self.exchanged, f"step {self.steps}", self.last)
         if self._pending is not None and self._pending.done():
             self._collect()
         if self._pending is None and self.steps % self._options.every == 0:

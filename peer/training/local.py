@@ -230,6 +230,7 @@ class DiLoCo(LocalTraining[Finished]):
 
     def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
         self.steps += 1
+        self.members[0].show(f"step {self.steps % self._options.every} of {self._options.every}")
         if self.steps % self._options.every == 0 and stepped_tensors(self._source).keys() != self._names:
             raise SchemaError("the parameters that require gradients have changed since join; join again")
         for fragment in self._fragments:

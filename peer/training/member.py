@@ -25,6 +25,7 @@ from equipoise.peer.training.downloads import RECOVER_SECONDS, Downloads
 from equipoise.peer.training.image import Image, ModelPart, TrainingState, digest
 from equipoise.peer.training.lineage import beginning
 from equipoise.peer.training.options import CommonOptions
+from equipoise.peer.training.progress import Progress
 from equipoise.peer.training.replica import HELD_MEANS, Replica
 from equipoise.peer.training.safetensors_io import ImageError
 from equipoise.tasks import Driver
@@ -163,6 +164,7 @@ class Member:
         self.gave = self._stopped = False
         self._claimed: StateId | None = None
         self._downloads = Downloads(run, subject.state)
+        self._progress = Progress(run.name)
         self._stays_away_until: float | None = None
         self._ends_at: float | None = None
         self._began_at = self.clock()
@@ -221,6 +223,10 @@ class Member:
         self._offer(progress.wanted)
         return progress.swarm
 
+    def show(self, part: str) -> None:
+        """Show on a terminal where the training is; `part` says how far the next update is."""
+        self._progress.show(self.id.epoch, part, self.last)
+
     def drop(self) -> None:
         """Forget the accumulated gradients."""
         self._own = None
@@ -260,6 +266,7 @@ class Member:
     def ended(self) -> Finished:
         """Return the end of the training, and stop downloads that have not ended."""
         self._ends_at = None
+        self._progress.clear()
         self._downloads.stop()
         self._hear(events.Stopped())
         behind, unheard = self._downloads.behind, self._downloads.unheard

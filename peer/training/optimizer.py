@@ -297,6 +297,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
         self._paced = last
         swarm, local = self.member.serve(), self.member.accumulated
         swarm = swarm if self.in_step else local
+        self.member.show(f"{swarm / self._options.target_batch_size:.0%} of the batch")
         if swarm <= local and not self.member.has_company():
             before = self.id
             self.member.look_back()
