@@ -41,6 +41,9 @@ MAX_TERMS = 32
 MAX_TERM_VALUE_CHARS = 256
 """Longest value of a term: an optimizer with all its options takes 200 characters."""
 
+PLACES = "parameter groups"
+"""Name of the term whose last word has a character for each tensor, or for several in a row: its place in a group."""
+
 MARK_BYTES = 4
 """Length of a tensor's mark. Two different tensors have the same mark by chance once in four thousand million."""
 

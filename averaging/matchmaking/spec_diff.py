@@ -9,6 +9,7 @@ as a line of text.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
@@ -19,7 +20,7 @@ from equipoise.averaging.matchmaking.events import CandidatesSeen, Event, Messag
 from equipoise.averaging.matchmaking.topology import rank
 from equipoise.averaging.ports import Candidate
 from equipoise.averaging.rate_limit import Allowance
-from equipoise.averaging.spec import MARK_BYTES, MAX_TERM_VALUE_CHARS, PROTOCOL_VERSION, RunSpec
+from equipoise.averaging.spec import MARK_BYTES, MAX_TERM_VALUE_CHARS, PLACES, PROTOCOL_VERSION, RunSpec
 from equipoise.averaging.timing import SILENCE_SECONDS
 
 MAX_STRANGERS = 16
@@ -207,6 +208,9 @@ def differences(here: RunSpec, there: wire.SpecAnswer) -> str:
     names = [name for name in ours | theirs if ours.get(name) != theirs.get(name)]
     whole = f"tensor {there.place}"  # Its name may be long, and must be whole.
     found = [_differs(name, ours, theirs, name == whole) for name in names[:MAX_DIFFERENCES]]
+    if PLACES in names[:MAX_DIFFERENCES] and PLACES in ours and PLACES in theirs:
+        at = names.index(PLACES)
+        found[at] = _elsewhere(here, ours[PLACES], theirs[PLACES]) or found[at]
     more = len(names) - MAX_DIFFERENCES
     return "; ".join(found) + (f"; and {more} more" if more > 0 else "")
 
@@ -215,9 +219,32 @@ def _differs(name: str, ours: Mapping[str, str], theirs: Mapping[str, str], whol
     here, there = ours.get(name, "nothing"), theirs.get(name, "nothing")
     if whole:
         return f"{name}: here {here}, there {there}"
+    own, other = _settings(here), _settings(there)
+    if own.keys() == other.keys():
+        keys = [key for key in own if own[key] != other[key]][:MAX_DIFFERENCES]
+        return f"{name}: " + "; ".join(_differs(key, own, other, False) for key in keys)
     pairs = enumerate(zip(here, there, strict=False))
     same = next((at for at, (a, b) in pairs if a != b), min(len(here), len(there)))
     return f"{name}: here {_around(here, same)}, there {_around(there, same)}"
+
+
+def _settings(text: str) -> dict[str, str]:
+    """The values by name of a text as `lr=0.1, betas=(0.9, 0.999)`."""
+    return dict(one.partition("=")[::2] for one in re.split(r", (?=\w+=)", text))
+
+
+def _elsewhere(spec: RunSpec, here: str, there: str) -> str:
+    """The first parameter with another place, by two terms `PLACES`; empty if they do not tell."""
+    ours, theirs = here.split(" ")[-1], there.split(" ")[-1]
+    names = [one.name for one in spec.schema.tensors if not one.buffer]
+    several = -(-len(names) // max(len(ours), 1))
+    at = next(
+        (at * several for at, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), len(names)
+    )
+    if at >= len(names) or len(ours) != len(theirs):
+        return ""
+    more = f" or one of the {several - 1} after it" if several > 1 else ""
+    return f"{PLACES}: {names[at]!a}{more} has another place there"
 
 
 def _around(text: str, place: int) -> str:

@@ -20,6 +20,7 @@ from torch._compile import _disable_dynamo
 from torch.linalg import vector_norm
 
 from equipoise.averaging.outcome import Outcome
+from equipoise.averaging.spec import PLACES
 from equipoise.averaging.state import StateId
 from equipoise.peer.accumulate import NotFinite
 from equipoise.peer.errors import Refused
@@ -39,6 +40,12 @@ and get another last bit. With this rounding, they clip alike; it changes the fa
 
 MAX_WRITES = 3
 """Times that a script may write to the state without an update in between before `step` raises an error."""
+
+MAX_GROUPS = 16
+"""Most parameter groups with a term of their own, of 32 terms; peers compare a digest of those behind them."""
+
+MAX_PLACES = 128
+"""Most characters for the places of parameters: of a model with more, each stands for several in a row."""
 
 _runs: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[Run]] = weakref.WeakKeyDictionary()
 """The run that steps an optimizer."""
@@ -294,6 +301,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
         last = self.member.last
         if last is not None and last.ok and last is not self._paced:
             self._pace.averaged(last, self._run.peer, self.batch_size)
+            self._look_at_target(last.contributors)
         self._paced = last
         swarm, local = self.member.serve(), self.member.accumulated
         swarm = swarm if self.in_step else local
@@ -305,6 +313,17 @@ class SwarmOptimizer(torch.optim.Optimizer):
                 return False
             self._pace.alone()
         return self._pace.reached(local, swarm)
+
+    def _look_at_target(self, contributors: Mapping[str, float]) -> None:
+        """Warn if the others reach the target without this peer, which has made one micro-batch, as all have."""
+        target, least = self._options.target_batch_size, min(contributors.values())
+        one = contributors.get(self._run.peer, math.inf) <= self.batch_size
+        if one and least * (len(contributors) - 1) >= target:
+            self._warn_once(
+                "target_batch_size",
+                f"target_batch_size is {target:g}, less than one micro-batch of each of {len(contributors)} peers, so "
+                f"rounds have {sum(contributors.values()):g} samples: raise it, or make smaller batches",
+            )
 
     def _note_update(self, before: StateId, outcome: Outcome) -> None:
         self._updating = before.epoch + 1
@@ -356,20 +375,22 @@ class SwarmOptimizer(torch.optim.Optimizer):
             else:  # Fused optimizers read it by the strides of the parameter.
                 parameter.grad = torch.empty_like(parameter).copy_(scaled)
 
-    def _hyperparameters(self) -> str:
+    def _hyperparameters(self) -> dict[str, str]:
         left_out = ("params", "initial_lr")
         groups = [sorted(group.items()) for group in self.inner.param_groups]
-        return "; ".join(
-            ", ".join(f"{key}={value}" for key, value in group if key not in left_out) for group in groups
-        )
+        told = [", ".join(f"{key}={value}" for key, value in one if key not in left_out) for one in groups]
+        if len(told) == 1:
+            return {"hyperparameters": short(told[0])}
+        named = {f"group {at}": short(one) for at, one in enumerate(told[:MAX_GROUPS])}
+        return {**named, "further groups": short("; ".join(told[MAX_GROUPS:])) or "none"}
 
     def _terms(self) -> dict[str, str]:
         """The terms of the run, which must be alike on all peers."""
         options = self._options
         return {
             "optimizer": type(self.inner).__name__,
-            "hyperparameters": short(self._hyperparameters()),
-            "parameter groups": _grouped(self.inner, self.parameters),
+            **self._hyperparameters(),
+            PLACES: _grouped(self.inner, self.parameters),
             "target batch size": number(options.target_batch_size),
             "clip": "none" if options.clip is None else number(options.clip),
             "scheduler": "none" if self.scheduler is None else _schedule(self.scheduler),
@@ -379,10 +400,15 @@ class SwarmOptimizer(torch.optim.Optimizer):
 
 
 def _grouped(inner: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]) -> str:
-    """The parameters of each parameter group, such as the group without weight decay."""
+    """The number of parameter groups, a digest of what each holds, and the parameters' places in them; see `PLACES`."""
     names = {id(parameter): name for name, parameter in parameters.items()}
     groups = [[names.get(id(one), "") for one in group["params"]] for group in inner.param_groups]
-    return f"{len(groups)}: {blake3(repr(groups).encode()).hexdigest()[:16]}"
+    places = {name: (at, place) for at, group in enumerate(groups) for place, name in enumerate(group)}
+    several = math.ceil(len(parameters) / MAX_PLACES)
+    ordered = [places.get(name) for name in parameters]
+    digests = (blake3(repr(ordered[at : at + several]).encode()) for at in range(0, len(ordered), several))
+    marks = "".join(chr(33 + digest.digest()[0] % 94) for digest in digests)
+    return f"{len(groups)}: {blake3(repr(groups).encode()).hexdigest()[:16]} {marks}"
 
 
 def _schedule(scheduler: torch.optim.lr_scheduler.LRScheduler) -> str:
@@ -392,7 +418,7 @@ def _schedule(scheduler: torch.optim.lr_scheduler.LRScheduler) -> str:
         for key, value in sorted(scheduler.state_dict().items())
         if not key.startswith("_") and key not in ("last_epoch", "verbose")
     ]
-    return f"{type(scheduler).__name__}({short(', '.join(settings))})"
+    return ", ".join([type(scheduler).__name__, short(", ".join(settings))])
 
 
 def _check_inner(run: Run, inner: torch.optim.Optimizer) -> dict[str, torch.Tensor]:

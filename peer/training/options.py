@@ -20,7 +20,7 @@ MAX_FRAGMENTS = 12
 """Most fragments of one `DiLoCo`: each is a run, of which a daemon takes 64."""
 
 MAX_VALUE_CHARS = 200
-"""Longest description of hyperparameters as a term (a term may have 256); of a longer one, peers compare a digest."""
+"""Longest description of hyperparameters in a term (a term may have 256); a longer one is cut, and its digest added."""
 
 Schedule = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
 
@@ -230,10 +230,11 @@ def number(value: float) -> str:
 
 
 def short(told: str) -> str:
-    """A text as a term, or its digest if it is long or not printable."""
-    if len(told) <= MAX_VALUE_CHARS and told.isascii() and told.isprintable():
+    """A text as a term; if it is long or not printable, its beginning and a digest."""
+    plain = told if told.isascii() and told.isprintable() else ""
+    if plain == told and len(told) <= MAX_VALUE_CHARS:
         return told
-    return f"blake3 {blake3(told.encode()).hexdigest()[:16]}"
+    return f"{plain[:MAX_VALUE_CHARS]} blake3 {blake3(told.encode()).hexdigest()[:16]}".strip()
 
 
 def _require_positive(name: str, value: float) -> None:

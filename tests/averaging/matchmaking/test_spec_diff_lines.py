@@ -14,7 +14,7 @@ from equipoise.averaging.matchmaking.messages import MAX_ROWS, SpecAnswer, SpecQ
 from equipoise.averaging.matchmaking.spec_diff import MAX_DIFFERENCES, answer_of, differences
 from equipoise.averaging.ports import MAX_HEADER_BYTES
 from equipoise.averaging.schema import MAX_NAME_CHARS, Schema
-from equipoise.averaging.spec import MARK_BYTES, MAX_MARKS, MAX_TERMS, PROTOCOL_VERSION, RunSpec
+from equipoise.averaging.spec import MARK_BYTES, MAX_MARKS, MAX_TERMS, PLACES, PROTOCOL_VERSION, RunSpec
 from fakes.specs import TENSORS, spec
 
 
@@ -57,13 +57,34 @@ def test_what_differs_is_named(there: RunSpec, said: str) -> None:
 
 
 def test_of_long_values_the_part_that_differs_is_shown() -> None:
-    options = "AdamW(lr=0.001, betas=(0.9, 0.999), eps=1e-08, weight_decay={}, fused=None, capturable=False)"
-    here, there = (spec(terms={"optimizer": options.format(decay)}) for decay in ("0.1", "0.01"))
-    said = told(here, there)
-    assert "weight_decay=0.1, fused" in said
-    assert "weight_decay=0.01, fused" in said
-    assert "betas" not in said
-    assert len(said) < 160
+    here, there = (spec(terms={"data": f"{'a' * 90} {part} {'b' * 90}"}) for part in ("one", "two"))
+    assert "aaa one bbb" in told(here, there)
+    assert "aaa two bbb" in told(here, there)
+    assert len(told(here, there)) < 160
+
+
+def test_of_named_values_those_that_differ_are_shown() -> None:
+    options = "lr={}, betas=({}, 0.999), eps=1e-08, fused=None, capturable=False"
+    here, there = (spec(terms={"group 1": options.format(*one)}) for one in ((0.0002, 0.9), (0.0001, 0.8)))
+    assert told(here, there) == (
+        "group 1: lr: here 0.0002, there 0.0001; betas: here (0.9, 0.999), there (0.8, 0.999)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("marks", "said"),
+    [
+        (("abc", "xbc"), "'a' has another place there"),
+        (("abc", "abx"), "'c' has another place there"),
+        (("ab", "ax"), "'c' or one of the 1 after it has another place there"),
+        (("abc", "ab"), "here 1: 00 abc, there 1: 00 ab"),
+        (("", "ab"), "here 1: 00 , there 1: 00 ab"),
+        (("abcdefg", "abcdefx"), "here 1: 00 abcdefg, there 1: 00 abcdefx"),
+    ],
+)
+def test_a_parameter_with_another_place_in_the_optimizer_is_named(marks: tuple[str, str], said: str) -> None:
+    here, there = (spec(terms={PLACES: f"1: 00 {one}"}) for one in marks)
+    assert told(here, there) == f"parameter groups: {said}"
 
 
 def test_a_long_name_of_a_tensor_is_whole() -> None:

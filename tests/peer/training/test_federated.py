@@ -466,7 +466,7 @@ def test_terms_say_what_must_be_alike() -> None:
     }
     many = Client(FederatedSwarm(), 0, config={f"name{at}": at for at in range(40)})
     many.join()
-    assert many.run.terms["config"].startswith("blake3 ")
+    assert " blake3 " in many.run.terms["config"]
 
 
 @pytest.mark.parametrize(

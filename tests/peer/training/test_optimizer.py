@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import nn
 
+from equipoise.averaging.matchmaking.spec_diff import answer_of, differences
+from equipoise.averaging.spec import RunSpec
 from equipoise.peer import Refused
 from equipoise.peer.training import ImageError, SwarmOptimizer
 from fakes.trainers import SAMPLES, Trainer, adamw, assert_alike, trained
@@ -116,6 +118,23 @@ def test_peers_as_fast_as_each_other_make_the_target_and_no_more(fake: FakeSwarm
     trainers = trained(fake, epochs=4)
     assert trainers[0].last.contributors == {trainer.name: SAMPLES for trainer in trainers}
     assert {trainer.calls for trainer in trainers} == {4}
+
+
+@pytest.mark.parametrize("target", [SAMPLES, 3 * SAMPLES])
+def test_a_target_below_one_micro_batch_of_all_is_told_once(
+    fake: FakeSwarm, caplog: pytest.LogCaptureFixture, target: int
+) -> None:
+    trainers = [Trainer(fake, index, 4, target_batch_size=target) for index in range(3)]
+    trainers[2].options["batch_size"] = SAMPLES - 1
+    for trainer in trainers:
+        trainer.begin()
+    fake.run()
+    told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    expected = (
+        "run text: target_batch_size is 8, less than one micro-batch of each of 3 peers, so rounds have 23 samples: "
+        "raise it, or make smaller batches"
+    )
+    assert told == ([expected] * 3 if target == SAMPLES else [])  # Once a peer.
 
 
 def test_a_round_that_fails_keeps_what_was_accumulated(fake: FakeSwarm) -> None:
@@ -411,7 +430,7 @@ def test_misuse_is_refused_with_one_line(fake: FakeSwarm) -> None:
         run.optimizer(torch.optim.LBFGS(model.parameters()), target_batch_size=1)
     with pytest.raises(Refused, match="of the optimizer's parameters are not those of run 'text'"):
         run.optimizer(adamw(other.parameters()), target_batch_size=1)
-    with pytest.raises(Refused, match=r"are not the optimizer's, as '0\.bias'"):
+    with pytest.raises(Refused, match=r"are not the optimizer's, as '0\.bias'.* join a run for each"):
         run.optimizer(adamw([model[0].weight]), target_batch_size=1)
     opt = run.optimizer(adamw(model.parameters()), target_batch_size=1)
     with pytest.raises(TypeError, match="one run takes one optimizer"):
@@ -506,6 +525,52 @@ def test_what_would_part_them_is_a_term(
         terms.append(dict(trainer.run.terms))
     assert terms[0] == terms[2]
     assert {name for name in terms[0] if terms[0][name] != terms[1][name]} == {term}
+
+
+def reordered(parameters: Any) -> torch.optim.Optimizer:
+    first, second, *others = parameters
+    return torch.optim.AdamW([second, first, *others], lr=1e-2)
+
+
+def rates(second: float) -> Any:
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        held = list(parameters)
+        groups = [{"params": held[:1]}, {"params": held[1:], "lr": second}]
+        return torch.optim.AdamW(groups, lr=1e-2)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "said"),
+    [
+        (rates(2e-4), rates(1e-4), "group 1: lr: here 0.0002, there 0.0001"),
+        (adamw, reordered, "parameter groups: '0.weight' has another place there"),
+    ],
+)
+def test_a_group_that_differs_is_told_by_its_key_and_an_order_by_its_first_name(
+    fake: FakeSwarm, here: Any, there: Any, said: str
+) -> None:
+    specs = []
+    for index, make in enumerate((here, there)):
+        trainer = Trainer(fake, index, 1)
+        trainer.make = make
+        trainer.join()
+        specs.append(RunSpec.create("text", trainer.run.schema, terms=trainer.run.terms))
+    assert differences(specs[0], answer_of(specs[1], specs[0].marks, 1.0)) == said
+
+
+def test_many_parameter_groups_fit_the_terms(fake: FakeSwarm) -> None:
+    terms = []
+    for index, decay in enumerate((0.1, 0.2)):
+        trainer = Trainer(fake, index, 1)
+        trainer.model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(80)))
+        held = list(trainer.model.parameters())
+        groups = [{"params": [one], "weight_decay": decay if one is held[-1] else 0.0} for one in held]
+        trainer.make = lambda parameters, groups=groups: torch.optim.AdamW(groups)
+        trainer.join()
+        terms.append(dict(trainer.run.terms))
+    assert {name for name in terms[0] if terms[0][name] != terms[1][name]} == {"further groups"}
 
 
 def test_what_newcomers_could_not_be_given_is_refused_at_once(fake: FakeSwarm) -> None:
