@@ -385,8 +385,13 @@ def test_on_update_is_called_once_for_each_update_also_of_newcomers_and_straggle
                 self.swarm.compute(8.0)
             super().backward()
 
-    trainers = [Averaging(fake, 0, 40), Averaging(fake, 1, 40), Sleeping(fake, 2, 40)]
-    newcomer = Averaging(fake, 3, 40)
+    target = {"target_batch_size": 4 * SAMPLES}
+    trainers = [
+        Averaging(fake, 0, 40, **target),
+        Averaging(fake, 1, 40, **target),
+        Sleeping(fake, 2, 40, **target),
+    ]
+    newcomer = Averaging(fake, 3, 40, **target)
     for trainer in trainers:
         trainer.begin()
     newcomer.begin(at=6.0)
