@@ -82,7 +82,7 @@ def restores(trainer: Scripted) -> None:
 
 @pytest.mark.parametrize("act", [saves, restores])
 @pytest.mark.parametrize("scheduler", [None, warming])
-@pytest.mark.parametrize(("make", "at"), [(adamw, 0), (sgd, 0), (sgd, 3)], ids=str)
+@pytest.mark.parametrize(("make", "at"), [(adamw, 0), (sgd, 0), (sgd, 3)], ids=["adamw", "sgd", "sgd later"])
 def test_a_probe_of_torchs_checkpoints_is_no_step(
     fake: FakeSwarm, caplog: pytest.LogCaptureFixture, act: Act, scheduler: Any, make: Any, at: int
 ) -> None:
@@ -195,8 +195,6 @@ def test_what_all_load_before_the_first_step_is_what_they_begin_with(
     fake: FakeSwarm, caplog: pytest.LogCaptureFixture
 ) -> None:
     trainers = two(fake, loads, both=True, at=range(1))
-    before_join = Scripted(fake, 2, 12)
-    loads(before_join)
     assert_alike(trainers)
     assert warned(caplog) == []
 
