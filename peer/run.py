@@ -419,7 +419,12 @@ class Run:
             self._link.ask(messages.OfferState(self.name, state, size), OFFER_SECONDS, [shared.fd])
 
     def fetch(
-        self, at_least: int, limit: int, timeout: float = 60.0, among: tuple[str, ...] = ()
+        self,
+        at_least: int,
+        limit: int,
+        timeout: float = 60.0,
+        among: tuple[str, ...] = (),
+        barred: tuple[str, ...] = (),
     ) -> Download:
         """Download a snapshot of the run's state from all peers that offer the same one, verified; one at a time.
 
@@ -428,12 +433,13 @@ class Run:
             limit: Most bytes of the image.
             timeout: Seconds after which the download has ended, with or without success.
             among: PeerIDs, at most 256, of the only peers to take it from, while any of them is there.
+            barred: PeerIDs, at most 256, of peers to take nothing from.
 
         Raises:
             ValueError: The timeout is out of range.
             Refused: The limit is too large for this machine; or, when `result` is called, a download was going on.
         """
-        request = messages.FetchState(self.name, at_least, limit, timeout, among)
+        request = messages.FetchState(self.name, at_least, limit, timeout, among, barred)
         return Download(self._link, request, limit)
 
     def recover(

@@ -227,8 +227,8 @@ class Session:
             await asyncio.get_running_loop().run_in_executor(None, image.allocate, size)
             return image.view(size, writable=True)
 
-        transfer, among = await self.transfer(), frozenset(request.among)
-        return await transfer.fetch(request.at_least, image.capacity, request.timeout, room, among)
+        transfer, among, barred = await self.transfer(), frozenset(request.among), frozenset(request.barred)
+        return await transfer.fetch(request.at_least, image.capacity, request.timeout, room, among, barred)
 
     async def fetch_mean(self, request: FetchMean, memory: SharedMemory) -> FetchOutcome:
         """Fetch a missed mean into the client's memory, which must have exactly the mean's size.

@@ -281,7 +281,13 @@ class Transfer:
         self._tasks.spawn(self._digest(state, image)).add_done_callback(lambda _: self._offering.release())
 
     async def fetch(
-        self, at_least: int, limit: int, timeout: float, room: Room, among: frozenset[str] = frozenset()
+        self,
+        at_least: int,
+        limit: int,
+        timeout: float,
+        room: Room,
+        among: frozenset[str] = frozenset(),
+        barred: frozenset[str] = frozenset(),
     ) -> FetchOutcome:
         """Download a snapshot of epoch `at_least` or later from all peers that have it.
 
@@ -291,12 +297,13 @@ class Transfer:
             timeout: Seconds for everything; the outcome fails with a reason when they are over.
             room: Makes memory for the image.
             among: PeerIDs of the only peers to take it from, while any of them is there.
+            barred: PeerIDs of peers to take nothing from.
 
         Raises:
             ValueError: A download of this run is going on already.
         """
         run, ticket = self._spec.name, os.urandom(TICKET_BYTES)
-        request = Request(run, self._spec.hash, ticket, at_least, limit, circle=among)
+        request = Request(run, self._spec.hash, ticket, at_least, limit, circle=among, barred=barred)
         got = await self._get(request, timeout, room)
         if got.state is None:
             log.info("run %s: no state fetched: %s", run, got.reason)

@@ -31,6 +31,7 @@ class Request:
             far as they can be reached. For a snapshot: PeerIDs of the only peers to take it from, while any is there.
         patient: Whether to wait for the peers that are not as far, if no other peer has that mean.
         proved: Whether the asking peer will know that mean by its digest, so that it can take it from any donor.
+        barred: PeerIDs of the peers whose last snapshot did not fit the newcomer's model: they are not asked.
         quorum: Fewest members that make a round without the others, where a draw decides who contributes; 0: no
             minority does.
     """
@@ -45,6 +46,7 @@ class Request:
     patient: bool = False
     proved: bool = False
     quorum: int = 0
+    barred: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

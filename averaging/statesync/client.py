@@ -45,6 +45,7 @@ class Fetch:
         self._began, self._expires = now, now + timeout
         self._missed = None if request.after is None else UpdateQuery(request)
         self._poll = self._missed or SnapshotQuorum(request.at_least, request.circle)
+        self._poll.barred |= dict.fromkeys(request.barred, "its last image did not fit")
         self._agreement: Agreement | None = None
         self._sources = ChunkScheduler(())
         self._image: ImageId | None = None

@@ -181,13 +181,14 @@ class OfferState(RunRequest[None], frozen=True):
 class FetchState(RunRequest[FetchOutcome], frozen=True):
     """Download a snapshot of epoch `at_least` or later into the `limit` bytes of shared memory beside this frame.
 
-    It is taken `among` these peers alone while any of them is there.
+    It is taken `among` these peers alone while any of them is there, and from none that is `barred`.
     """
 
     at_least: int
     limit: int
     timeout: Timeout
     among: Peers = ()
+    barred: Peers = ()
 
 
 class StopRound(RunRequest[None], frozen=True):

@@ -100,12 +100,12 @@ class SnapshotDownload(Download):
     _seconds = SNAPSHOT_SECONDS
 
     def _find(self) -> Callable[[], FetchOutcome] | str:
-        trusted = [one for one in self._others if one.peer in self.request.among]
-        voters = trusted or self._others
+        others = [one for one in self._others if one.peer not in self.request.barred]
+        voters = [one for one in others if one.peer in self.request.among] or others
         offers = [one.offered for one in voters if one.offered is not None]
         fitting = Counter(offer for offer in offers if offer[0].epoch >= self.request.at_least)
         if not fitting:
-            return "" if self._others else "no other peer of this run is known"
+            return "" if others else "no other peer of this run is known"
         chosen = max(fitting, key=lambda offer: (fitting[offer], offer[0].epoch))
         donors = [one.peer for one in voters if one.offered == chosen]
         return lambda: self._taken(*chosen, donors, tuple(one.peer for one in voters))

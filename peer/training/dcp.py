@@ -7,12 +7,12 @@ with an image from another peer, before anything changes. `Checkpoints` do not n
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from equipoise.peer.training.image import remembered
 from equipoise.peer.training.optimizer import SwarmOptimizer
 from equipoise.peer.training.safetensors_io import ImageError, pack, unpack
 
@@ -55,23 +55,9 @@ def _remembered(
     """Zeros in the place of every tensor of the optimizer's future state, by its path in an image."""
     if all(parameter in inner.state for parameter in parameters.values()):
         return {}
-    # The twin steps with zeros at a rate of zero, as torch's own get_optimizer_state_dict does, but without touching
-    # the original: its first step must be the swarm's.
-    twins = {id(one): torch.zeros_like(one, requires_grad=True) for one in parameters.values()}
-    for one in twins.values():
-        one.grad = torch.zeros_like(one)
-    groups = [
-        {**group, "lr": 0.0, "params": [twins[id(one)] for one in group["params"] if id(one) in twins]}
-        for group in inner.param_groups
-    ]
-    twin = object.__new__(type(inner))
-    # Hooks, and a scheduler's wrapper of `step`, belong to the original.
-    kept = {key: value for key, value in vars(inner).items() if key != "step" and "hooks" not in key}
-    twin.__setstate__({**kept, "state": defaultdict(dict), "param_groups": groups})
-    twin.step()
     return {
         f"optimizer/state/{name}/{key}": torch.zeros_like(value)
-        for name, parameter in parameters.items()
-        for key, value in twin.state[twins[id(parameter)]].items()
+        for name, kept in remembered(inner, parameters).items()
+        for key, value in kept.items()
         if isinstance(value, torch.Tensor)
     }

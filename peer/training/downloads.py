@@ -22,6 +22,9 @@ FETCH_SECONDS = 600.0
 RECOVER_SECONDS = 60.0
 """Longest time for one mean: a tenth of a snapshot's. If no peer has the mean, the peer knows that in a moment."""
 
+MAX_BARRED = 256
+"""Most peers that are left out; see `Run.fetch`."""
+
 
 class Downloads:
     """At most one download, and the result of the last one.
@@ -37,6 +40,7 @@ class Downloads:
         self.image: Image | None = None
         self.mean: tuple[memoryview, Outcome] | None = None
         self.behind = self.unheard = 0
+        self._barred: tuple[str, ...] = ()
         self._run = run
         self._state = state
         self._going: Download | None = None
@@ -55,7 +59,11 @@ class Downloads:
 
     def fetch(self, at_least: int, limit: int, among: tuple[str, ...] = ()) -> None:
         """Begin to fetch a snapshot of an epoch or a later one, of at most `limit` bytes; see `Run.fetch`."""
-        self._begin(events.FetchFailed, partial(self._run.fetch, at_least, limit, FETCH_SECONDS, among))
+        # The donors of an image that did not fit are left out until no other donor has one either.
+        barred = {"barred": self._barred} if self._barred else {}
+        self._begin(
+            events.FetchFailed, partial(self._run.fetch, at_least, limit, FETCH_SECONDS, among, **barred)
+        )
 
     def recover(
         self, after: StateId, circle: tuple[str, ...], timeout: float, proved: bool, patient: bool
@@ -106,11 +114,16 @@ class Downloads:
             return self._failed(str(error))
 
     def _fetched(self, found: FetchOutcome, content: memoryview) -> events.Event:
+        barred, self._barred = self._barred, ()
         if not found.ok:
             return events.FetchFailed(found.reason)
-        image = self._state.read(torch.frombuffer(content, dtype=torch.uint8), foreign=True)
-        if image.id != found.state:
-            raise ImageError(f"donors offered {found.state}, the image says {image.id}")
+        try:
+            image = self._state.read(torch.frombuffer(content, dtype=torch.uint8), foreign=True)
+            if image.id != found.state:
+                raise ImageError(f"donors offered {found.state}, the image says {image.id}")
+        except ImageError:
+            self._barred = (*barred, *found.sources)[-MAX_BARRED:]
+            raise
         self.image = image
         return events.ImageFetched(image.id, found.voters)
 

@@ -10,7 +10,8 @@ import copy
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
@@ -20,7 +21,7 @@ from blake3 import blake3
 from equipoise.averaging.outer import OuterStep
 from equipoise.averaging.state import MAX_EPOCH, StateId
 from equipoise.peer.tensors import parameters_of
-from equipoise.peer.training.safetensors_io import ImageError, pack, unpack
+from equipoise.peer.training.safetensors_io import MAX_HEADER_BYTES, ImageError, header_bytes, pack, unpack
 
 FORMAT = 1
 """Version of the format; it grows when an older reader would misread an image."""
@@ -30,6 +31,9 @@ STATE_FACTOR = 8
 
 SPARE_BYTES = 64 * 2**20
 """Bytes allowed for the header, the scheduler, and the user's own parts."""
+
+EXTRA_HEADER_BYTES = 2**20
+"""Bytes that a part of the user's, as a data loader's state, may add to the header beyond twice this peer's own."""
 
 MAX_DEPTH = 16
 """Deepest nesting in a state: an optimizer's state has four levels."""
@@ -44,6 +48,9 @@ SETTINGS = re.compile(
 
 EXTRA = "extra "
 """Prefix of the names of the user's own parts, whose values are not checked."""
+
+FIELDS = ("format", "epoch", "lineage", "plain")
+"""What an image's metadata hold."""
 
 Kind = TypeVar("Kind")
 
@@ -120,26 +127,44 @@ class TrainingState:
         Raises:
             ImageError: It is damaged, of another model, or holds NaN or Inf; names the first thing that differs.
         """
-        tensors, metadata = unpack(image)
         try:
+            tensors, metadata = unpack(image, self._most_header() if foreign else MAX_HEADER_BYTES)
             about = json.loads(metadata["equipoise"])
             found, state = about["format"], msgspec.convert((about["epoch"], about["lineage"]), StateId)
+            if found != FORMAT:
+                raise ImageError(f"expected an image of format {FORMAT}, got {found!r}")
+            _check_names((*metadata, *about), ("equipoise", *FIELDS), "the fields of an image")
+            _check_names(about["plain"], self._parts, "the parts that are here")
             trees = {name: _join(about["plain"][name], tensors) for name in self._parts}
-        except (KeyError, TypeError, ValueError, RecursionError) as error:
+            if foreign:  # A user's own may come with more, as through torch.distributed.checkpoint.
+                _check_names(tensors, (), "the tensors that its parts name")
+            for name, part in self._parts.items():
+                part.check(trees[name], foreign)
+                if not name.startswith(EXTRA):
+                    _check_finite(trees[name], name)
+        except ImageError:
+            raise
+        except Exception as error:  # Whatever a stranger's bytes lead to, it refuses them, and nothing else.
             told = f"{type(error).__name__}: {str(error)[:120]}"
             raise ImageError(f"expected an image of a training's state, {told}") from None
-        if found != FORMAT:
-            raise ImageError(f"expected an image of format {FORMAT}, got {found!r}")
-        for name, part in self._parts.items():
-            part.check(trees[name], foreign)
-            if not name.startswith(EXTRA):
-                _check_finite(trees[name], name)
 
         def load() -> None:
             for name, part in self._parts.items():
                 part.load(trees[name])
 
         return Image(state, load)
+
+    def _most_header(self) -> int:
+        """Longest header of another peer's image: twice that of this peer's state, once it has made a step."""
+        tensors: dict[str, torch.Tensor] = {}
+        plain = {
+            name: split(part.outline() if isinstance(part, OptimizerPart) else part.tree(), name, tensors)
+            for name, part in self._parts.items()
+        }
+        room = sum(getattr(part, "header_room", 0) for part in self._parts.values())
+        return min(
+            2 * header_bytes(tensors, {"equipoise": json.dumps(plain)}) + 1024 + room, MAX_HEADER_BYTES
+        )
 
 
 class ModelPart:
@@ -219,28 +244,43 @@ class OptimizerPart:
         groups = [{**group, "params": params} for group, params in zip(groups, held, strict=True)]
         return {"state": state, "groups": groups}
 
+    def outline(self) -> Tree:
+        """The part as it is once all parameters have made a step; what is not there yet has no values.
+
+        Of another optimizer than torch's own, only what is there.
+        """
+        tree = self.tree()
+        if self._is_elementwise and len(tree["state"]) < len(self._parameters):
+            twins = remembered(self._optimizer, self._parameters, _small)
+            tree["state"] = {
+                name: {key: _grown(value, self._parameters[name]) for key, value in kept.items()}
+                for name, kept in twins.items()
+            } | tree["state"]
+        return tree
+
     def check(self, tree: Tree, foreign: bool = False) -> None:
         """See `Part`."""
-        ours = self.tree()
+        ours = self.outline()
         if not isinstance(tree, dict) or set(tree) != {"state", "groups"}:
             raise ImageError("expected an optimizer's state and groups, got neither")
         held = [_as(dict, one).get("params") for one in _as(list, tree["groups"])]
         if held != [one["params"] for one in ours["groups"]]:
             expected = "the optimizer's groups to hold the parameters that they hold here"
             raise ImageError(f"expected {expected}, they differ")
-        if foreign:
-            for group, terms in zip(tree["groups"], self._terms, strict=True):
+        for group, own, terms in zip(tree["groups"], ours["groups"], self._terms, strict=True):
+            if foreign:
                 _check_terms(_told_terms(group, self._scheduled), terms)
+                _check_kinds(group, own)
         for name, kept in _as(dict, tree["state"]).items():
             if name not in self._parameters:
-                told = f"expected what an optimizer remembers of the run's parameters, got {name[:80]!r}"
+                told = f"expected what an optimizer remembers of the run's parameters, got {str(name)[:80]!r}"
                 raise ImageError(told)
+            of, own = f"of {name!r} ", ours["state"].get(name, {})
+            if foreign and (self._is_elementwise or own):
+                _check_kinds(_as(dict, kept), own, of)
             for key, value in _as(dict, kept).items():
-                if self._is_elementwise and isinstance(value, torch.Tensor):
-                    _check_spread(f"{key[:80]!r} of {name!r}", value, self._parameters[name])
-                known = ours["state"].get(name, {}).get(key)
-                if isinstance(known, torch.Tensor) and known.dim():
-                    _check_like({key: value}, {key: known}, f"of {name!r} ")
+                if isinstance(own.get(key), torch.Tensor) and own[key].dim():
+                    _check_like({key: value}, {key: own[key]}, of)
 
     def load(self, tree: Tree) -> None:
         """See `Part`."""
@@ -258,6 +298,8 @@ class OptimizerPart:
 
 class UserPart:
     """Anything with `state_dict` and `load_state_dict`."""
+
+    header_room = EXTRA_HEADER_BYTES
 
     def __init__(self, what: Stateful) -> None:
         self._what = what
@@ -277,6 +319,8 @@ class UserPart:
 
 class OuterPart(UserPart):
     """An outer step. It remembers moments of each parameter, and counts of steps."""
+
+    header_room = 0
 
     def __init__(self, outer: OuterStep, tensors: Mapping[str, torch.Tensor]) -> None:
         """`tensors` are the agreed parameters by name."""
@@ -298,10 +342,14 @@ class OuterPart(UserPart):
 class SchedulerPart(UserPart):
     """A learning-rate scheduler."""
 
+    header_room = 0
+
     def check(self, tree: Tree, foreign: bool = False) -> None:
         """See `Part`."""
         super().check(tree)
         if foreign:
+            if type(self._what).__module__.startswith("torch.optim."):
+                _check_kinds(tree, self.tree())
             _check_terms(_settings(tree), _settings(self.tree()))
 
 
@@ -336,11 +384,75 @@ def _placed(key: str, value: Tree, parameter: torch.Tensor, group: Mapping[str, 
     return value.to(parameter.device, copy=True)
 
 
+def remembered(
+    inner: torch.optim.Optimizer,
+    parameters: Mapping[str, torch.Tensor],
+    like: Callable[[torch.Tensor], torch.Tensor] = torch.zeros_like,
+) -> dict[str, dict[str, Any]]:
+    """What an optimizer will remember of each parameter after a step with zeros; `like` makes the parameter's twin.
+
+    The twins step at a rate of zero, as in torch's own `get_optimizer_state_dict`, but without touching the original.
+    """
+    twins = {id(one): like(one).requires_grad_() for one in parameters.values()}
+    for one in twins.values():
+        zeros = torch.zeros_like(one)
+        one.grad = zeros.to_sparse() if isinstance(inner, torch.optim.SparseAdam) else zeros
+    plain = {"lr": 0.0, "fused": None, "capturable": False}
+    groups = [
+        {**group, **{key: value for key, value in plain.items() if key in group}, "params": own}
+        for group in inner.param_groups
+        if (own := [twins[id(one)] for one in group["params"] if id(one) in twins])
+    ]
+    twin = object.__new__(type(inner))
+    # Hooks, and a scheduler's wrapper of `step`, belong to the original.
+    kept = {key: value for key, value in vars(inner).items() if key != "step" and "hooks" not in key}
+    twin.__setstate__({**kept, "state": defaultdict(dict), "param_groups": groups})
+    twin.step()
+    return {name: dict(twin.state[twins[id(one)]]) for name, one in parameters.items()}
+
+
+def _small(parameter: torch.Tensor) -> torch.Tensor:
+    """Zeros of as many dimensions, and of at most two values in each."""
+    return torch.zeros([min(size, 2) for size in parameter.shape], dtype=parameter.dtype, device="cpu")
+
+
+def _grown(value: Any, parameter: torch.Tensor) -> Any:
+    """What is remembered of a parameter, without values, from what was remembered of its small twin."""
+    if not isinstance(value, torch.Tensor) or value.dim() != parameter.dim():
+        return value
+    pairs = zip(value.shape, parameter.shape, strict=True)
+    shape = [whole if small == min(whole, 2) else small for small, whole in pairs]
+    return torch.empty(shape, dtype=value.dtype, device="meta")
+
+
+def _check_names(found: Iterable[Any], ours: Iterable[Any], what: str, of: str = "") -> None:
+    here = set(ours)
+    for name in sorted(here.symmetric_difference(found), key=repr):
+        where = "here" if name in here else "in the image"
+        raise ImageError(f"expected {what}: {str(name)[:80]!r} {of}is only {where}")
+
+
+def _check_kinds(found: Mapping[Any, Any], ours: Mapping[Any, Any], of: str = "") -> None:
+    """Check that the names are ours, and the values of our kinds."""
+    _check_names(found, ours, "the values that are here", of)
+    for name, value in ours.items():
+        if value is not None and _kind(found[name]) != _kind(value):
+            raise ImageError(
+                f"expected {name!r} {of}to be like {str(value)[:80]}, got {str(found[name])[:80]}"
+            )
+
+
+def _kind(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_kind(one) for one in value]
+    return next(
+        (kind for kind in (int | float | torch.Tensor, Mapping) if isinstance(value, kind)), type(value)
+    )
+
+
 def _check_like(tree: Tree, like: Mapping[str, torch.Tensor], of: str = "") -> None:
     found = _as(dict, tree)
-    for name in sorted(set(like) ^ set(found)):
-        where = "here" if name in like else "in the image"
-        raise ImageError(f"expected the tensors that are here: {name[:80]!r} {of}is only {where}")
+    _check_names(found, like, "the tensors that are here", of)
     for name, tensor in like.items():
         got = found[name]
         if not isinstance(got, torch.Tensor) or got.dtype != tensor.dtype:
@@ -383,13 +495,6 @@ def _check_finite(tree: Tree, path: str) -> None:
             _check_finite(value, path)
 
 
-def _check_spread(what: str, value: torch.Tensor, parameter: torch.Tensor) -> None:
-    """Check that there is one value for each of the parameter's values, or each row, or each column, or for all."""
-    pairs = zip(value.shape, parameter.shape, strict=False)
-    if value.dim() and (value.dim() != parameter.dim() or any(one not in (1, whole) for one, whole in pairs)):
-        raise ImageError(f"{what} has shape {list(value.shape)}, expected one for {list(parameter.shape)}")
-
-
 def _as(kind: type[Kind], tree: Tree) -> Kind:
     if not isinstance(tree, kind):
         raise ImageError(f"expected a {kind.__name__} in the image, got {type(tree).__name__}")
@@ -420,12 +525,14 @@ def split(tree: Tree, path: str, tensors: dict[str, torch.Tensor], depth: int = 
 
 
 def _join(plain: Any, tensors: dict[str, torch.Tensor]) -> Tree:
-    if not isinstance(plain, dict):
+    if not isinstance(plain, dict | list):
         return plain
     ((kind, content),) = plain.items()
     if kind == "tensor":
         return tensors.pop(content)  # Each tensor once: a small image must not become a large state.
     if kind == "dict":
+        if not all(type(key) in (str, int) for key, _ in content):
+            raise ValueError("a key that is neither a string nor an integer")
         return {key: _join(value, tensors) for key, value in content}
     values = [_join(value, tensors) for value in content]
-    return tuple(values) if kind == "tuple" else values
+    return {"list": list, "tuple": tuple}[kind](values)

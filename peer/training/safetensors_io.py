@@ -75,9 +75,30 @@ def pack(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> to
     Raises:
         ImageError: A tensor is sparse or of a dtype without a name in the format; names it. Or the header is too long.
     """
+    ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
+    header, text, at = _header_of(ordered, metadata)
+    head = bytearray(len(text).to_bytes(8, "little") + text)
+    image = torch.empty(len(head) + at, dtype=torch.uint8, device="cpu")
+    image[: len(head)] = torch.frombuffer(head, dtype=torch.uint8)
+    values = image[len(head) :]
+    with torch.no_grad():
+        for name, tensor in ordered:
+            start, end = header[name]["data_offsets"]
+            values[start:end].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+    return image
+
+
+def header_bytes(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> int:
+    """Length of the header of such a file, without its values; see `pack`."""
+    return len(_header_of(list(tensors.items()), metadata)[1])
+
+
+def _header_of(
+    ordered: list[tuple[str, torch.Tensor]], metadata: Mapping[str, str]
+) -> tuple[dict[str, Any], bytes, int]:
+    """The header of a file with these tensors, its text, and the bytes of the values."""
     header: dict[str, Any] = {METADATA: dict(sorted(metadata.items()))}
     at = 0
-    ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
     for name, tensor in ordered:
         end = at + tensor.numel() * tensor.element_size()
         if tensor.dtype not in _NAMES or tensor.layout is not torch.strided:
@@ -91,26 +112,21 @@ def pack(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> to
     if len(text) > MAX_HEADER_BYTES:
         told = f"expected names, shapes and what is no tensor to take at most {MAX_HEADER_BYTES} bytes"
         raise ImageError(f"{told}, got {len(text)}: keep large lists of numbers as tensors")
-    head = bytearray(len(text).to_bytes(8, "little") + text)
-    image = torch.empty(len(head) + at, dtype=torch.uint8, device="cpu")
-    image[: len(head)] = torch.frombuffer(head, dtype=torch.uint8)
-    values = image[len(head) :]
-    with torch.no_grad():
-        for name, tensor in ordered:
-            start, end = header[name]["data_offsets"]
-            values[start:end].view(tensor.dtype).view(tensor.shape).copy_(tensor)
-    return image
+    return header, text, at
 
 
-def unpack(image: torch.Tensor) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+def unpack(
+    image: torch.Tensor, most: int = MAX_HEADER_BYTES
+) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """The tensors of a safetensors file, u8 [bytes] on the CPU, as views of it, and its metadata; all is checked.
 
     Raises:
-        ImageError: It is no safetensors file, or not a whole one.
+        ImageError: It is no safetensors file, or not a whole one, or its header is longer than `most`.
     """
     size = int.from_bytes(bytes(image[:8].tolist()), "little")
-    if len(image) < 8 or not 0 < size <= min(len(image) - 8, MAX_HEADER_BYTES):
-        raise ImageError(f"expected a safetensors file, got {len(image)} bytes with a header of {size}")
+    if len(image) < 8 or not 0 < size <= min(len(image) - 8, most):
+        told = f"expected a safetensors file with a header of at most {most} bytes"
+        raise ImageError(f"{told}, got {len(image)} bytes with a header of {size}")
     try:
         header = _header.decode(image[8 : 8 + size].numpy().data)
         metadata = _metadata.decode(header.pop(METADATA, b"{}"))

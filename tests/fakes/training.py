@@ -310,8 +310,9 @@ class FakeRun(Run):
         limit: int,
         timeout: float = 600.0,
         among: tuple[str, ...] = (),
+        barred: tuple[str, ...] = (),
     ) -> Any:
-        return FakeFetch(self, at_least, timeout, among)
+        return FakeFetch(self, at_least, timeout, among, barred)
 
     def recover(
         self,
@@ -393,8 +394,15 @@ class FakePending:
 class FakeFetch:
     """A download that goes on: from when somebody offers what is wanted."""
 
-    def __init__(self, run: FakeRun, at_least: int, timeout: float, among: tuple[str, ...] = ()) -> None:
-        self._run, self._at_least, self._among = run, at_least, among
+    def __init__(
+        self,
+        run: FakeRun,
+        at_least: int,
+        timeout: float,
+        among: tuple[str, ...] = (),
+        barred: tuple[str, ...] = (),
+    ) -> None:
+        self._run, self._at_least, self._among, self._barred = run, at_least, among, barred
         self._deadline = run.swarm.now + timeout
         self._since: float | None = None
         self._image: tuple[StateId, bytes] | None = None
@@ -404,7 +412,7 @@ class FakeFetch:
     def done(self) -> bool:
         swarm = self._run.swarm
         if self._image is None:
-            others = self._run.others()
+            others = [run for run in self._run.others() if run.peer_name not in self._barred]
             donors = [run for run in others if run.peer_name in self._among] or others
             offered = Counter(run.offered for run in donors if run.offered is not None)
             fitting = [offer for offer in offered if offer[0].epoch >= self._at_least]
@@ -413,7 +421,8 @@ class FakeFetch:
                 self._run.wants = None
         if self._since is not None:
             return swarm.now >= self._since + swarm.fetch_seconds
-        return not self._run.others() or swarm.now >= self._deadline
+        left = any(run.peer_name not in self._barred for run in self._run.others())
+        return not left or swarm.now >= self._deadline
 
     def wait(self, timeout: float) -> bool:
         return self.done() or self._run.swarm.wait(self.done, timeout)
@@ -427,7 +436,8 @@ class FakeFetch:
             return FetchOutcome(ok=False, reason="nobody offers it")
         state, image = self._image
         self.content = memoryview(bytearray(image))
-        return FetchOutcome(ok=True, reason="", state=state, size=len(image))
+        donors = {run.peer_name: 0 for run in self._run.others() if run.offered == self._image}
+        return FetchOutcome(ok=True, reason="", state=state, size=len(image), sources=donors)
 
 
 class FakeRecovery:

@@ -96,6 +96,15 @@ def test_any_bytes_are_a_message_or_refused(data: bytes) -> None:
         messages.decode(data)
 
 
+def test_barred_peers_are_asked_for_nothing() -> None:
+    fetch = Fetch(Request(RUN, SPEC, TICKET, 0, 100, barred=frozenset("b")), 0.0, 60.0)
+    asked = [one.to for one in fetch.handle(PeersSeen(("a", "b", "c")), 0.0) if isinstance(one, Send)]
+    assert asked == ["a", "c"]
+    fetch = Fetch(Request(RUN, SPEC, TICKET, 0, 100, barred=frozenset("b")), 0.0, 60.0)
+    (end,) = [one for one in fetch.handle(PeersSeen(("b",)), 0.0) if isinstance(one, Finish)]
+    assert "b: its last image did not fit" in end.outcome.reason
+
+
 # ---- images ----
 
 

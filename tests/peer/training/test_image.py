@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,8 +14,11 @@ from safetensors.torch import load as load_safetensors
 from safetensors.torch import save as save_safetensors
 from torch import nn
 
+from equipoise.averaging.outcome import FetchOutcome
 from equipoise.averaging.outer import OuterStep, parse_outer
 from equipoise.averaging.state import StateId
+from equipoise.peer.training.downloads import Downloads
+from equipoise.peer.training.events import FetchFailed, ImageFetched
 from equipoise.peer.training.image import (
     ModelPart,
     OptimizerPart,
@@ -251,6 +257,107 @@ def refused(theirs: Trained, ours: Trained | None = None) -> str:
     assert torch.equal(ours.state.image(ID), before)
     assert "\n" not in str(error.value)
     return str(error.value)
+
+
+def hostile(change: Callable[[dict[str, torch.Tensor], dict[str, Any]], object]) -> torch.Tensor:
+    """The image of a peer that has changed its tensors and its metadata."""
+    tensors, metadata = unpack(Trained().train(2).state.image(ID))
+    about = json.loads(metadata["equipoise"])
+    change(tensors, about)
+    return pack(tensors, {"equipoise": json.dumps(about)})
+
+
+def state_of(about: dict[str, Any]) -> Any:
+    """What the optimizer remembers, in an image's metadata: pairs of a parameter's name and its pairs."""
+    return dict(about["plain"]["optimizer"]["dict"])["state"]["dict"]
+
+
+HOSTILE: dict[str, tuple[Any, str]] = {
+    "a field": (lambda tensors, about: about.update(more=1), "'more' is only in the image"),
+    "a part": (lambda tensors, about: about["plain"].update(more=1), "'more' is only in the image"),
+    "no part": (lambda tensors, about: about["plain"].pop("model"), "'model' is only here"),
+    "a tensor": (lambda tensors, about: tensors.update(more=torch.ones(1)), "'more' is only in the image"),
+    "a key": (lambda t, about: about["plain"]["model"]["dict"].append([None, 1]), "a key that is neither"),
+    "a name": (lambda t, about: state_of(about).append([7, {"dict": []}]), "what an optimizer remembers"),
+    "a list": (lambda t, about: about["plain"].update(model=[1, 2]), "training's state, AttributeError"),
+    "unknown": (
+        lambda t, about: state_of(about)[0][1]["dict"].append(["zzz", 1]),
+        "'zzz' of '0.bias' is only",
+    ),
+    "missing": (
+        lambda tensors, about: tensors.pop(state_of(about)[0][1]["dict"].pop()[1]["tensor"]),
+        "'step' of '0.bias' is only here",
+    ),
+    "text": (lambda t, about: state_of(about)[0].__setitem__(1, {"dict": [["step", "x"]]}), "is only"),
+    "a bomb": (
+        lambda t, about: about.update(more="[" * 2**23),
+        "expected a safetensors file with a header of",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_what_no_peer_of_the_run_writes_is_refused_before_the_first_step(what: str) -> None:
+    change, told = HOSTILE[what]
+    with pytest.raises(ImageError, match=re.escape(told)):
+        Trained(seed=4).state.read(hostile(change), foreign=True)
+
+
+def test_donors_of_an_image_that_does_not_fit_are_left_out_of_the_next_download() -> None:
+    """A key that is no string used to end the newcomer's script by a TypeError."""
+    images = {
+        "liar": hostile(lambda tensors, about: state_of(about).append([7, 8])),
+        "peer": Trained().train(2).state.image(ID),
+    }
+    asked: list[tuple[str, ...]] = []
+
+    def fetch(*_: object, barred: tuple[str, ...] = ()) -> Any:
+        asked.append(barred)
+        left = [name for name in images if name not in barred]
+        found = FetchOutcome(ok=bool(left), reason="", state=ID, sources=dict.fromkeys(left[:1], 1))
+        content = images[left[0]].numpy().data if left else memoryview(b"")
+        return SimpleNamespace(done=lambda: True, result=lambda: found, content=content)
+
+    run: Any = SimpleNamespace(fetch=fetch)
+    downloads = Downloads(run, Trained(seed=4).state)
+    ends = []
+    for _ in range(3):
+        downloads.fetch(0, 10**9)
+        ends.append(type(downloads.ended()))
+    assert asked == [(), ("liar",), ()]
+    assert ends == [FetchFailed, ImageFetched, FetchFailed]
+
+
+def test_kinds_of_what_is_remembered_and_of_hyperparameters_are_compared() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.AdamW([parameter])
+    part = OptimizerPart(optimizer, {"w": parameter}, scheduled=True)
+    tree = part.outline()
+    part.check(tree, foreign=True)
+    with pytest.raises(ImageError, match=r"expected 'step' of 'w' to be like tensor.*, got x"):
+        part.check({**tree, "state": {"w": {**tree["state"]["w"], "step": "x"}}}, foreign=True)
+    for betas in ("x", (0.9,), (0.9, None)):
+        with pytest.raises(ImageError, match="expected 'betas' to be like"):
+            part.check({**tree, "groups": [{**tree["groups"][0], "betas": betas}]}, foreign=True)
+    scheduler = SchedulerPart(torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9))
+    with pytest.raises(ImageError, match="expected 'last_epoch' to be like 0, got x"):
+        scheduler.check({**scheduler.tree(), "last_epoch": "x"}, foreign=True)
+
+
+@pytest.mark.parametrize("name", [*MAKERS, "SparseAdam", "ASGD", "Muon"])
+def test_a_newcomer_knows_what_its_optimizer_will_remember(name: str) -> None:
+    make = MAKERS.get(name) or (lambda p: getattr(torch.optim, name)(p, lr=1e-2))
+    parameter = nn.Parameter(torch.ones(3, 4))
+    optimizer, named = make([parameter]), {"w": parameter}
+    part = OptimizerPart(optimizer, named)
+    outline = part.outline()["state"]["w"]
+    parameter.grad = torch.ones(3, 4).to_sparse() if name == "SparseAdam" else torch.ones(3, 4)
+    assert torch.equal(parameter, torch.ones(3, 4))
+    optimizer.step()
+    found = part.tree()["state"]["w"]
+    assert {key: getattr(one, "shape", None) for key, one in outline.items()} == {
+        key: getattr(one, "shape", None) for key, one in found.items()
+    }
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
