@@ -7,6 +7,7 @@ import math
 import msgspec
 
 from equipoise.averaging.state import StateId, group_state
+from equipoise.averaging.weights import ATTENDANCE_LIMIT
 
 SHOWN_CHARS = 8
 """Characters of a PeerID, and of a digest, that tell them apart in a line for people."""
@@ -30,7 +31,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
         run: The run's name.
         round: The round's number within the run.
         group: PeerIDs of all members of the group, in member order; empty if no group formed.
-        contributors: PeerID -> counted weight, of the members whose contribution is in the mean; empty if not ok.
+        contributors: PeerID -> counted weight, of the members whose contribution is in the mean; empty if not ok. A
+            member that only attends is among them, with a weight that changes nothing; `givers` are the others.
         capped: PeerID -> claimed weight, of the contributors that counted for less; see `RunSpec.weights`.
         digest: SHA-256 in hex over the round's manifest, contributors and encoded mean; equal on all ok members.
         bytes_sent: Bytes of frames sent for the round.
@@ -85,7 +87,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
     def __repr__(self) -> str:
         """One line for people: PeerIDs and the digest are shortened."""
-        who = ", ".join(f"...{peer[-SHOWN_CHARS:]}: {self.weight(peer)}" for peer in self.contributors)
+        who = ", ".join(f"...{peer[-SHOWN_CHARS:]}: {self.weight(peer)}" for peer in self.givers)
         told = [
             f"<Outcome {'ok' if self.ok else 'failed'}: run {self.run!r}, round {self.round}: {self.reason}",
             *([f"contributors {who}"] if who else []),
@@ -104,6 +106,21 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     def counted(self, peer: str) -> bool:
         """True if `peer`'s contribution is in the mean."""
         return self.ok and peer in self.contributors
+
+    @property
+    def givers(self) -> tuple[str, ...]:
+        """PeerIDs of the contributors that count: not of those that only attend, to meet others or to catch up."""
+        return tuple(peer for peer, weight in self.contributors.items() if weight > ATTENDANCE_LIMIT)
+
+    @property
+    def tally(self) -> str:
+        """The number of members that count, and of those that only attend, for people."""
+        count, attend = len(self.givers), len(self.contributors) - len(self.givers)
+        if not attend:
+            return f"mean over {count} of {len(self.group)} members"
+        others = "the other" if attend == count == 1 else f"{attend} others"
+        why = f"{others} caught up" if count else "they meet"
+        return f"{count} of {len(self.group)} counted, {why}"
 
     @property
     def state(self) -> StateId | None:

@@ -28,7 +28,6 @@ from equipoise.averaging.schema import Schema
 from equipoise.averaging.spec import RunSpec
 from equipoise.averaging.state import MAX_EPOCH, StateId
 from equipoise.averaging.strategy import Federated
-from equipoise.averaging.weights import ATTENDANCE_LIMIT
 from equipoise.compression import kernels
 from equipoise.compression.choice import WORTH_VALUES, are_worth
 from equipoise.dht.records import MAX_RUNS_PER_PEER
@@ -150,7 +149,7 @@ class Session:
             self._round = None
         if not outcome.started:  # The round ended before a run driver was asked, or the run was left.
             outcome = msgspec.structs.replace(outcome, started=started)
-        how = f"{len(outcome.contributors)} of {len(outcome.group)} contributed" if outcome.ok else "failed"
+        how = "ok" if outcome.ok else "failed"
         took = outcome.seconds.get("total", 0.0)
         log.info("run %s, round %d: %s (%s), %.3f s", outcome.run, outcome.round, how, outcome.reason, took)
         return outcome
@@ -355,8 +354,7 @@ class Session:
         vectors = Vectors(region.contribution[:size], region.mean[:size], request.clamped)
         reported = request.metrics, request.evaluation
         outcome = await run_driver.average(vectors, request.weight, request.timeout, state, *reported)
-        changes = any(weight > ATTENDANCE_LIMIT for weight in outcome.contributors.values())
-        if state is not None and changes and outcome.state == state:
+        if state is not None and outcome.givers and outcome.state == state:
             transfer.reach(state.epoch + 1)
         return outcome
 

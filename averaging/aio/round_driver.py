@@ -137,15 +137,18 @@ def failed_outcome(spec: RunSpec, manifest: Manifest, reason: str) -> Outcome:
 
 
 def mean_outcome(
-    spec: RunSpec, group: events.Group, mean: EncodedMean, digest: bytes, reason: str
+    spec: RunSpec, group: events.Group, mean: EncodedMean, digest: bytes, how: str = ""
 ) -> Outcome:
-    """Return the outcome of the round that made this mean of this digest, as far as it is alike at all members."""
+    """Return the outcome of the round that made this mean of this digest, as far as it is alike at all members.
+
+    Its reason begins with `how`.
+    """
     manifest, weights = mean.manifest, group.counted(mean.contributors)
     peers = {member: manifest.peers[member] for member in members_of(mean.contributors)}
     counted = {peer: weights[member] for member, peer in peers.items()}
     metrics, evaluation = metrics_of(spec, manifest, counted)
-    return msgspec.structs.replace(
-        failed_outcome(spec, manifest, reason),
+    outcome = msgspec.structs.replace(
+        failed_outcome(spec, manifest, ""),
         ok=True,
         contributors=counted,
         capped={peer: group.weights[at] for at, peer in peers.items() if group.weights[at] > counted[peer]},
@@ -153,6 +156,7 @@ def mean_outcome(
         metrics=metrics,
         evaluation=evaluation,
     )
+    return msgspec.structs.replace(outcome, reason=f"{how}{outcome.tally}")
 
 
 class RoundDriver:
@@ -361,8 +365,7 @@ class RoundDriver:
         if isinstance(end, events.Finish):
             mean = EncodedMean(manifest, end.decision.contributors, self._store.means())
             self._keep(mean)
-            reason = f"mean over {mean.contributors.bit_count()} of {self.group.size} members"
-            outcome = mean_outcome(spec, self.group, mean, end.digest, reason)
+            outcome = mean_outcome(spec, self.group, mean, end.digest)
             apart = self._apart(outcome.contributors)
         else:
             outcome = failed_outcome(spec, manifest, end.reason)

@@ -579,6 +579,5 @@ def unpack(
     for codec, part, encoded in zip(codecs, group.parts, mean.parts, strict=True):
         codec.check(encoded, part.size)
         result.write(part, encoded)
-    reason = f"missed, and had from others: mean over {contributors.bit_count()} of {group.size} members"
-    outcome = mean_outcome(spec, group, mean, mean.digest(), reason)
+    outcome = mean_outcome(spec, group, mean, mean.digest(), "missed, and had from others: ")
     return msgspec.structs.replace(outcome, bytes_received=mean.size)

@@ -228,7 +228,7 @@ def _settings(settings: Sequence[Setting]) -> Iterator[RenderableType]:
 
 def _weights(outcome: Outcome) -> str:
     """The weights that counted; of a capped one also what was claimed."""
-    weights = list(outcome.contributors.values())
+    weights = [outcome.contributors[peer] for peer in outcome.givers]
     if not weights:
         return ""
     if len(set(weights)) == 1 and not outcome.capped:
@@ -236,12 +236,12 @@ def _weights(outcome: Outcome) -> str:
     if len(weights) > SHOWN_WEIGHTS:
         capped = f", {len(outcome.capped)} capped" if outcome.capped else ""
         return f"{min(weights):g} to {max(weights):g}{capped}"
-    return ", ".join(map(outcome.weight, outcome.contributors))
+    return ", ".join(map(outcome.weight, outcome.givers))
 
 
 def _result(outcome: Outcome) -> str:
     if outcome.ok:
-        return f"ok, {len(outcome.contributors)} of {len(outcome.group)}"
+        return f"ok, {len(outcome.givers)} of {len(outcome.group)}"
     return "late" if outcome.late else "failed"
 
 

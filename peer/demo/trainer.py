@@ -221,7 +221,7 @@ def federated(run: Run, learner: Learner, options: DemoOptions) -> Iterator[Repo
 def _stepped(update: int, loss: float, outcome: Outcome | None) -> Stepped:
     if outcome is None or not outcome.ok:
         return Stepped(update=update, loss=loss)
-    counted, of, seconds = len(outcome.contributors), len(outcome.group), outcome.seconds.get("total", 0.0)
+    counted, of, seconds = len(outcome.givers), len(outcome.group), outcome.seconds.get("total", 0.0)
     sent = outcome.bytes_sent
     return Stepped(update=update, loss=loss, counted=counted, of=of, bytes_sent=sent, seconds=seconds)
 

@@ -70,8 +70,7 @@ def exchange(
     except (CodecError, RuleError) as error:
         return Exchanged(structs.replace(failed_outcome(spec, manifest, str(error)), events=events), mean)
     encoded = EncodedMean(manifest, sum(1 << at for at in payloads), means)
-    reason = f"mean over {len(payloads)} of {group.size} members"
-    done = mean_outcome(spec, group, encoded, encoded.digest(), reason)
+    done = mean_outcome(spec, group, encoded, encoded.digest())
     return Exchanged(structs.replace(done, events=events), mean, encoded.before)
 
 

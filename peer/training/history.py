@@ -22,7 +22,6 @@ from equipoise.averaging.manifest import PeerName
 from equipoise.averaging.metrics import Finite, Name
 from equipoise.averaging.outcome import Outcome
 from equipoise.averaging.state import MAX_EPOCH
-from equipoise.averaging.weights import ATTENDANCE_LIMIT
 from equipoise.peer.training.image import Tree
 from equipoise.peer.training.safetensors_io import ImageError
 
@@ -89,12 +88,11 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def of(cls, number: int, outcome: Outcome) -> Record:
         """The record of a round that ended in a mean."""
-        given = {peer: one for peer, one in outcome.contributors.items() if one > ATTENDANCE_LIMIT}
         return cls(
             number=number,
             reason=outcome.reason,
             drawn=outcome.drawn,
-            contributors=given,
+            contributors={peer: outcome.contributors[peer] for peer in outcome.givers},
             metrics=dict(outcome.metrics),
             evaluation=dict(outcome.evaluation),
             bytes_sent=outcome.bytes_sent,

@@ -258,6 +258,18 @@ def test_rounds_have_times_and_weights(
     assert third.endswith(REASON.replace(PEER, f"..{PEER[-8:]}"))
 
 
+def test_a_member_that_only_attends_is_not_shown_as_a_contributor(capsys: pytest.CaptureFixture[str]) -> None:
+    half = Outcome(
+        ok=True, reason="1 of 2", run="a", group=(PEER, OTHER), contributors={PEER: 2.0**-30, OTHER: 32.0}
+    )
+    print_rounds([half, msgspec.structs.replace(half, contributors={PEER: 2.0**-30, OTHER: 2.0**-30})])
+
+    _, first, second = printed(capsys)
+    assert "  ok, 1 of 2  32 each  " in first
+    assert "  ok, 0 of 2  " in second
+    assert "e-10" not in first + second
+
+
 def test_rounds_show_what_was_measured_where_anything_was(capsys: pytest.CaptureFixture[str]) -> None:
     many = {f"m{index}": index / 3 for index in range(6)}
     measured = Outcome(ok=True, reason="all", run="a", metrics={"loss": 0.31234567}, evaluation=many)
