@@ -55,6 +55,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
         late: Seconds by which this peer's contribution came too late for the round that it was made for. The group has
             closed without it, so it counts nowhere. 0 if it was not late. A coordinator says so or, in a federated run,
             the donors of the round's mean, if this peer downloads the mean first.
+        waits: By phase, `matchmaking` or `exchange`: the PeerID of the peer that the others waited for (to join, or for
+            its values), which may be this one, and seconds. Only waits of a tenth of a second and of `total` or more.
         in_doubt: Whether this member has voted for a mean that it did not get, so that the others may have it; also
             if its script cannot know, because the daemon was lost. False if ok.
     """
@@ -80,6 +82,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     evaluation: dict[str, float] = {}
     late: float = 0.0
     in_doubt: bool = False
+    waits: dict[str, tuple[str, float]] = {}
 
     def __bool__(self) -> bool:
         """True if the round is ok."""
@@ -92,6 +95,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
             f"<Outcome {'ok' if self.ok else 'failed'}: run {self.run!r}, round {self.round}: {self.reason}",
             *([f"contributors {who}"] if who else []),
             *(["in doubt: the others may hold a mean"] if self.in_doubt else []),
+            *([self.waited()] if self.waits else []),
             *([f"digest {self.digest[:SHOWN_CHARS]}"] if self.digest else []),
             *([f"{self.seconds['total']:.3f} s"] if "total" in self.seconds else []),
             *self.events,
@@ -121,6 +125,15 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
         others = "the other" if attend == count == 1 else f"{attend} others"
         why = f"{others} caught up" if count else "they meet"
         return f"{count} of {len(self.group)} counted, {why}"
+
+    def waited(self, me: str = "") -> str:
+        """The peers that the round waited for, for people; empty if it waited for none."""
+        told = []
+        for phase, (peer, seconds) in self.waits.items():
+            one = "this peer" if peer == me else f"..{peer[-SHOWN_CHARS:]}"
+            whom = f"{one} to join" if phase == "matchmaking" else f"the values of {one}"
+            told.append(f"waited {seconds:.2f} s for {whom}")
+        return ", ".join(told)
 
     @property
     def state(self) -> StateId | None:

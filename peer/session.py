@@ -281,6 +281,8 @@ class Session:
             exchanges=_exchanges(run_driver) if spec.strategy.pairs else None,
             drawn=drawn,
             contributed=contributed,
+            rounds_counted=run_driver.rounds_counted,
+            rounds_since=0 if run_driver.first_round is None else run_driver.round - run_driver.first_round,
         )
 
     def _row(self, spec: RunSpec, run_driver: RunDriver, found: Candidate) -> PeerRow:

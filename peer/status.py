@@ -50,6 +50,8 @@ class RunStatus(msgspec.Struct, frozen=True):
         exchanges: Exchanges of a run whose peers meet in pairs; None for others.
         drawn: PeerIDs of the peers that train in the next round of a federated run, in the order of the draw.
         contributed: PeerIDs of those whose contributions are in, as far as this peer knows.
+        rounds_counted: Rounds in whose mean this peer's contribution counts.
+        rounds_since: Rounds of the run since this peer's first.
     """
 
     name: str
@@ -71,6 +73,8 @@ class RunStatus(msgspec.Struct, frozen=True):
     exchanges: Exchanges | None = None
     drawn: tuple[str, ...] = ()
     contributed: tuple[str, ...] = ()
+    rounds_counted: int = 0
+    rounds_since: int = 0
 
 
 class Kernels(msgspec.Struct, frozen=True):

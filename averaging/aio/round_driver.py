@@ -10,6 +10,7 @@ from functools import partial
 
 import msgspec
 
+from equipoise.averaging.aio.deliveries import Deliveries
 from equipoise.averaging.aio.round_buffers import Reduction, RoundBuffers
 from equipoise.averaging.aio.sessions import Sessions
 from equipoise.averaging.allreduce import events
@@ -200,6 +201,7 @@ class RoundDriver:
         self._machine = self._endpoint.machine
         self._vote_signatures = VoteSignatures(self.id, self._me, self._peers, task.identity)
         self._members = {self._peers[index]: index for index in self._endpoint.others}
+        self._deliveries = Deliveries(self._me, self.group.size, self._began)
         self._phases: dict[str, float] = {}
         self._phase_began = self._began
         self._phase = self._machine.phase
@@ -272,12 +274,16 @@ class RoundDriver:
                 if not self._machine.wants_contribution(member, part):
                     return None
                 self._store.keep_contribution(part, member, body)
+                self._deliveries.came(member, self._loop.time(), mean=False)
                 return events.ContributionReceived(member, part)
             case wire.Mean(part, contributors):
                 if not self._machine.wants_mean(member, part, contributors):
                     return None
                 digest = self._store.keep_mean(part, contributors, body)
+                self._deliveries.came(member, self._loop.time(), mean=True)
                 return events.MeanReceived(member, part, contributors, digest)
+            case wire.Votes():
+                self._deliveries.heard(member, message.late)
         return events.MessageReceived(member, self._vote_signatures.check(member, message))
 
     def _wake(self) -> events.Woke:
@@ -333,7 +339,10 @@ class RoundDriver:
             self._driver.tell(events.PartReduced(part, contributors, reduction.digest))
 
     def _post(self, to: int, message: wire.RoundMessage) -> None:
-        header = self._header + wire.encode(self._vote_signatures.seal(message))
+        message = self._vote_signatures.seal(message)
+        if isinstance(message, wire.Votes):
+            message = msgspec.structs.replace(message, late=self._deliveries.word)
+        header = self._header + wire.encode(message)
         self._sent += len(header)
         if isinstance(message, wire.Heartbeat):
             self._sessions.beat(self._peers[to], header)
@@ -369,10 +378,12 @@ class RoundDriver:
             apart = self._apart(outcome.contributors)
         else:
             outcome = failed_outcome(spec, manifest, end.reason)
+        slowest = self._deliveries.slowest
         notes = [f"{clamped} values beyond the range of {spec.options.codec} were clamped"] if clamped else []
         outcome = msgspec.structs.replace(
             outcome,
             apart=apart,
+            waits={"exchange": (self._peers[slowest[0]], slowest[1])} if slowest else {},
             in_doubt=isinstance(end, events.Fail) and end.in_doubt,
             bytes_sent=self._sent,
             bytes_received=self._received,

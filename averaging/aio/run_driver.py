@@ -39,6 +39,9 @@ MATCHMAKING_FRAME = b"M"
 MAX_HISTORY = 20
 """Most outcomes kept. A gossip run averages its spread over them: few, so that it shows the present spread."""
 
+LEAST_WAIT_SECONDS, LEAST_WAIT_SHARE = 0.1, 0.1
+"""Least wait for one peer that an outcome names, in seconds and as a share of the whole: less is jitter."""
+
 REPORT_SECONDS = 0.02
 """Least time between two reports of the accumulated weight, each a signed record to other peers: a script may
 accumulate 1,000 times a second."""
@@ -73,6 +76,8 @@ class RunDriver:
         rounds_ok: Rounds that ended in a mean.
         rounds_failed: Rounds that did not.
         rounds_in_doubt: Those of them whose mean the others may hold.
+        rounds_counted: Rounds in whose mean this peer's contribution counts.
+        first_round: Number of this peer's first round; None before.
     """
 
     def __init__(
@@ -88,7 +93,8 @@ class RunDriver:
         self.spec = spec
         self.accumulated = 0.0
         self.history: deque[Outcome] = deque(maxlen=MAX_HISTORY)
-        self.rounds_ok = self.rounds_failed = self.rounds_in_doubt = 0
+        self.rounds_ok = self.rounds_failed = self.rounds_in_doubt = self.rounds_counted = 0
+        self.first_round: int | None = None
         self._sessions = sessions
         self._directory = directory
         self._told_bandwidth = bandwidth
@@ -105,6 +111,7 @@ class RunDriver:
         self._offered: tuple[StateId | None, float] = (None, 0.0)
         self._missed: tuple[Outcome, float] | None = None  # A round, and when its group closed.
         self._round: RoundDriver | None = None
+        self._waited: tuple[str, float] | None = None  # The peer that the last group waited for, and seconds.
         self._reported = 0.0
         self._reporting: asyncio.TimerHandle | None = None
         self._announced = events.Announce(False, 0)
@@ -169,12 +176,19 @@ class RunDriver:
             task = Task(self.spec, manifest, vectors, left, self._identity)
             outcome = await self._exchange(task)
         seconds = {"matchmaking": matched, **outcome.seconds, "total": self._loop.time() - began}
+        least = max(LEAST_WAIT_SECONDS, seconds["total"] * LEAST_WAIT_SHARE)
         short = self._claims.settle(outcome.contributors) if outcome.ok else ""
         if short:
             log.warning("run %s: round %d: %s", self.spec.name, outcome.round, short)
         notes = (*outcome.events, short) if short else outcome.events
-        outcome = msgspec.structs.replace(outcome, seconds=seconds, started=started, events=notes)
+        waits = {"matchmaking": self._waited} if self._waited and outcome.group else {}
+        waits = {phase: wait for phase, wait in {**waits, **outcome.waits}.items() if wait[1] >= least}
+        outcome = msgspec.structs.replace(
+            outcome, seconds=seconds, started=started, events=notes, waits=waits
+        )
         self.history.append(outcome)
+        self.first_round = outcome.round if self.first_round is None else self.first_round
+        self.rounds_counted += self._sessions.peer in outcome.givers
         self.rounds_ok += outcome.ok
         self.rounds_failed += not outcome.ok
         self.rounds_in_doubt += outcome.in_doubt
@@ -414,8 +428,9 @@ class RunDriver:
         match action:
             case events.Send(peer, message):
                 self._sessions.post(peer, MATCHMAKING_FRAME + matchmaking_messages.encode(message))
-            case events.Form(manifest, reason):
+            case events.Form(manifest, reason, last, waited):
                 log.info("run %s: %s", self.spec.name, reason)
+                self._waited = (last, waited) if last else None
                 if self._formed is not None and not self._formed.done():
                     self._formed.set_result(manifest)
             case events.Late(seconds, reason):

@@ -19,6 +19,9 @@ MAX_BALLOT = 2**40
 
 MAX_REASON_CHARS = 200
 
+MAX_LATE_SECONDS = 86_400.0
+"""Longest wait that a member tells: no round takes a day."""
+
 Ballot = Annotated[int, msgspec.Meta(ge=0, le=MAX_BALLOT)]
 Members = Annotated[int, msgspec.Meta(ge=0)]
 PartIndex = Annotated[int, msgspec.Meta(ge=0, lt=MAX_PARTS)]
@@ -26,6 +29,9 @@ PartBits = Annotated[bytes, msgspec.Meta(max_length=MAX_PARTS // 8)]
 MemberIndex = Annotated[int, msgspec.Meta(ge=0, lt=64)]
 Signature = Annotated[bytes, msgspec.Meta(max_length=128)]
 Signatures = Annotated[tuple[tuple[MemberIndex, Signature], ...], msgspec.Meta(max_length=64)]
+Late = tuple[MemberIndex, Annotated[float, msgspec.Meta(ge=0.0, le=MAX_LATE_SECONDS)]]
+"""A member that others waited for, and seconds."""
+
 Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 Reason = Annotated[str, msgspec.Meta(max_length=MAX_REASON_CHARS, pattern=r"\A[ -~]*\Z")]
 """Printable ASCII: it ends in logs and on terminals."""
@@ -104,12 +110,14 @@ class Propose(Message, frozen=True):
 class Votes(Message, frozen=True):
     """These members have cast the vote, as their signatures prove (`vote_signatures`): the sender alone, or a majority.
 
-    The votes of a majority say that the round has succeeded.
+    The votes of a majority say that the round has succeeded. `late` is the member whose values came last to the sender,
+    for people.
     """
 
     vote: Vote
     voters: Members
     signatures: Signatures = ()
+    late: Late | None = None
 
 
 class Fetch(Message, frozen=True):

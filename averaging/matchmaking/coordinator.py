@@ -194,8 +194,8 @@ class Coordinator:
         if not self._redirects_join(parked, now) and not self._gathering(join.round, now).park(parked):
             self._context.refuse(join.peer, join, Objection("more joins are parked here than may be"))
 
-    def settle(self, now: float) -> tuple[Manifest, str] | None:
-        """Redirect joins and close groups; returns the manifest of this peer's own group if it closed, and why."""
+    def settle(self, now: float) -> wire.GroupFormed | None:
+        """Redirect joins and close groups; returns this peer's own group if it closed."""
         membership = self._membership
         looked = membership.seen_at != self._seen_at
         if looked and self._unknown and not any(map(membership.knows, self._unknown)):
@@ -359,14 +359,15 @@ class Coordinator:
             for peer, parked in gathering.parked.items()
         )
 
-    def _close(self, gathering: GroupBuilder, closing: Closing, now: float) -> tuple[Manifest, str] | None:
+    def _close(self, gathering: GroupBuilder, closing: Closing, now: float) -> wire.GroupFormed | None:
         context = self._context
         standing = self._policy.standing(gathering, now)
         drawn = () if standing is None else standing.drawn
         manifest = Manifest.of(context.peer, closing.members, drawn)
         reason = f"{closing.reason}; coordinated by {context.peer}"[: wire.MAX_DETAIL_CHARS]
         lateness = min(closing.lateness, MAX_WAIT)
-        formed = wire.GroupFormed(context.run, manifest, lateness, tuple(closing.absent), reason)
+        waited = closing.last, min(closing.waited, wire.MAX_PATIENCE)
+        formed = wire.GroupFormed(context.run, manifest, lateness, tuple(closing.absent), reason, *waited)
         for peer in manifest.peers:
             if peer != context.peer:
                 context.send(peer, formed)
@@ -378,7 +379,7 @@ class Coordinator:
         self._owe(closing)
         del self._gatherings[gathering.round]
         context.learn(formed)
-        return (manifest, reason) if context.peer in manifest.peers else None
+        return formed if context.peer in manifest.peers else None
 
     def _owe(self, closing: Closing) -> None:
         for join in closing.members:

@@ -77,10 +77,15 @@ class Send(msgspec.Struct, frozen=True):
 
 
 class Form(msgspec.Struct, frozen=True):
-    """Begin the round of this manifest, which has been checked and has this peer among its members."""
+    """Begin the round of this manifest, which has been checked and has this peer among its members.
+
+    By the coordinator's word, the group waited for the peer `last`, for `waited` seconds.
+    """
 
     manifest: Manifest
     reason: str
+    last: str | None = None
+    waited: float = 0.0
 
 
 class Late(msgspec.Struct, frozen=True):

@@ -96,7 +96,7 @@ class Parked(msgspec.Struct):
 
 
 class Closing(msgspec.Struct, frozen=True):
-    """The decision to close a group now."""
+    """The decision to close a group now; `last` is the peer that it waited for, for `waited` seconds."""
 
     members: list[Join]
     left_over: list[Join]
@@ -104,6 +104,8 @@ class Closing(msgspec.Struct, frozen=True):
     lateness: float
     began: float
     reason: str
+    last: str
+    waited: float
 
 
 class Limit(NamedTuple):
@@ -239,14 +241,16 @@ class GroupBuilder:
             return None
         peers = {join.peer for join in members}
         left_over = [one.join for peer, one in self.parked.items() if peer not in peers]
-        arrivals = [self.parked[peer].arrived for peer in peers]
-        began = min(arrivals) if self.opened is None else self.opened
-        lateness = max(max(arrivals) - began, 0.0)
+        arrivals = {peer: self.parked[peer].arrived for peer in peers}
+        first, last = min(arrivals.values()), max(arrivals, key=lambda peer: (arrivals[peer], peer))
+        began, waited = first if self.opened is None else self.opened, arrivals[last] - first
+        lateness = max(arrivals[last] - began, 0.0)
         if missing:
+            last, waited = min(missing), now - first
             # Learning only from peers that came would shorten the wait every time. A missing peer teaches more once it
             # comes; until then the wait stays, for it may never come.
             lateness = max(lateness, (now - began) / FACTOR)
-        return Closing(members, left_over, sorted(missing), lateness, began, reason)
+        return Closing(members, left_over, sorted(missing), lateness, began, reason, last, waited)
 
     def invite(self, outlook: Outlook, now: float) -> Set[str]:
         """The missing peers, if it is time to ask them whether they are there."""

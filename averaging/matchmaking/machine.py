@@ -12,7 +12,7 @@ round each time that it becomes ready.
 from __future__ import annotations
 
 from equipoise.averaging.draw import Drawn
-from equipoise.averaging.manifest import Manifest, ManifestError
+from equipoise.averaging.manifest import ManifestError
 from equipoise.averaging.matchmaking import events
 from equipoise.averaging.matchmaking import messages as wire
 from equipoise.averaging.matchmaking.closing import ClosePolicy, named
@@ -146,21 +146,22 @@ class Matchmaking(Matchmaker):
             return
         self._context.learn(message)
         self._coordinator.remember(message, now, now)
-        self._begin_round(manifest, message.reason)
+        self._begin_round(message)
 
-    def _begin_round(self, manifest: Manifest, reason: str) -> None:
+    def _begin_round(self, formed: wire.GroupFormed) -> None:
+        manifest = formed.manifest
         self._joiner.end(formed_by=manifest.coordinator)
         self._context.advance(manifest)
         self._exchanging = manifest
-        self.reason = f"round {manifest.round} with {len(manifest.members)} members: {reason}"
-        self._context.out.append(events.Form(manifest, self.reason))
+        self.reason = f"round {manifest.round} with {len(manifest.members)} members: {formed.reason}"
+        self._context.out.append(events.Form(manifest, self.reason, formed.last, formed.waited))
 
     def _settle(self, now: float) -> None:
         self._joiner.settle(now)
         self._coordinator.note_own(self._joiner.asked, not self._joiner.anywhere)
         own = self._coordinator.settle(now)
         if own is not None:
-            self._begin_round(*own)
+            self._begin_round(own)
         elif self._coordinator.has_closed(self._context.round):
             self._joiner.settle(now)  # The group is full without this peer's own join.
         self._coordinator.note_own(self._joiner.asked, not self._joiner.anywhere)

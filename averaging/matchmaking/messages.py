@@ -149,12 +149,16 @@ class GroupFormed(_Message, frozen=True, tag=True):
         lateness: Seconds from the first join to the last.
         absent: PeerIDs waited for in vain.
         reason: Why the group closed.
+        last: PeerID of the peer that the group waited for: the last to join, or the first that did not.
+        waited: Seconds from the first join until the last, or until the group closed without that peer.
     """
 
     manifest: Manifest
     lateness: Wait
     absent: Annotated[tuple[PeerName, ...], msgspec.Meta(max_length=MAX_GROUP_SIZE)] = ()
     reason: Detail = ""
+    last: PeerName | None = None
+    waited: Span = 0.0
 
 
 class Invitation(_Message, frozen=True, tag=True):

@@ -43,6 +43,9 @@ SHOWN_WEIGHTS = 4
 SHOWN_METRICS = 4
 """Most metrics of one kind that a row of `rounds` lists; of more it tells how many there are."""
 
+COUNTED_SHARE = 0.9
+"""Share of the rounds below which `status` says in how many this peer counts: the first rounds count nowhere."""
+
 TODAY_SECONDS = 20 * 3600.0
 """Age from which a round is shown with its date: the time of day alone would be ambiguous."""
 
@@ -97,7 +100,7 @@ def print_rounds(rounds: Sequence[Outcome]) -> None:
     rows = []
     for one in rounds:
         took = f"{one.seconds.get('total', 0.0):.3f} s"
-        told = _measured(one) or one.reason
+        told = "; ".join(filter(None, (_measured(one) or one.reason, one.waited())))
         rows.append((_when(one.started), one.run, str(one.round), _result(one), _weights(one), took, told))
     last = "metrics or why" if any(map(_measured, rounds)) else "why"
     titles = ("when", "run", "round", "result", "weights", "took", last)
@@ -195,7 +198,7 @@ def _run(run: RunStatus) -> tuple[str, ...]:
 
 def _told(run: RunStatus, me: str, everything: bool = False) -> list[tuple[str, str]]:
     told = [f"{topic}: {told}" for topic, told in sorted(run.told.items())]
-    lines = (_exchanges(run.exchanges), _drawn(run, me, everything), run.transfer, *told)
+    lines = (_exchanges(run.exchanges), _drawn(run, me, everything), _pace(run, me), run.transfer, *told)
     return [(run.name, line) for line in lines if line]
 
 
@@ -211,6 +214,14 @@ def _drawn(run: RunStatus, me: str, everything: bool) -> str:
     missing = [peer for peer in run.drawn if peer not in run.contributed]
     title = "drawn, not in" if run.contributed else "drawn"
     return "; ".join(filter(None, (named(title, missing), named("in", run.contributed))))
+
+
+def _pace(run: RunStatus, me: str) -> str:
+    """The peers that the last round waited for, and the rounds in which this peer counts, if many do without it."""
+    told = [] if run.last is None else [run.last.waited(me)]
+    if run.rounds_counted < COUNTED_SHARE * run.rounds_since and run.strategy.startswith("allreduce"):
+        told.append(f"counted in {run.rounds_counted} of {_count(run.rounds_since, 'round')}")
+    return "; ".join(filter(None, told))
 
 
 def _exchanges(told: Exchanges | None) -> str:

@@ -146,7 +146,7 @@ class Peer(Driver):
         match action:
             case events.Send(peer, message):
                 world.say(self, peer, message)
-            case events.Form(manifest, _):
+            case events.Form(manifest):
                 self.formed.append((world.now, manifest))
                 self.form(manifest)
             case events.Late():

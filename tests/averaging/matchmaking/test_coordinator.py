@@ -7,7 +7,7 @@ import pytest
 
 from equipoise.averaging.matchmaking import messages as wire
 from equipoise.averaging.matchmaking.context import FORGER_SECONDS, MAX_JOINS_OF_ONE
-from equipoise.averaging.matchmaking.events import Action, MessageReceived, PeerLost, Woke
+from equipoise.averaging.matchmaking.events import Action, Form, MessageReceived, PeerLost, Woke
 from equipoise.averaging.matchmaking.group_builder import INVITE_AGAIN_SECONDS, MAX_PARKED_GROUPS
 from equipoise.averaging.matchmaking.machine import Matchmaking
 from equipoise.averaging.matchmaking.membership import DIAL_SECONDS, LEAP, MISSES, WARM_SECONDS
@@ -89,6 +89,33 @@ def test_who_asks_again_after_the_closing_gets_the_manifest_again() -> None:
     one.handle(ready(), 1.0)
     [(_, first)] = sent(one.handle(asks(second), 1.1), wire.GroupFormed)
     assert sent(one.handle(asks(second), 1.2), wire.GroupFormed) == [(second, first)]
+
+
+def test_all_members_are_told_for_which_peer_the_group_waited_and_how_long() -> None:
+    coordinator, second, rest = roles(3)
+    one = machine(coordinator, second, *rest)
+    one.handle(ready(), 1.0)
+    one.handle(asks(second), 1.1)
+    actions = one.handle(asks(rest[0]), 1.9)
+    for _, told in sent(actions, wire.GroupFormed):
+        assert (told.last, told.waited) == (rest[0], pytest.approx(0.9))
+    [form] = [action for action in actions if isinstance(action, Form)]
+    assert (form.last, form.waited) == (rest[0], pytest.approx(0.9))
+    later = machine(rest[0], coordinator, second)
+    later.handle(ready(), 1.9)
+    [form] = [one for one in later.handle(MessageReceived(coordinator, told), 2.0) if isinstance(one, Form)]
+    assert form.last == rest[0], "the slow peer hears that it was waited for"
+
+
+def test_a_peer_that_did_not_come_is_named_too() -> None:
+    coordinator, second, rest = roles(3)
+    one = machine(coordinator, second, *rest)
+    one.handle(ready(), 1.0)
+    one.handle(asks(second), 1.0)
+    elapse(one, 1.0, 1.0 + INVITE_SECONDS)
+    one.handle(MessageReceived(rest[0], wire.Whereabouts(RUN, 0)), 1.0 + INVITE_SECONDS)
+    [(_, told)] = sent(elapse(one, 1.0 + INVITE_SECONDS, 1.0 + INITIAL_WAIT), wire.GroupFormed)
+    assert (told.last, told.waited) == (rest[0], pytest.approx(INITIAL_WAIT))
 
 
 def test_who_is_too_late_is_told_the_next_round() -> None:

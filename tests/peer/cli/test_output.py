@@ -270,6 +270,25 @@ def test_a_member_that_only_attends_is_not_shown_as_a_contributor(capsys: pytest
     assert "e-10" not in first + second
 
 
+def test_the_peer_that_a_round_waited_for_is_named_in_rounds_and_in_status(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    waits = {"matchmaking": (OTHER, 1.75), "exchange": (PEER, 4.5)}
+    one = Outcome(ok=True, reason="all", run="a", metrics={"loss": 0.5}, waits=waits)
+    print_rounds([one, msgspec.structs.replace(one, metrics={}, waits={})])
+    _, first, second = printed(capsys)
+    told = f"waited 1.75 s for ..{OTHER[-8:]} to join, waited 4.50 s for the values of "
+    assert first.endswith(f"  loss 0.5; {told}..{PEER[-8:]}")
+    assert second.endswith("  all")
+
+    status = a_status(runs=1)
+    run = msgspec.structs.replace(status.runs[0], strategy="allreduce:quorum=2", last=one, rounds_counted=91)
+    for since, tail in ((201, "; counted in 91 of 201 rounds"), (92, "")):
+        shown = msgspec.structs.replace(run, rounds_since=since)
+        print_status(msgspec.structs.replace(status, runs=(shown,)))
+        assert f"digits-0  {told}this peer{tail}\n" in capsys.readouterr().out
+
+
 def test_rounds_show_what_was_measured_where_anything_was(capsys: pytest.CaptureFixture[str]) -> None:
     many = {f"m{index}": index / 3 for index in range(6)}
     measured = Outcome(ok=True, reason="all", run="a", metrics={"loss": 0.31234567}, evaluation=many)
