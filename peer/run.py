@@ -114,7 +114,7 @@ class Run:
         self._lock = threading.Lock()
         self.left = False
         self.trained_by = ""
-        self._state: RunState = NoPeers("the daemon has not said yet")
+        self._state: RunState = NoPeers("it has just been joined")
         self._asked: concurrent.futures.Future[RunState] | None = None
         self._told: dict[messages.Topic, str] = {}
         self._stepping = False

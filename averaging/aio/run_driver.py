@@ -321,7 +321,7 @@ class RunDriver:
         except TimeoutError:
             alone = isinstance(self._machine.state, NoPeers)
             lacks = (alone and self._spec_diff.reason) or self._machine.shortage
-            reason = f"no group within {timeout:g} s: {lacks}"
+            reason = f"no group within {timeout:.3g} s: {lacks}"
             self._driver.tell(events.Withdrew())
             return self._failed(reason)
         except asyncio.CancelledError:

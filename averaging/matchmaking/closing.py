@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence, Set
 from typing import TYPE_CHECKING, NamedTuple
 
+from equipoise.averaging.counts import count
 from equipoise.averaging.draw import Drawn, draw
 from equipoise.averaging.matchmaking import messages as wire
 from equipoise.averaging.matchmaking.context import Context
 from equipoise.averaging.matchmaking.group_builder import GroupBuilder, Limit
 from equipoise.averaging.state import StateId
 from equipoise.averaging.timing import HOLD_SECONDS, KEEPALIVE, PATIENT_KEEPALIVE, REDRAWN_SECONDS
+from equipoise.averaging.weights import contributing
 
 if TYPE_CHECKING:
     from equipoise.averaging.strategy import Federated
@@ -81,10 +83,26 @@ class ClosePolicy:
     def describe(self, gathering: GroupBuilder, expected: Set[str]) -> str:
         """Describe the parked joins, and what the group waits for, in one line."""
         missing = sorted(expected - gathering.parked.keys())
-        waits = f", waits for {named(missing)}" if missing else ""
         in_all = len(expected | gathering.parked.keys())
-        why = self._context.straggler_wait.reason
-        return f"this peer coordinates: {len(gathering.parked)} of {in_all} are in{waits}; {why}"
+        told = f"this peer coordinates: {len(gathering.parked)} of {in_all} in"
+        if lacks := self._lacks(gathering):
+            return f"{told}; {lacks}"
+        if in_all == 1:
+            return "nobody is left" if self._context.floor else "nobody else is in this run"
+        waits = f"waits for {named(missing)}, " if missing else "waits "
+        return f"{told}; {waits}for {self._context.straggler_wait.reason}"
+
+    def _lacks(self, gathering: GroupBuilder) -> str:
+        """The contributors that the parked peers lack, one line; empty if they are enough, or this peer is alone."""
+        needs, weights = self._context.needs, [one.join.weight for one in gathering.parked.values()]
+        contributors = contributing(weights, needs.least).bit_count()
+        if len(weights) < 2 or contributors >= needs.quorum:
+            return ""
+        if not any(weights):
+            return f"all observe: {needs.quorum} contributors are needed, and all weights are 0"
+        return (
+            f"{needs.quorum} contributors are needed, {contributors} of {len(weights)} have a weight above 0"
+        )
 
 
 class QuorumAndGrace(ClosePolicy):
@@ -162,8 +180,9 @@ class QuorumAndGrace(ClosePolicy):
 
     def describe(self, gathering: GroupBuilder, expected: Set[str]) -> str:
         """See `ClosePolicy.describe`."""
-        counted = f"{len(gathering.contributors)} of {self._strategy.quorum} contributions"
-        return f"{counted}, {len(expected)} drawn, {len(gathering.parked)} here"
+        counted = f"{count(len(gathering.contributors), 'contribution')} in, {self._strategy.quorum} needed"
+        told = f"{counted}, {len(expected)} drawn, {len(gathering.parked)} here"
+        return "; ".join(filter(None, (told, self._lacks(gathering))))
 
     def _is_in(self, gathering: GroupBuilder, peer: str, since: float, now: float) -> bool:
         """True if the peer contributes, or observes though it knew that it was drawn."""

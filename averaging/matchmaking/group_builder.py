@@ -71,7 +71,7 @@ class StragglerWait:
     def reason(self) -> str:
         """Reason for the length of the wait, one line."""
         if len(self._seen) < FEW:
-            return f"{self.wait:.2f} s, with {len(self._seen)} rounds seen so far"
+            return f"{self.wait:.2f} s, as it does at first"
         return f"{self.wait:.2f} s: in {len(self._seen)} rounds the last was up to {self._usual():.2f} s late"
 
     def _usual(self) -> float:

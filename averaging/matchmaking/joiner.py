@@ -84,6 +84,11 @@ class Joiner:
         """True while this peer seeks a group."""
         return self._ready is not None
 
+    @property
+    def observes(self) -> bool:
+        """True while this peer seeks a group with weight 0."""
+        return self._ready is not None and self._ready.join.weight == 0
+
     def begin(self, ready: BecameReady, now: float) -> None:
         """Start to seek, or state the join anew: a group with the join that it had may be on its way, and counts.
 

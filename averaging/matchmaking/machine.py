@@ -11,6 +11,7 @@ round each time that it becomes ready.
 
 from __future__ import annotations
 
+from equipoise.averaging.counts import count
 from equipoise.averaging.draw import Drawn
 from equipoise.averaging.manifest import ManifestError
 from equipoise.averaging.matchmaking import events
@@ -79,7 +80,9 @@ class Matchmaking(Matchmaker):
             return self.reason
         missing = [peer for peer in standing.drawn if peer not in standing.contributed]
         lacks = f"; drawn, and not in: {named(missing)}" if missing else ""
-        return f"{len(standing.contributed)} of {self._context.needs.quorum} contributions{lacks}"
+        if self._joiner.observes:
+            lacks += "; this peer observes, with weight 0"
+        return f"{count(len(standing.contributed), 'contribution')} in, {self._context.needs.quorum} needed{lacks}"
 
     def draw(self, state: StateId, now: float) -> Drawn:
         """See `Matchmaker.draw`. The coordinator's word counts, where this peer's join is parked."""
@@ -190,9 +193,8 @@ def federated(
     ready, target = len(standing.contributed), len({*standing.drawn, *standing.contributed})
     lacking = quorum - ready
     if lacking > 0:
-        more = "contribution" if lacking == 1 else "contributions"
-        until = "" if gives_up is None else f", until {max(gives_up, 0):.0f} s from now"
-        waits = f"waits for {lacking} more {more}{until}"
+        until = "" if gives_up is None or gives_up < 1 else f", {gives_up:.0f} s at most"
+        waits = f"waits for {count(lacking, 'more contribution')}{until}"
     else:
         waits = "quorum reached" + (f", closes in {max(closes_in, 0):.0f} s" if closes_in is not None else "")
     return Gathering(ready, target, f"{ready} of {target} in, {waits}", standing.drawn, standing.contributed)

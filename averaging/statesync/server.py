@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from equipoise.averaging.matchmaking.messages import MAX_PATIENCE
 from equipoise.averaging.state import StateId
 from equipoise.averaging.statesync import events
+from equipoise.averaging.statesync.answers import counted
 from equipoise.averaging.statesync.chunks import ImageId
 from equipoise.averaging.statesync.messages import Answer, Ask, AskItems, Finished, Item, Offer, Refusal
 from equipoise.averaging.statesync.upload_queue import Serving
@@ -105,9 +106,12 @@ class Server:
         """The service to others, in one line; empty while no newcomer is served or waits."""
         if readers := self._serving.readers:
             epochs = " and ".join(str(offer.state.epoch) for offer in self._snapshots)
-            return f"serving the state of epoch {epochs} to {readers} peers"
+            return f"serving the state of epoch {epochs} to {counted(readers)}"
         if (wanted := self.wanted) is not None:
-            return f"{len(self._askers)} peers want the state of epoch {wanted}: waiting for the trainer's snapshot"
+            what = f"the state of epoch {wanted}: waiting for the trainer's snapshot"
+            return (
+                f"1 peer wants {what}" if len(self._askers) == 1 else f"{len(self._askers)} peers want {what}"
+            )
         return ""
 
     def handle(self, event: events.DonorEvent, now: float) -> list[events.DonorAction]:

@@ -17,6 +17,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from equipoise.averaging.counts import count
 from equipoise.averaging.outcome import Outcome
 from equipoise.dht.sanitize import escaped
 from equipoise.dht.state import BootstrapStatus, DirectStatus, ReachStatus
@@ -119,7 +120,7 @@ def _overview(status: Status) -> Iterator[RenderableType]:
     yield from _headline(status)
     yield Text()
     process = f"{_short(status.peer_id)}, pid {status.pid}, up {_duration(status.uptime)}"
-    connected = f"{_count(len(status.swarm.connected), 'peer')}, {_count(status.clients, 'client')}"
+    connected = f"{count(len(status.swarm.connected), 'peer')}, {count(status.clients, 'client')}"
     rows = [("daemon", process), ("connected", connected)]
     given = sorted(status.swarm.bootstrap, key=lambda row: row.state == "connected")
     # The reason why one leads nowhere names its host and port.
@@ -136,7 +137,7 @@ def _overview(status: Status) -> Iterator[RenderableType]:
         yield _table(titles, map(_run, status.runs[:SHOWN_RUNS]), prose=("why",), one_line=True)
         yield _grid([line for run in status.runs[:SHOWN_RUNS] for line in _told(run, status.peer_id)])
     hidden = len(entries[SHOWN_ENTRIES:]) + len(status.runs[SHOWN_RUNS:])
-    more = f"{_count(hidden, 'row')} more, " if hidden else ""
+    more = f"{count(hidden, 'row')} more, " if hidden else ""
     yield Text(f"{more}addresses, settings, versions: equipoise status --all", style="dim")
 
 
@@ -149,7 +150,7 @@ def _details(status: Status) -> Iterator[RenderableType]:
     yield from (_line("joins through", f"{row.address} ({_why(row)})") for row in swarm.bootstrap)
     yield from (_line("met before", f"{row.address} ({_why(row)})") for row in swarm.returning)
     yield from (_line("reached", line) for line in _reach(swarm.reach))
-    yield _line("connected", f"{_count(len(swarm.connected), 'peer')}, {_count(status.clients, 'client')}")
+    yield _line("connected", f"{count(len(swarm.connected), 'peer')}, {count(status.clients, 'client')}")
     yield from (_line("direct", line) for line in _direct(swarm.direct))
     yield _line("memory", f"{status.memory / 1e6:.0f} MB")
     yield _line("holds", f"{status.tasks} tasks, {status.threads} threads, {status.files} open files")
@@ -176,16 +177,16 @@ def _reach(reach: ReachStatus) -> Iterator[str]:
     yield f"{reach.state}: {reach.reason}"
     if (relaying := reach.relaying) is not None:
         yield (
-            f"relays for {relaying.reservations} peers, {relaying.circuits} connections now, "
+            f"relays for {count(relaying.reservations, 'peer')}, {count(relaying.circuits, 'connection')} now, "
             f"{relaying.bytes / 1e6:.1f} MB so far, at most {relaying.bandwidth / 1e6:g} MB/s; "
-            f"{relaying.refused} requests refused"
+            f"{count(relaying.refused, 'request')} refused"
         )
 
 
 def _direct(direct: DirectStatus) -> Iterator[str]:
     where = ", ".join(direct.listening) or "nowhere"
     cipher = f" ({direct.cipher})" if direct.channel == "aead" and direct.cipher else ""
-    yield f"{direct.channels} channels open, {direct.channel}{cipher}; listens at {where}"
+    yield f"{count(direct.channels, 'channel')} open, {direct.channel}{cipher}; listens at {where}"
     if direct.refused:
         counts = ", ".join(f"{count} {why}" for why, count in sorted(direct.refused.items()))
         yield f"refused {counts}; the last: {direct.last_refusal}"
@@ -220,7 +221,7 @@ def _pace(run: RunStatus, me: str) -> str:
     """The peers that the last round waited for, and the rounds in which this peer counts, if many do without it."""
     told = [] if run.last is None else [run.last.waited(me)]
     if run.rounds_counted < COUNTED_SHARE * run.rounds_since and run.strategy.startswith("allreduce"):
-        told.append(f"counted in {run.rounds_counted} of {_count(run.rounds_since, 'round')}")
+        told.append(f"counted in {run.rounds_counted} of {count(run.rounds_since, 'round')}")
     return "; ".join(filter(None, told))
 
 
@@ -229,7 +230,7 @@ def _exchanges(told: Exchanges | None) -> str:
         return ""
     counts = f"{told.ok} ok, {told.failed} failed, {told.in_doubt} in doubt"
     spread = "unknown" if told.spread is None else f"{told.spread:.2g}"
-    return f"{told.partners} partners; exchanges: {counts}; spread {spread}"
+    return f"{count(told.partners, 'partner')}; exchanges: {counts}; spread {spread}"
 
 
 def _settings(settings: Sequence[Setting]) -> Iterator[RenderableType]:
@@ -335,10 +336,6 @@ def _cleaned(text: str) -> str:
 
 def _short(peer: str) -> str:
     return f"..{peer[-SHORT_PEER:]}"
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _value(setting: Setting) -> str:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import psutil
 import torch
 
+from equipoise.averaging.counts import count
 from equipoise.averaging.metrics import Evaluation
 from equipoise.averaging.outcome import Exchanging, Idle, NoPeers, Outcome
 from equipoise.averaging.state import StateId
@@ -271,8 +272,8 @@ class Member:
         self._hear(events.Stopped())
         behind, unheard = self._downloads.behind, self._downloads.unheard
         notes = [self.reason]
-        notes += [f"{behind} others were not as far"] if behind else []
-        notes += [f"{unheard} others did not say what they have"] if unheard else []
+        notes += [f"{count(behind, 'peer')} not as far"] if behind else []
+        notes += [f"{count(unheard, 'peer')} did not say"] if unheard else []
         return Finished(self.in_step, "; ".join(notes))
 
     def _has_all(self, deadline: float) -> bool:
@@ -677,10 +678,15 @@ def wait_for(runs: Sequence[Run], peers: int) -> None:
         if run.wait_for(peers, min(NOTICE_SECONDS, max(deadline - run.clock(), LEAST_SECONDS))):
             continue
         log.warning(
-            "run %s: waits for %d others: %s", run.name, peers, getattr(run.state, "reason", run.state)
+            "run %s: waits for %s: %s",
+            run.name,
+            count(peers, "other peer"),
+            getattr(run.state, "reason", run.state),
         )
         if not run.wait_for(peers, max(deadline - run.clock(), LEAST_SECONDS)):
-            log.warning("run %s: not all of %d others came within %g s", run.name, peers, WAIT_SECONDS)
+            log.warning(
+                "run %s: %s did not all come within %g s", run.name, count(peers, "other peer"), WAIT_SECONDS
+            )
 
 
 def affordable(size: int, available: int) -> int:

@@ -35,6 +35,7 @@ from collections.abc import Iterable, Sequence
 from enum import Enum
 from typing import Literal
 
+from equipoise.averaging.counts import count
 from equipoise.averaging.outcome import Outcome
 from equipoise.averaging.state import StateId, group_state
 from equipoise.averaging.weights import ATTENDANCE_LIMIT, LEAST_CONTRIBUTION
@@ -322,13 +323,16 @@ class Replica:
         # Newcomers have met only each other, though an older group may exist.
         if beginning and missing > 0 and self._introductions < MAX_INTRODUCTIONS:
             self._introductions += 1
-            self.reason = f"it has met some that begin as it does; {missing} others may know more"
+            self.reason = (
+                f"it has met some that begin as it does; {count(missing, 'other peer')} may know more"
+            )
             return []
         if group == self.state:
             actions = self._forget_all()
             self.phase, self.reason, self._fetching = Phase.IN_STEP, "its state is the group's", False
             if most is not None and most != group:
-                others = f"{sum(state == most for state in outcome.states.values())} others hold {lineage.told(most)}"
+                alike = sum(state == most for state in outcome.states.values())
+                others = f"{lineage.told(most)} is that of {count(alike, 'other peer')}"
                 self.reason = (
                     f"it keeps the state of those it has trained with: {others}, "
                     'and it has trained with none of them; trust="heads" would follow most'

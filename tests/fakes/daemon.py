@@ -429,6 +429,9 @@ class FakeRunDriver:
     def round(self) -> int:
         return self._member.round
 
+    rounds_counted = 0
+    first_round: int | None = None
+
     @property
     def rounds_ok(self) -> int:
         return sum(outcome.ok for outcome in self.history)

@@ -328,9 +328,11 @@ def test_a_waiting_peer_knows_who_is_drawn_who_is_in_and_until_when() -> None:
     one.handle(events.MessageReceived(coordinator, told(request, True, standing=standing)), 2.0)
     state = one.state
     assert isinstance(state, Gathering)
-    assert state.reason == "1 of 5 in, waits for 2 more contributions, until 599 s from now"
+    assert state.reason == "1 of 5 in, waits for 2 more contributions, 599 s at most"
     assert (state.drawn, state.contributed) == (tuple(NAMES[:5]), ("alice",))
-    assert one.shortage.startswith("1 of 3 contributions; drawn, and not in: bob, carol, dave and 1 more")
+    assert one.shortage.startswith(
+        "1 contribution in, 3 needed; drawn, and not in: bob, carol, dave and 1 more"
+    )
     more = wire.Standing(STATE, tuple(NAMES[:5]), ("alice", "bob", "carol"))
     one.handle(events.MessageReceived(coordinator, told(request, False, standing=more, closes=8.0)), 3.0)
     one.handle(events.MessageReceived(coordinator, told(request, False, closes=6.0)), 5.0)

@@ -7,7 +7,7 @@ import pytest
 
 from equipoise.averaging.matchmaking import messages as wire
 from equipoise.averaging.matchmaking.context import FORGER_SECONDS, MAX_JOINS_OF_ONE
-from equipoise.averaging.matchmaking.events import Action, Form, MessageReceived, PeerLost, Woke
+from equipoise.averaging.matchmaking.events import Action, Form, MessageReceived, PeerLost, RoundEnded, Woke
 from equipoise.averaging.matchmaking.group_builder import INVITE_AGAIN_SECONDS, MAX_PARKED_GROUPS
 from equipoise.averaging.matchmaking.machine import Matchmaking
 from equipoise.averaging.matchmaking.membership import DIAL_SECONDS, LEAP, MISSES, WARM_SECONDS
@@ -105,6 +105,41 @@ def test_all_members_are_told_for_which_peer_the_group_waited_and_how_long() -> 
     later.handle(ready(), 1.9)
     [form] = [one for one in later.handle(MessageReceived(coordinator, told), 2.0) if isinstance(one, Form)]
     assert form.last == rest[0], "the slow peer hears that it was waited for"
+
+
+@pytest.mark.parametrize(
+    ("weights", "why"),
+    [
+        ((0.0, 0.0), "all observe: 2 contributors are needed, and all weights are 0"),
+        ((1.0, 0.0), "2 contributors are needed, 1 of 2 have a weight above 0"),
+    ],
+)
+def test_a_group_without_contributors_says_what_it_lacks(weights: tuple[float, float], why: str) -> None:
+    coordinator, second, _ = roles(2)
+    one = machine(coordinator, second)
+    one.handle(ready(weights[0]), 1.0)
+    one.handle(asks(second, weight=weights[1]), 1.1)
+    assert one.shortage == f"this peer coordinates: 2 of 2 in; {why}"
+
+
+def test_a_peer_alone_says_that_nobody_is_there_and_after_a_round_that_nobody_is_left() -> None:
+    coordinator, second, _ = roles(2)
+    one = machine(coordinator, second)
+    one.handle(ready(), 1.0)
+    assert (
+        one.shortage
+        == f"this peer coordinates: 1 of 2 in; waits for {second}, for 3.00 s, as it does at first"
+    )
+    one.handle(seen(), 1.1)
+    one.handle(PeerLost(second), 1.1)
+    assert one.shortage == "nobody else is in this run"
+    one.handle(seen(second), 1.2)
+    one.handle(asks(second), 1.2)
+    one.handle(RoundEnded(0), 1.3)
+    one.handle(seen(), 1.4)
+    one.handle(PeerLost(second), 1.4)
+    one.handle(ready(), 1.5)
+    assert one.shortage == "nobody is left"
 
 
 def test_a_peer_that_did_not_come_is_named_too() -> None:
