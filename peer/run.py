@@ -550,7 +550,7 @@ class Run:
             DaemonLost: The daemon has gone.
         """
         branch = self._join(structs.replace(self.options, **changes), name, tensors)
-        branch._is_branch = True
+        branch._is_branch, branch._binding.carrier = True, self.source
         self._branches.append(branch)
         return branch
 

@@ -29,6 +29,7 @@ class Binding:
 
     Attributes:
         source: The tensors, or the module without wrappers.
+        carrier: What the buffers are of: of a branch, the tensors of the run that it is a part of.
         schema: Schema of the tensors that `average` exchanges.
         gradients: Schema of the gradients that `step` exchanges.
         buffers: Schema of the buffers that travel behind them.
@@ -45,7 +46,7 @@ class Binding:
             SchemaError: There are no tensors, or one cannot be averaged; names it.
         """
         self.source: Tensors = unwrapped(tensors)
-        tensors = self.source
+        tensors = self.carrier = self.source
         buffers = persistent_buffers(tensors) if isinstance(tensors, torch.nn.Module) else ()
         self.schema = Schema.of(named_tensors(tensors), buffers)
         self.gradients = fp32_schema(stepped_tensors(tensors))
@@ -78,9 +79,9 @@ class Binding:
         Raises:
             SchemaError: The run was not joined with a module.
         """
-        if isinstance(self.source, torch.nn.Module):
-            return fp32_schema(persistent_buffers(self.source), buffers=True)
-        kind = type(self.source).__name__
+        if isinstance(self.carrier, torch.nn.Module):
+            return fp32_schema(persistent_buffers(self.carrier), buffers=True)
+        kind = type(self.carrier).__name__
         raise SchemaError(
             f"expected an nn.Module, whose buffers are known, got {kind}: agree without buffers"
         )
@@ -97,9 +98,9 @@ class Binding:
         Raises:
             SchemaError: The buffers' names, shapes or dtypes have changed.
         """
-        if not self.buffers.tensors or not isinstance(self.source, torch.nn.Module):
+        if not self.buffers.tensors or not isinstance(self.carrier, torch.nn.Module):
             return {}
-        named = persistent_buffers(self.source)
+        named = persistent_buffers(self.carrier)
         _require_unchanged("buffers", self.buffers, fp32_schema(named, buffers=True))
         return named
 
@@ -127,31 +128,29 @@ class Binding:
 
     def unrounded(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Copies of the tensors, fp32, with what rounding to half precision took from them in the last `shift`."""
-        copies = copies_of(tensors)
-        for name, lost in self._lost.items():
-            copies[name] += lost.to(copies[name].device)
-        return copies
+        return copies_of({name: self._exact(name, tensor) for name, tensor in tensors.items()})
+
+    def _exact(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor + self._lost[name].to(tensor.device) if name in self._lost else tensor
 
     def shift(
         self, mean: memoryview, tensors: Mapping[str, torch.Tensor], copies: dict[str, torch.Tensor]
     ) -> None:
         """Move the tensors, in place, by the difference of a mean, u8 [`size`], from their `unrounded` copies.
 
-        Overwrites the copies. Tensors of half precision are rounded once, and `unrounded` tells what that took.
+        Overwrites those. Tensors of half precision are rounded once, and `unrounded` has what that took from them.
         """
         with torch.no_grad():
             for name, tensor in tensors.items():
                 # The steps since; a second model would take memory.
-                torch.sub(tensor, copies[name], out=copies[name])
-            for name, lost in self._lost.items():
-                copies[name] += lost.to(copies[name].device)
-            half = {name: one for name, one in tensors.items() if one.element_size() < 4}
+                torch.sub(self._exact(name, tensor), copies[name], out=copies[name])
+            half = {name: tensor for name, tensor in tensors.items() if tensor.element_size() < 4}
             self._lost = {name: uninitialised(one.shape, one.device) for name, one in half.items()}
             self.averages.decode(mean, {**tensors, **self._lost})
             for name, tensor in tensors.items():
                 if name in half:
-                    exact = self._lost[name].add_(copies[name])
-                    exact -= tensor.copy_(exact).float()
+                    tensor.copy_(self._lost[name].add_(copies[name]))
+                    self._lost[name] -= tensor
                 else:
                     tensor.add_(copies[name])
 

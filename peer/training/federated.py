@@ -6,9 +6,10 @@ FedAvg (McMahan 2017, 1602.05629) without a server: each drawn peer contributes 
 its own, weighted by what `fit` returned; the others observe. The outer step (Reddi 2021, 2003.00295) is replicated:
 every peer applies it to the same mean, so all hold the same model, the same moments and the same history.
 
-A failed round keeps the contributions and is tried again; no peer trains twice from one state. A peer that comes too
-late fetches the mean that it missed. Its contribution is dropped or, with the strategy's `late=next`, counts once in a
-later round, with weight / sqrt(1 + age) as in FedBuff (Nguyen 2022, 2106.06639), age in rounds.
+A failed round keeps the contributions and is tried again; no peer trains twice from one state, unless it had nothing to
+contribute: `fit` returned the weight 0, or led to NaN or Inf. A peer that comes too late fetches the mean that it
+missed. Its contribution is dropped or, with the strategy's `late=next`, counts once in a later round, with
+weight / sqrt(1 + age) as in FedBuff (Nguyen 2022, 2106.06639), age in rounds.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from equipoise.averaging.weights import LEAST_CONTRIBUTION
 from equipoise.peer.errors import Refused
 from equipoise.peer.interrupts import frees_its_run
 from equipoise.peer.run import Run
-from equipoise.peer.tensors import as_held, copies_of, persistent_buffers, stepped_tensors
+from equipoise.peer.tensors import as_held, copies_of, stepped_tensors
 from equipoise.peer.training import image
 from equipoise.peer.training.checkpoint import Checkpoints, Keeper, keep_checkpoints
 from equipoise.peer.training.history import Ending, History, Record, Until
@@ -194,13 +195,13 @@ class Federated:
         self._evaluated: StateId | None = None
         self._trained: StateId | None = None
         self._result: Result | None = None
+        self._nothing = ""
         self._withheld: tuple[StateId | None, float] = (None, 0.0)
         self._drawn: tuple[int, tuple[str, ...]] = (0, ())
         self._live, self._begun = 0, False
         self._deserted = ""
-        module = run.source if isinstance(run.source, torch.nn.Module) else torch.nn.Module()
-        buffers = persistent_buffers(module)
-        terms = {**self._terms(buffers), **image.frozen_term(module)}
+        buffers = image.averaged_buffers(run)
+        terms = {**self._terms(buffers), **image.frozen_term(run.source)}
         run.agree(terms, bool(buffers), observes=fit is None)
         run.trained_by = type(self).__name__
         self.member = self._join(buffers)
@@ -271,6 +272,8 @@ class Federated:
                 late = late or self.member.last.late
         number = number or self.epoch + 1
         if failure:
+            if self._result is None:
+                self._trained = None  # Its training counted nothing, so it trains again.
             drawn = self._drawn[1] if self._drawn[0] == number else ()
             record = Record(number=number, ok=False, reason=failure, drawn=drawn)
         else:
@@ -298,10 +301,13 @@ class Federated:
             timeout: Seconds for that.
 
         Returns:
-            Whether this peer ends with the group's model, and why not.
+            Whether this peer ends with the group's model, and why not; and what it trained for no round.
         """
         self.member.withdraw("this peer ends")
-        self.finished = self.member.finish(timeout)
+        end = self.member.finish(timeout)
+        self._return_to_agreed()
+        self._forget_the_old()
+        self.finished = end.without(self._result.weight if self._result else 0.0)
         return self.finished
 
     # ---- one round ----
@@ -361,7 +367,8 @@ class Federated:
         before, waits = self.member.id, getattr(self._run.state, "reason", "")
         if not self._begun:
             waits = f"{self._live} of {self._strategy.available} available peers are there"
-        told = f"no round within {self._strategy.deadline:g} s: {waits or self.member.reason}"
+        waits = "; ".join(filter(None, (self._nothing, waits or self.member.reason)))
+        told = f"no round within {self._strategy.deadline:g} s: {waits}"
         if self.history and not self.member.has_company():
             self._deserted = f"all other peers have left, {told}"
         self.member.withdraw(told)
@@ -405,8 +412,7 @@ class Federated:
             self.member.give(result.values, weight, seconds, result.metrics, evaluation)
         except SchemaError as error:
             log.warning("run %s: the training has led nowhere, and is given up: %s", self._run.name, error)
-            self._result = None
-            self._return_to_agreed()
+            self._give_up_training(f"this peer's training has led nowhere: {error}")
 
     def _trains(self, drawn: Drawn) -> bool:
         """Whether this peer is to train now: it is drawn, and has nothing to contribute yet."""
@@ -428,10 +434,18 @@ class Federated:
         self._deadline = max(self._deadline, self._clock() + LEAST_WAIT_SECONDS)
         with torch.no_grad():
             values = {name: self._began(name) - own for name, own in self._local.items()}
-        self._result = Result(state, values, weight, dict(metrics))
+        self._return_to_agreed()
+        self._result, self._nothing = Result(state, values, weight, dict(metrics)), ""
+        if weight < LEAST_CONTRIBUTION:
+            self._give_up_training(f"this peer's `fit` returned the weight {weight:g}")
         # The answer to its join tells first whether it is late; to ask all peers at once delays a round that forms.
         self._look_at, self._pause = self._clock(), LOOK_SECONDS
         self._run.tell("training", f"round {state.epoch + 1}: it has trained")
+
+    def _give_up_training(self, why: str) -> None:
+        """Give this training to no round; if the round fails, this peer trains again."""
+        self._result, self._nothing = None, why
+        self._model.restore()
 
     def _look_at_model(self) -> None:
         """Evaluate the agreed model and checkpoint it, each once."""
@@ -459,18 +473,17 @@ class Federated:
     # ---- the replicated state ----
 
     def _join(self, buffers: Mapping[str, torch.Tensor]) -> Member:
-        model = image.ModelPart({**self._agreed}, buffers, self._return_to_agreed)
+        self._model = image.ModelPart({**self._agreed}, buffers, self._return_to_agreed)
         parts: dict[str, image.Part] = {
             image.EXTRA + name: image.UserPart(what) for name, what in self._options.extra.items()
         }
         parts |= {
             "history": self.history,
             "outer": image.OuterPart(self._outer, self._agreed),
-            "model": model,
+            "model": self._model,
         }
-        subject = Subject(
-            self._local, buffers, model, image.TrainingState(parts), self._update, self._applied
-        )
+        state = image.TrainingState(parts)
+        subject = Subject(self._local, buffers, self._model, state, self._update, self._applied)
         # With a draw, most peers of a round have not contributed together yet, so all claims count alike.
         options = CommonOptions(alone="wait", trust="heads", clock=self._options.clock)
         return Member(self._run, subject, options)

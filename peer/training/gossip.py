@@ -65,10 +65,11 @@ class Gossip(LocalTraining[Outcome]):
 
         Raises:
             ValueError: An option is out of its range.
-            Refused: Another loop trains with the run already, or the run has another strategy.
+            Refused: Another loop trains with the run already, or the run has another strategy. Or no optimizer can step
+                any of its tensors.
         """
         self._options = LocalOptions(every=every, weight=weight, timeout=timeout, wait_for=wait_for)
-        super().__init__(named_tensors(run.source).values())
+        super().__init__(run, named_tensors(run.source).values())
         run.refuse_if_trained()
         if not run.strategy.pairs:
             raise Refused(
@@ -78,7 +79,6 @@ class Gossip(LocalTraining[Outcome]):
         run.trained_by = type(self).__name__
         self.exchanged = 0
         self.last: Outcome | None = None
-        self._run = run
         self._progress = Progress(run.name)
         self._pending: PendingRound | None = None
         # All live peers are drawn, so the group closes at once when they are in, or with two and after the grace.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import math
 import re
 from collections import defaultdict
@@ -20,7 +21,8 @@ from blake3 import blake3
 
 from equipoise.averaging.outer import OuterStep
 from equipoise.averaging.state import MAX_EPOCH, StateId
-from equipoise.peer.tensors import parameters_of
+from equipoise.peer.run import Run
+from equipoise.peer.tensors import parameters_of, persistent_buffers
 from equipoise.peer.training.safetensors_io import MAX_HEADER_BYTES, ImageError, header_bytes, pack, unpack
 
 FORMAT = 1
@@ -51,6 +53,8 @@ EXTRA = "extra "
 
 FIELDS = ("format", "epoch", "lineage", "plain")
 """What an image's metadata hold."""
+
+log = logging.getLogger(__name__)
 
 Kind = TypeVar("Kind")
 
@@ -193,6 +197,11 @@ class ModelPart:
         """Note that the buffers are now the group's; forward passes change them until the next round."""
         for name, buffer in self._buffers.items():
             self._settled[name].copy_(buffer)
+
+    def restore(self) -> None:
+        """Make the buffers the group's again."""
+        for name, buffer in self._buffers.items():
+            buffer.copy_(self._settled[name])
 
     def digest(self) -> str:
         """BLAKE3 in hex over names, dtypes, shapes and values of all parameters."""
@@ -361,6 +370,15 @@ def digest(tensors: Mapping[str, torch.Tensor]) -> str:
         values = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
         content.update(values.numpy().data)
     return content.hexdigest()
+
+
+def averaged_buffers(run: Run, averaged: bool = True) -> dict[str, torch.Tensor]:
+    """The buffers that travel with a run's steps; one line says so if the model has some, and they do not."""
+    found = persistent_buffers(run.source) if isinstance(run.source, torch.nn.Module) else {}
+    if found and not averaged:
+        told = "run %s: each peer keeps its own buffers (%d, such as %r): buffers=True averages them"
+        log.warning(told, run.name, len(found), next(iter(found)))
+    return found if averaged else {}
 
 
 def frozen_term(module: object) -> dict[str, str]:

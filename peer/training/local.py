@@ -14,10 +14,11 @@ import logging
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Generic, Self, TypeVar, Unpack
 
 import torch
+from humanfriendly.text import pluralize
 from torch._compile import _disable_dynamo
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
@@ -29,14 +30,16 @@ from equipoise.peer.errors import Refused
 from equipoise.peer.interrupts import frees_its_run
 from equipoise.peer.run import Run
 from equipoise.peer.tensors import as_held, copies_of, stepped_tensors
+from equipoise.peer.training import image
 from equipoise.peer.training.checkpoint import Checkpoints, keep_checkpoints
 from equipoise.peer.training.guard import is_probe
-from equipoise.peer.training.image import ModelPart, OuterPart, Part, TrainingState, frozen_term
 from equipoise.peer.training.member import FINISH_SECONDS, Finished, Member, Subject, wait_for
 from equipoise.peer.training.options import LocalKeywords, LocalOptions, from_keywords, number
 from equipoise.peer.training.replica import ATTENDANCE
 
 End = TypeVar("End")
+
+Named = Mapping[str, torch.Tensor]
 
 log = logging.getLogger(__name__)
 
@@ -58,11 +61,19 @@ class LocalTraining(ABC, Generic[End]):
         finished: Result of `finish`, once it has returned.
     """
 
-    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
-        """`parameters` are the run's."""
+    def __init__(self, run: Run, parameters: Collection[torch.Tensor]) -> None:
+        """`parameters` are the run's.
+
+        Raises:
+            Refused: No optimizer can step any of them.
+        """
         self.steps = 0
         self.finished: End | None = None
+        self._run = run
         self._followed = {id(parameter) for parameter in parameters}
+        if not any(parameter.requires_grad and parameter.is_leaf for parameter in parameters):
+            told = f"no optimizer steps the tensors of run {run.name!r}: they are detached or frozen"
+            raise Refused(told, "give the module or its parameters to join")
         self._counted: weakref.ref[torch.optim.Optimizer] | None = None
 
     @abstractmethod
@@ -86,6 +97,9 @@ class LocalTraining(ABC, Generic[End]):
             _watching.remove(self)
             if not _watching:
                 _hook.pop().remove()
+        if kind is None and self._counted is None:
+            told = "run %s: no optimizer over the joined tensors has made a step: make it from those"
+            log.warning(told, self._run.name)
         if kind is None and self.finished is None:
             self.finish()
 
@@ -109,8 +123,7 @@ def _tell(optimizer: torch.optim.Optimizer, *_: object) -> None:
 class DiLoCo(LocalTraining[Finished]):
     """Local steps with an outer optimizer (Douillard 2023, 2311.08105), streaming if there are several fragments.
 
-    A context manager: until it ends, it watches the steps of the optimizer that holds the run's parameters. Buffers, as
-    the running statistics of BatchNorm, stay each peer's own.
+    A context manager: until it ends, it watches the steps of the optimizer that holds the run's parameters.
 
     Attributes:
         steps: Inner steps, as the group counts them.
@@ -141,22 +154,25 @@ class DiLoCo(LocalTraining[Finished]):
         Raises:
             TypeError: An option is unknown; names it, and the closest known one.
             ValueError: An option is out of its range.
-            Refused: Another loop trains with the run already, or its peers agreed on other terms, or fill a group.
+            SchemaError: Buffers are to be averaged, but the run was not joined with a module.
+            Refused: Another loop trains with the run already, or its peers agreed on other terms, or fill a group,
+                or no optimizer can step any of its tensors.
             CheckpointError: Training should resume, but the checkpoints are damaged or of another training.
         """
         self._options = from_keywords(LocalOptions, {"every": every, **options}, ("outer", "checkpoints"))
         outer = parse_outer(outer) if isinstance(outer, str) else outer or Nesterov()
         run.refuse_if_trained()
-        run.trained_by = type(self).__name__
         parameters = stepped_tensors(run.source)
-        super().__init__(parameters.values())
-        self._source, self._names = run.source, parameters.keys()
+        super().__init__(run, parameters.values())
+        run.trained_by = type(self).__name__
+        self._names = parameters.keys()
+        buffers = image.averaged_buffers(run, self._options.buffers)
         parts = [(run, parameters)]
         if self._options.fragments > 1:
             named = enumerate(dealt(parameters, self._options.fragments))
             parts = [(run.branch(f"{run.name}/{at}", part), part) for at, part in named]
         self._fragments = [
-            Fragment(part_run, part, copy.deepcopy(outer), self._options, at)
+            Fragment(part_run, part, {} if at else buffers, copy.deepcopy(outer), self._options, at)
             for at, (part_run, part) in enumerate(parts)
         ]
         terms = {
@@ -166,10 +182,11 @@ class DiLoCo(LocalTraining[Finished]):
             "fragments": str(self._options.fragments),
             "delay": str(self._options.delay),
             "merge": number(self._options.merge),
-            **frozen_term(run.source),
+            "buffers": "averaged" if self._options.buffers else "each peer's own",
+            **image.frozen_term(run.source),
         }
-        for fragment in self._fragments:
-            fragment.run.agree(terms)
+        for at, fragment in enumerate(self._fragments):
+            fragment.run.agree(terms, self._options.buffers and at == 0)
         wait_for([fragment.run for fragment in self._fragments], self._options.wait_for)
         self._keepers: list[Callable[[], None]] = []
         if checkpoints:
@@ -218,20 +235,21 @@ class DiLoCo(LocalTraining[Finished]):
         stay while others are not as far. The end of the `with` block calls this, unless it was called before.
 
         Returns:
-            Whether this peer ends with the group's state, and why not.
+            Whether this peer ends with the group's state, and why not: the loop may have made steps of its own since.
         """
         deadline = self.members[0].clock() + timeout
         open_ = self.members
         while open_:
             open_ = tuple(member for member in open_ if not member.ends(deadline))
-        ends = [member.ended() for member in self.members]
-        self.finished = min(ends, key=lambda end: end.in_step)
+        self.finished = min((fragment.ended() for fragment in self._fragments), key=lambda end: end.in_step)
+        if self.epoch and not self.finished.in_step:
+            log.warning("run %s: it does not end with the group: %s", self._run.name, self.finished.reason)
         return self.finished
 
     def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
         self.steps += 1
         self.members[0].show(f"step {self.steps % self._options.every} of {self._options.every}")
-        if self.steps % self._options.every == 0 and stepped_tensors(self._source).keys() != self._names:
+        if self.steps % self._options.every == 0 and stepped_tensors(self._run.source).keys() != self._names:
             raise SchemaError("the parameters that require gradients have changed since join; join again")
         for fragment in self._fragments:
             caught_up = fragment.tick(self.steps)
@@ -265,13 +283,14 @@ class Fragment:
         run: The fragment's run.
         member: This peer's part in the fragment's training.
         sent_at: The step at which the last exchange began.
+        own_steps: Steps that are in the local copy, and in no contribution.
         diverged: Whether local steps have just led to NaN or Inf, and were given up.
     """
 
     def __init__(
-        self, run: Run, local: Mapping[str, torch.Tensor], outer: OuterStep, options: LocalOptions, at: int
+        self, run: Run, local: Named, buffers: Named, outer: OuterStep, options: LocalOptions, at: int
     ) -> None:
-        self.sent_at = 0
+        self.sent_at = self.own_steps = self._given_steps = 0
         self.run = run
         self._local = dict(local)
         self._outer = outer
@@ -283,14 +302,15 @@ class Fragment:
         self._offset = (at + 1) * options.every // options.fragments
         self._retry_at: int | None = None
         self.diverged = self._gave = self._caught_up = False
-        model = ModelPart(self._agreed, {}, self._follow_agreed)
-        parts: dict[str, Part] = {"outer": OuterPart(outer, self._agreed), "model": model}
-        subject = Subject(self._local, {}, model, TrainingState(parts), self._update)
+        self._model = image.ModelPart(self._agreed, buffers, self._follow_agreed)
+        parts: dict[str, image.Part] = {"outer": image.OuterPart(outer, self._agreed), "model": self._model}
+        subject = Subject(self._local, buffers, self._model, image.TrainingState(parts), self._update)
         self.member = Member(run, subject, options)
 
     def tick(self, step: int) -> int | None:
         """Note an inner step, the group's `step`-th; return its true number if this peer has just learnt it."""
         epoch, ended = self.member.id.epoch, self.member.outcomes
+        self.own_steps += 1
         self._gave = self._gave and self.member.pending
         self._caught_up = self.diverged = False
         if self.member.in_step and self.member.pending and self._may_collect(step):
@@ -305,6 +325,16 @@ class Fragment:
             self._exchange(step)
             told = self.member.id.epoch != epoch and self.member.outcomes != ended
         return self._place(step) if told or self._caught_up else None
+
+    def ended(self) -> Finished:
+        """The end of this fragment's training: with the agreed values, unless there are later steps of its own."""
+        end = self.member.ended()
+        if self.own_steps:
+            told = f"{pluralize(self.own_steps, 'step')} of its own since exchange {self.member.id.epoch}"
+            return Finished(False, told if end.in_step else f"{told}; {end.reason}")
+        self._write()
+        self._model.restore()
+        return end
 
     def _place(self, step: int) -> int | None:
         """The group's number of this step, by the last outer step; None if it equals this peer's count."""
@@ -336,12 +366,14 @@ class Fragment:
             self._retry_at = step + max(self._options.every // RETRIES, 1)
 
     def _contribute(self) -> None:
+        self._given_steps = self.own_steps
         try:
             self.member.accumulate(self._differences(), self._options.weight)
         except SchemaError as error:
             log.warning("its local steps have led nowhere, and are given up: %s", error)
             self.diverged = True
-            self._return_to_agreed()
+            self._write()
+            self._model.restore()
             self.member.accumulate(dict.fromkeys(self._local), ATTENDANCE)
 
     def _collect(self, step: int) -> None:
@@ -364,28 +396,27 @@ class Fragment:
         written, local = self._merged.get(name, self._agreed[name]), self._local[name]
         return local if local.element_size() >= 4 else local + (written - as_held(written, local))
 
-    @torch.no_grad()
     def _update(self, mean: Mapping[str, torch.Tensor]) -> None:
         """Make the outer step, and merge its result into the local parameters."""
-        self._outer.step(self._agreed, mean)
-        for name, written in self._agreed.items():
-            if self._options.merge:
-                written = torch.lerp(written, self._exact(name).float(), self._options.merge)
-            self._local[name].copy_(written)
-            if name in self._merged:
-                self._merged[name] = written
+        with torch.no_grad():
+            self._outer.step(self._agreed, mean)
+        self._write(self._options.merge)
 
     def _follow_agreed(self) -> None:
         """Go on from the agreed parameters, which have come from another peer."""
         self._caught_up = True
-        self._return_to_agreed()
+        self._write()
 
     @torch.no_grad()
-    def _return_to_agreed(self) -> None:
-        for name, agreed in self._agreed.items():
-            self._local[name].copy_(agreed)
-        for name, merged in self._merged.items():
-            merged.copy_(self._agreed[name])
+    def _write(self, merge: float = 0.0) -> None:
+        """Make the local copy the agreed values, but for a share of what it has moved by."""
+        for name, written in self._agreed.items():
+            if merge:
+                written = torch.lerp(written, self._exact(name).float(), merge)
+            self._local[name].copy_(written)
+            if name in self._merged:
+                self._merged[name].copy_(written)
+        self.own_steps, self._given_steps = (self.own_steps - self._given_steps if merge else 0), 0
 
 
 def dealt(parameters: Mapping[str, torch.Tensor], count: int) -> list[dict[str, torch.Tensor]]:

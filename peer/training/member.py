@@ -15,6 +15,7 @@ from equipoise.averaging.counts import count
 from equipoise.averaging.metrics import Evaluation
 from equipoise.averaging.outcome import Exchanging, Idle, NoPeers, Outcome
 from equipoise.averaging.state import StateId
+from equipoise.averaging.weights import ATTENDANCE_LIMIT
 from equipoise.peer.accumulate import Accumulator
 from equipoise.peer.errors import Refused
 from equipoise.peer.futures import PendingRound
@@ -108,6 +109,11 @@ class Finished(NamedTuple):
 
     in_step: bool
     reason: str
+
+    def without(self, samples: float) -> Finished:
+        """The same end; says that the model has no use of the last samples."""
+        told = f"{samples:g} samples that no round counted"
+        return Finished(self.in_step, f"{self.reason}; {told}") if samples > ATTENDANCE_LIMIT else self
 
 
 class Mean(NamedTuple):
@@ -248,6 +254,7 @@ class Member:
         deadline = self.clock() + timeout
         while not self.ends(deadline):
             pass
+        self._subject.model.restore()
         return self.ended()
 
     def ends(self, deadline: float) -> bool:

@@ -25,7 +25,7 @@ from equipoise.averaging.state import StateId
 from equipoise.peer.accumulate import NotFinite
 from equipoise.peer.errors import Refused
 from equipoise.peer.run import Run
-from equipoise.peer.tensors import persistent_buffers, sparse_gradients, stepped_tensors
+from equipoise.peer.tensors import sparse_gradients, stepped_tensors
 from equipoise.peer.training import image
 from equipoise.peer.training.batch_quota import Pace
 from equipoise.peer.training.guard import Guard, is_probe
@@ -99,7 +99,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
         module = run.source if isinstance(run.source, torch.nn.Module) else torch.nn.Module()
         all_sparse = isinstance(inner, torch.optim.SparseAdam)
         self._sparse = frozenset(parameters) if all_sparse else sparse_gradients(module)
-        buffers = persistent_buffers(module) if options.buffers else {}
+        buffers = image.averaged_buffers(run, options.buffers)
         self._guard = Guard(run.source, parameters, inner, options.extra)
         model = image.ModelPart(parameters, buffers, self._guard.note)
         parts: dict[str, image.Part] = {
@@ -254,7 +254,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
             Whether this peer ends with the group's state, and why not.
         """
         self._notice_writes()
-        self._finished = self.member.finish(timeout)
+        self._finished = self.member.finish(timeout).without(self.member.accumulated)
         return self._finished
 
     def leave(self) -> None:

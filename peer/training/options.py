@@ -56,6 +56,7 @@ class LocalKeywords(_CommonKeywords, total=False):
     delay: int
     merge: float
     weight: float
+    buffers: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,6 +139,7 @@ class LocalOptions(CommonOptions):
         delay: Inner steps, tau, below H / P, that the loop makes during an exchange (section 2.2).
         merge: Share, alpha, of those steps that a peer keeps: own <- agreed + alpha (own - agreed); equation 4.
         weight: Weight of this peer in the mean.
+        buffers: As in `Options`; with fragments, the buffers travel with the first of them.
     """
 
     every: int
@@ -145,6 +147,7 @@ class LocalOptions(CommonOptions):
     delay: int = 0
     merge: float = 0.0
     weight: float = 1.0
+    buffers: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

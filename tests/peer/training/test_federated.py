@@ -648,3 +648,83 @@ def test_a_peer_that_was_late_for_a_round_that_failed_offers_its_contribution_ag
         assert peer.records[-1].seconds < 60
         assert len(peer.fits) == 1
     assert len(peers[0].history[0].contributors) == 2
+
+
+@pytest.mark.parametrize(
+    ("spoils", "why"),
+    [
+        (lambda peer: 0.0, "this peer's `fit` returned the weight 0"),
+        (
+            lambda peer: peer.model["w"].fill_(torch.nan).numel(),
+            "this peer's training has led nowhere: gradient 'w' holds nan",
+        ),
+    ],
+    ids=["weight 0", "NaN"],
+)
+def test_peers_whose_trainings_all_counted_nothing_train_again(spoils: Any, why: str) -> None:
+    swarm = FederatedSwarm("federated:deadline=20")
+    peers = clients(swarm, 2, rounds=2)
+    models: list[float] = []
+    for peer in peers:
+        fit = peer.fit
+
+        def first(task: Task, peer: Client = peer, fit: Any = fit) -> tuple[float, dict[str, float]]:
+            if not peer.fits:
+                peer.fits.append((task.number, swarm.now))
+                with torch.no_grad():
+                    for one in peer.model.values():
+                        one.add_(1.0)
+                    return float(spoils(peer)), {}
+            models.append(float(peer.model["w"].sum()))
+            return fit(task)
+
+        peer.fit = first  # type: ignore[method-assign]
+    swarm.run()
+    assert_alike(peers)
+    assert models[:2] == [0.0, 0.0], "they train again from the model as it was"
+    for peer in peers:
+        failed, *made = peer.records
+        assert failed.reason.startswith(f"no round within 20 s: {why}")
+        assert [record.ok for record in made] == [True, True]
+        assert [number for number, _ in peer.fits] == [1, 1, 2]
+
+
+def test_after_a_failed_round_the_model_is_as_before_and_the_training_is_not_lost() -> None:
+    swarm = FederatedSwarm("federated:quorum=3,deadline=20")
+    peers = [Client(swarm, index, rounds=1) for index in range(3)]
+    seen: list[tuple[bool, float]] = []
+
+    def work() -> None:
+        peers[1].join()
+        while not peers[1].trained.ended:
+            ok = peers[1].trained.step().ok
+            seen.append((ok, float(peers[1].model["v"].abs().sum())))
+
+    peers[1].work = work  # type: ignore[method-assign]
+    for peer in peers:
+        peer.begin(at=30.0 if peer.index == 2 else 0.0)
+    swarm.run()
+    assert [ok for ok, _ in seen] == [False, True]
+    assert seen[0][1] == 0.0 < seen[1][1]
+    assert [len(peer.fits) for peer in peers] == [1, 1, 1]
+
+
+def test_a_peer_that_all_others_have_left_ends_with_the_agreed_model_and_says_what_did_not_count() -> None:
+    swarm = FederatedSwarm("federated:deadline=20")
+    peers = clients(swarm, 2, rounds=None)
+    for peer in peers:
+        peer.model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
+        peer.fit = _fits_batches(peer)  # type: ignore[method-assign]
+        peer.evaluate = lambda task: (1.0, {"one": 1.0})  # type: ignore[method-assign]
+    peers[1].stops_after = 2
+    swarm.run()
+    assert [peer.trained.epoch for peer in peers] == [2, 2]
+    first, second = (peer.model.state_dict() for peer in peers)
+    for name in ("0.weight", "1.weight", "1.running_mean", "1.running_var"):
+        assert torch.equal(first[name], second[name])
+    stays, leaves = (peer.trained.finished for peer in peers)
+    assert stays is not None
+    assert stays.in_step
+    assert stays.reason.endswith("; 8 samples that no round counted")
+    assert leaves is not None
+    assert "samples" not in leaves.reason

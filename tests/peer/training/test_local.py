@@ -291,6 +291,7 @@ def test_terms_say_how(fake: FakeSwarm) -> None:
         "fragments": "1",
         "delay": "0",
         "merge": "0",
+        "buffers": "each peer's own",
     }
     frozen = Local(FakeSwarm(), 0, 1)
     frozen.model[0].requires_grad_(False)

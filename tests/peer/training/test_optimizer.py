@@ -611,3 +611,35 @@ def test_a_parameter_whose_mean_is_zero_is_skipped_even_by_weight_decay(fake: Fa
     before = next(iter(trainers[0].model.parameters())).detach().clone()
     fake.run()
     assert torch.equal(next(iter(trainers[0].model.parameters())), before)
+
+
+def test_what_no_round_counted_is_named_at_the_end_and_the_statistics_are_the_groups(fake: FakeSwarm) -> None:
+    trainers = [Trainer(fake, index, 3, buffers=True, target_batch_size=2 * SAMPLES) for index in range(2)]
+    ends: dict[int, Any] = {}
+
+    def work(trainer: Trainer) -> None:
+        trainer.train()
+        if trainer is trainers[0]:
+            trainer.backward()
+            trainer.opt.step()
+        ends[trainer.index] = trainer.opt.finish()
+
+    for trainer in trainers:
+        trainer.model = nn.Sequential(nn.BatchNorm1d(8), *trainer.model)
+        fake.peer(trainer.name, lambda trainer=trainer: work(trainer))
+    fake.run()
+    assert ends[0] == (True, "its state is the group's; 8 samples that no round counted")
+    assert ends[1] == (True, "its state is the group's")
+    first, second = (trainer.model.state_dict() for trainer in trainers)
+    assert torch.equal(first["0.running_mean"], second["0.running_mean"])
+
+
+def test_a_model_whose_statistics_stay_each_peers_own_is_told_once(
+    fake: FakeSwarm, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, buffers in (("own", False), ("averaged", True)):
+        model = nn.BatchNorm1d(8)
+        run = fake.join("peer", name, model)
+        run.optimizer(adamw(model.parameters()), target_batch_size=1, buffers=buffers)
+    told = "run own: each peer keeps its own buffers (2, such as 'running_mean'): buffers=True averages them"
+    assert [one.getMessage() for one in caplog.records if one.levelname == "WARNING"] == [told]
