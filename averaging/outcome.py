@@ -58,7 +58,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
         waits: By phase, `matchmaking` or `exchange`: the PeerID of the peer that the others waited for (to join, or for
             its values), which may be this one, and seconds. Only waits of a tenth of a second and of `total` or more.
         in_doubt: Whether this member has voted for a mean that it did not get, so that the others may have it; also
-            if its script cannot know, because the daemon was lost. False if ok.
+            if its script cannot know, because the daemon was lost after it had begun the round. False if ok.
     """
 
     ok: bool

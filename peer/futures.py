@@ -132,6 +132,7 @@ class PendingRound(Pending[Outcome]):
 
         To encode the contribution has taken `encoding` seconds.
         """
+        self._begun = link.lost is None
         super().__init__(link, link.start(request), deadline)
         self._run = request.run
         self._settle = settle
@@ -159,9 +160,9 @@ class PendingRound(Pending[Outcome]):
 
     def _collect(self, answer: Any) -> Outcome:
         if isinstance(answer, DaemonLost):
-            # The daemon may have voted for a mean that the others hold by now.
+            # A daemon that got the request may have voted for a mean that the others hold by now.
             answer = Outcome(
-                ok=False, reason=str(answer), run=self._run, started=self._started, in_doubt=True
+                ok=False, reason=str(answer), run=self._run, started=self._started, in_doubt=self._begun
             )
         elif isinstance(answer, Exception):
             self._settle(None)

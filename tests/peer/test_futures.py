@@ -52,4 +52,5 @@ def test_a_round_is_done_once_its_daemon_should_have_answered() -> None:
     outcome = pending.result()
     assert not outcome
     assert "has not answered" in outcome.reason
+    assert outcome.in_doubt, "the daemon may have voted"
     assert link.now == 130.0 + HUNG_SECONDS + LEAST_SECONDS
