@@ -23,7 +23,7 @@ from equipoise.peer.control.server import ControlServer
 from equipoise.peer.errors import EquipoiseError, Refused, Unreached
 from equipoise.peer.history import History
 from equipoise.peer.home import LOG_FILE, Home
-from equipoise.peer.logs import close_log, open_log
+from equipoise.peer.logs import PrivateFileHandler, close_log, open_log
 from equipoise.peer.session import Service
 from equipoise.peer.status import Status
 
@@ -68,6 +68,7 @@ class Daemon:
     _swarm: Swarm
     _reducer: DeviceReducer | None
     _home: Home
+    _log_file: PrivateFileHandler
 
     def __init__(
         self, loaded: Loaded, say: Callable[[str], None] = lambda line: None, home: Home | None = None
@@ -153,7 +154,8 @@ class Daemon:
     async def _start(self) -> None:
         self._home = self._given or Home.take(Path(self._config.home))
         self._ending.callback(self._home.release)
-        self._ending.callback(close_log, open_log(self._home.path / LOG_FILE, self._config.log_level))
+        self._log_file = open_log(self._home.path / LOG_FILE, self._config.log_level)
+        self._ending.callback(close_log, self._log_file)
         self._ending.callback(log.info, "stopped")
         for warning in self._loaded.warnings:
             log.warning(warning)
@@ -175,13 +177,15 @@ class Daemon:
         self._ending.callback(asyncio.create_task(self._watch()).cancel)
 
     def _standing(self) -> SwarmStatus:
-        """The swarm's status, with the addresses that it was not given, the next step, and a device's failure."""
+        """The swarm's status, with the addresses that it was not given, the next step, and what fails on this machine."""
         status = self._swarm.status()
         malformed = self._loaded.malformed
         self._met |= status.state in ("joined", "ready")
         alone = status.state == "searching" and not status.bootstrap and bool(malformed)
         reason = malformed[0].reason if alone else _advised(status.reason, status.bootstrap)
-        trouble = (self._reducer.trouble,) if self._reducer and self._reducer.trouble else ()
+        full = self._home.trouble()
+        files = (full,) if full else (self._log_file.trouble, self.history.trouble)
+        trouble = tuple(filter(None, (self._reducer.trouble if self._reducer else "", *files)))
         return msgspec.structs.replace(
             status, reason=reason, bootstrap=status.bootstrap + malformed, warnings=status.warnings + trouble
         )

@@ -46,6 +46,11 @@ class History:
     def _write(self, line: str) -> None:
         self._file.emit(logging.makeLogRecord({"msg": line}))
 
+    @property
+    def trouble(self) -> str:
+        """Why the last outcome could not be written, and what to do; empty if it was."""
+        return self._file.trouble
+
     def last(self, limit: int) -> list[Outcome]:
         """The last `limit` outcomes of each run, oldest first."""
         return last_of_each_run(self._kept, limit)

@@ -27,6 +27,9 @@ OWN_FILES = ("daemon.", "control.", "config.toml", "identity.key", "rounds.", "s
 BACKLOG = 128
 """Most clients that connect at once: all processes of a machine with many accelerators wait for one daemon."""
 
+MIN_FREE_BYTES = 1024 * 1024
+"""Least space on the disk of a home before the daemon warns: about as much as the files of an hour with errors."""
+
 POLL_SECONDS = 0.05
 """Time between two attempts to lock a file; file locks have no timeout of their own."""
 
@@ -88,6 +91,18 @@ class Home:
             raise unusable(f"listen on {path}", error) from error
         control.setblocking(False)
         return control
+
+    def trouble(self) -> str:
+        """Why files cannot be written here, as far as the disk tells; empty if they can."""
+        try:
+            disk = psutil.disk_usage(str(self.path))
+        except OSError as error:
+            return str(unusable(f"use {self.path} any more", error))
+        if disk.free >= MIN_FREE_BYTES or not disk.total:
+            return ""
+        return (
+            f"the disk of {self.path} is full: rounds go on, but the log and the history cannot be kept; free some space"
+        )
 
     def release(self) -> None:
         """Remove the socket and unlock; idempotent. The pid file stays: without it, two could lock a file each."""
@@ -245,12 +260,15 @@ def _prepare(path: Path) -> None:
 def _lock(path: Path) -> int:
     """Lock the pid file and write our pid into it; `OSError` if it cannot be written."""
     patient = True
+    file = path / PID_FILE
     while True:
-        lock = os.open(path / PID_FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        lock = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.ftruncate(lock, 0)
-            os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+            if os.fstat(lock).st_nlink == 0:  # A start that failed has removed it meanwhile.
+                os.close(lock)
+                continue
+            _write_pid(file, lock)
             return lock
         except BlockingIOError:
             pid = os.read(lock, 32).decode(errors="replace").strip()
@@ -265,6 +283,15 @@ def _lock(path: Path) -> int:
         except OSError:
             os.close(lock)
             raise
+
+
+def _write_pid(file: Path, lock: int) -> None:
+    try:
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+    except OSError:  # The disk is full, say: nobody should find an empty file, and nobody else can have the lock.
+        file.unlink(missing_ok=True)
+        raise
 
 
 def _is_free(path: Path) -> bool:

@@ -43,6 +43,11 @@ class PrivateFileHandler(logging.handlers.RotatingFileHandler):
         except OSError as error:
             raise unusable(f"write {path}", error) from error
 
+    @property
+    def trouble(self) -> str:
+        """Why the last record could not be written, and what to do; empty if it was."""
+        return str(unusable(f"write {self.baseFilename}", self._error)) if self._error is not None else ""
+
     def emit(self, record: logging.LogRecord) -> None:
         """Write the record."""
         self._error = None
@@ -67,8 +72,7 @@ class PrivateFileHandler(logging.handlers.RotatingFileHandler):
 
     def _report(self) -> None:
         if self._error is not None and not self._reported:
-            text = unusable(f"write {self.baseFilename}", self._error)
-            print(f"warning: {text}", file=sys.stderr, flush=True)
+            print(f"warning: {self.trouble}", file=sys.stderr, flush=True)
         self._reported = self._error is not None
 
     def _open(self) -> io.TextIOWrapper:
@@ -96,7 +100,7 @@ class LineFormatter(logging.Formatter):
         return text if len(text) <= MAX_LINE_CHARS else text[:MAX_LINE_CHARS] + "... (cut)"
 
 
-def open_log(path: Path, level: str) -> logging.Handler:
+def open_log(path: Path, level: str) -> PrivateFileHandler:
     """Log all of equipoise to `path` from now on, until `close_log`."""
     handler = PrivateFileHandler(path, MAX_LOG_BYTES, OLDER_FILES)
     handler.setFormatter(LineFormatter(FORMAT))

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import msgspec
+import psutil
 import pytest
 import torch
 
@@ -101,6 +102,25 @@ def test_rounds_are_listed_after_their_script_and_their_daemon(
     assert program.run(["rounds", "--home", str(tmp_path)]) == 0
     assert "no group formed within" in capsys.readouterr().out
     assert program.run(["status", "--home", str(tmp_path)]) == 3
+
+
+def test_a_disk_that_fills_under_a_daemon_is_a_warning_until_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    FakeNetwork().install(monkeypatch)
+    daemon = DaemonThread(load({"home": tmp_path}, {}))
+    room = psutil.disk_usage(str(tmp_path))
+    with connect(tmp_path) as client:
+        assert client.status().warnings == ()
+        monkeypatch.setattr(psutil, "disk_usage", lambda path: room._replace(free=0))
+        (warning,) = client.status().warnings
+        monkeypatch.setattr(psutil, "disk_usage", lambda path: room)
+        assert client.status().warnings == ()
+        monkeypatch.setattr(History, "trouble", "cannot write it")
+        assert client.status().warnings == ("cannot write it",)
+    daemon.stop()
+
+    assert warning.startswith(f"the disk of {tmp_path} is full: rounds go on")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no /dev/full")

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import concurrent.futures
+import errno
+import fcntl
 import os
 import socket
 import stat
@@ -47,6 +49,39 @@ def test_a_second_daemon_is_told_of_the_first(tmp_path: Path) -> None:
     assert wait_until_free(tmp_path, 0.0)
     assert [file.name for file in tmp_path.iterdir()] == [PID_FILE]
     Home.take(tmp_path).release()
+
+
+def test_a_start_on_a_full_disk_leaves_no_empty_pid_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch, pytest.raises(HomeError, match="free some space there"):
+        patch.setattr(os, "pwrite", full)
+        Home.take(tmp_path)
+
+    assert list(tmp_path.iterdir()) == []
+    Home.take(tmp_path).release()
+
+
+def test_a_pid_file_that_a_failed_start_removed_meanwhile_is_not_locked_in_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock, removed = fcntl.flock, []
+
+    def removing(descriptor: int, how: int) -> None:
+        lock(descriptor, how)
+        if not removed:
+            removed.append((tmp_path / PID_FILE).unlink())
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "flock", removing)
+        home = Home.take(tmp_path)
+
+    with pytest.raises(HomeBusy):
+        Home.take(tmp_path)
+    home.release()
 
 
 def test_a_killed_daemon_leaves_nothing_in_the_way(tmp_path: Path) -> None:

@@ -75,11 +75,14 @@ def test_a_log_that_cannot_be_written_is_one_line_until_it_can(
     try:
         log.info("first")
         log.info("second")
+        trouble = handler.trouble
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, ignored)
     log.info("third")
+    assert handler.trouble == ""
     close_log(handler)
 
-    assert capsys.readouterr().err == f"warning: cannot write {path}: file too large; give another --home\n"
+    assert trouble == f"cannot write {path}: file too large; give another --home"
+    assert capsys.readouterr().err == f"warning: {trouble}\n"
     assert "third" in path.read_text()
