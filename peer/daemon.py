@@ -177,7 +177,7 @@ class Daemon:
         self._ending.callback(asyncio.create_task(self._watch()).cancel)
 
     def _standing(self) -> SwarmStatus:
-        """The swarm's status, with the addresses that it was not given, the next step, and what fails on this machine."""
+        """The swarm's status, with the addresses that it was not given, the next step, and what fails here."""
         status = self._swarm.status()
         malformed = self._loaded.malformed
         self._met |= status.state in ("joined", "ready")

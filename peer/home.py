@@ -100,9 +100,8 @@ class Home:
             return str(unusable(f"use {self.path} any more", error))
         if disk.free >= MIN_FREE_BYTES or not disk.total:
             return ""
-        return (
-            f"the disk of {self.path} is full: rounds go on, but the log and the history cannot be kept; free some space"
-        )
+        full = "is full: rounds go on, but the log and the history cannot be kept; free some space"
+        return f"the disk of {self.path} {full}"
 
     def release(self) -> None:
         """Remove the socket and unlock; idempotent. The pid file stays: without it, two could lock a file each."""
@@ -289,7 +288,9 @@ def _write_pid(file: Path, lock: int) -> None:
     try:
         os.ftruncate(lock, 0)
         os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
-    except OSError:  # The disk is full, say: nobody should find an empty file, and nobody else can have the lock.
+    except (
+        OSError
+    ):  # The disk is full, say: nobody should find an empty file, and nobody else can have the lock.
         file.unlink(missing_ok=True)
         raise
 

@@ -57,9 +57,10 @@ def test_a_start_on_a_full_disk_leaves_no_empty_pid_file(
     def full(*args: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    with monkeypatch.context() as patch, pytest.raises(HomeError, match="free some space there"):
+    with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", full)
-        Home.take(tmp_path)
+        with pytest.raises(HomeError, match="free some space there"):
+            Home.take(tmp_path)
 
     assert list(tmp_path.iterdir()) == []
     Home.take(tmp_path).release()
