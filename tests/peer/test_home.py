@@ -69,12 +69,14 @@ def test_a_start_on_a_full_disk_leaves_no_empty_pid_file(
 def test_a_pid_file_that_a_failed_start_removed_meanwhile_is_not_locked_in_its_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lock, removed = fcntl.flock, []
+    lock = fcntl.flock
+    removed: list[bool] = []
 
     def removing(descriptor: int, how: int) -> None:
         lock(descriptor, how)
         if not removed:
-            removed.append((tmp_path / PID_FILE).unlink())
+            (tmp_path / PID_FILE).unlink()
+            removed.append(True)
 
     with monkeypatch.context() as patch:
         patch.setattr(fcntl, "flock", removing)
