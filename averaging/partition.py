@@ -14,6 +14,10 @@ GRANULE = 256
 MIN_BANDWIDTH = 1.0
 """Least bandwidth, in bytes per second: a member's false claim must not make others divide by almost 0."""
 
+FAST = 250e6
+"""Bytes per second (2 Gbit/s) above which the machines, not the wire, set the pace, and differences are noise: to
+encode, encrypt and reduce int8 values takes a core about as long."""
+
 ALIKE = 1.4
 """Least factor by which a bandwidth counts as different from the median. Measurements of equal links differ by a third
 now and then; unequal shares for equal members cost more than equal shares for almost equal ones."""
@@ -33,7 +37,8 @@ class Part(msgspec.Struct, frozen=True):
 
 
 def settle(bandwidths: Sequence[float]) -> list[float]:
-    """Return the members' bandwidths, in bytes per second, without the noise; 0 counts as the median."""
+    """Return the members' bandwidths, in bytes per second, at most `FAST`, without noise; 0 counts as the median."""
+    bandwidths = [min(bandwidth, FAST) for bandwidth in bandwidths]
     known = [bandwidth for bandwidth in bandwidths if bandwidth > 0]
     usual = statistics.median_low(known) if known else MIN_BANDWIDTH
     return [

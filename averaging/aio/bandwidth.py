@@ -3,20 +3,17 @@
 A member's share follows from its bandwidth (`balance`), so the estimate must be steady: the shares of equal members
 should be equal. It is the upper quartile of the rates over windows in which something waited to be sent all the time
 (in the others, receivers held it up; the very fastest owe their speed to buffers), averaged over recent bursts, old
-ones counting half as much as the next. A rate above `FAST` counts as `FAST`: there the machines, not the wire, set the
-pace, and measurements are noise.
+ones counting half as much as the next. A window is as long as its bytes need, over several bursts on a slow link. The
+first window of a burst counts only if it is the only one: a token bucket that has filled meanwhile passes it faster.
 """
 
 from __future__ import annotations
-
-FAST = 250e6
-"""Bytes per second (2 Gbit/s). Encoding, encrypting and reducing int8 values takes a core about as long."""
 
 WINDOW_SECONDS = 0.1
 """Least time that a rate is taken over: what socket buffers and token buckets swallow at once is no rate."""
 
 MIN_BYTES = 256 * 1024
-"""Fewest bytes of a window that counts: with fewer it tells more of round trips than of bandwidth."""
+"""Fewest bytes of a window: with fewer it tells more of round trips than of bandwidth. A link of 1 Mbit/s takes 2 s."""
 
 MAX_WINDOWS = 1024
 """Most windows of one burst: more than a minute's, after which others tell nothing new."""
@@ -29,12 +26,14 @@ class Bandwidth:
     """An estimate from samples of a counter of delivered bytes.
 
     Attributes:
-        estimate: Bytes per second, at most `FAST`; 0 if unknown.
+        estimate: Bytes per second; 0 if unknown.
     """
 
     def __init__(self) -> None:
         self.estimate = 0.0
         self._began: tuple[float, int] | None = None
+        self._last = 0.0, 0
+        self._window = 0.0, 0
         self._rates: list[float] = []
 
     def observe(self, now: float, delivered: int) -> None:
@@ -44,26 +43,27 @@ class Bandwidth:
             now: Monotonic seconds.
             delivered: Bytes delivered to all peers so far, ever.
         """
+        (since, before), self._last = self._last, (now, delivered)
         if self._began is None:
-            self._began = (now, delivered)
+            self._began = self._last
             return
-        since, before = self._began
-        seconds, count = now - since, delivered - before
-        if seconds >= WINDOW_SECONDS:
-            self._began = (now, delivered)
-            if count >= MIN_BYTES and len(self._rates) < MAX_WINDOWS:
+        seconds, count = self._window[0] + now - since, self._window[1] + delivered - before
+        self._window = seconds, count
+        if seconds >= WINDOW_SECONDS and count >= MIN_BYTES:
+            self._window = 0.0, 0
+            if len(self._rates) < MAX_WINDOWS:
                 self._rates.append(count / seconds)
 
     def end_burst(self, now: float, delivered: int) -> None:
         """Nothing waits any more."""
         if self._began is not None and not self._rates:
-            # The whole burst was shorter than a window; that it was over so soon is what counts.
+            # Little was sent, or all of it soon. That it was over so soon is what counts then.
             since, before = self._began
             if delivered - before >= MIN_BYTES and now > since:
+                self._window = 0.0, 0
                 self._rates.append((delivered - before) / (now - since))
-        if self._rates:
-            rate = sorted(self._rates)[len(self._rates) * 3 // 4]
+        if rates := sorted(self._rates[1:] or self._rates):
             kept = KEPT if self.estimate else 0.0
-            self.estimate = kept * self.estimate + (1 - kept) * min(rate, FAST)
+            self.estimate = kept * self.estimate + (1 - kept) * rates[len(rates) * 3 // 4]
         self._began = None
         self._rates.clear()

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from equipoise.averaging.aio.round_driver import group_of
 from equipoise.averaging.manifest import NONCE_BYTES, Join, Manifest
 from equipoise.averaging.options import RunOptions
-from equipoise.averaging.partition import balance, settle
+from equipoise.averaging.partition import FAST, balance, settle
 from equipoise.averaging.schema import Schema
 from equipoise.averaging.spec import RunSpec
 from oracles.averaging import best_butterfly_seconds, butterfly_seconds
@@ -105,4 +105,8 @@ def test_members_that_measure_almost_alike_get_equal_shares() -> None:
 
 def test_who_does_not_know_its_bandwidth_counts_as_the_usual_one() -> None:
     assert settle([0.0, 25e6, 100e6]) == [25e6, 25e6, 100e6]
+
+
+def test_links_faster_than_the_machines_count_as_equal() -> None:
+    assert settle([0.9e9, 2.4e9, 60e6]) == [FAST, FAST, 60e6]
     assert settle([0.0, 0.0]) == [1.0, 1.0]
