@@ -319,7 +319,7 @@ class Reach:
         """Look for relays unless other peers are known to dial this one."""
         direct = self._verdict.verdict == "direct"
         if not direct and (self._keeping is None or self._keeping.done()):
-            self._keeping = self._tasks.spawn(self.relays.run())
+            self._keeping = self._tasks.keep(self.relays.run)
         elif direct and self._keeping is not None:
             self._keeping.cancel()
             self._keeping = None

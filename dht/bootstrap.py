@@ -85,6 +85,7 @@ class Joining:
 
     def __init__(self, given: Sequence[Way], draw: random.Random, now: float) -> None:
         """`given` are the addresses to join through; `draw` spreads the attempts."""
+        self.dialable = True  # Whether this peer listens at an address that it could tell.
         self._draw = draw
         self._given = {way: _Standing(due=now) for way in given}
         self._remembered: dict[Way, _Standing] = {}
@@ -108,7 +109,10 @@ class Joining:
         """Return whether there is no network, and why this peer has met nobody, in words that outlast attempts."""
         tried = list((self._given or self._remembered).items())
         if not tried:
-            return False, "no other peer has joined yet; others join through this peer's address"
+            way = "others join through this peer's address"
+            if not self.dialable:
+                way = "none can, because this peer has no address: join one with --join, or give --listen an address"
+            return False, f"no other peer has joined yet; {way}"
         failed = [one for _, one in tried if one.state not in ("trying", "connected")]
         if not failed:
             peers = f"{pluralize(len(tried), 'peer')} met before"

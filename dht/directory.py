@@ -73,6 +73,7 @@ class Publisher:
         self._newest: Kept | None = None
         self._closes = False
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._sending = TaskSet()
         self._again: set[str] = set()
 
     def publish(self, newest: Kept, targets: Iterable[str]) -> None:
@@ -89,7 +90,7 @@ class Publisher:
                 if unconnected >= MAX_UNCONNECTED:
                     break
                 unconnected += 1
-            self._tasks[peer] = asyncio.create_task(self._deliver(peer))
+            self._tasks[peer] = self._sending.spawn(self._deliver(peer))
 
     async def close(self, seconds: float = 0.0) -> None:
         """Stop sending, once all is sent, or after so many seconds."""
@@ -256,8 +257,8 @@ class RunDirectory:
         if own is None:
             publisher = Publisher(self._protocol.store, lambda: self._protocol.dialer.connected)
             own = self._own[record.run] = _Own(publisher, record, kept)
-            own.tasks.spawn(self._keep_published(own))
-            own.tasks.spawn(self._keep_searched(own))
+            own.tasks.keep(lambda: self._keep_published(own))
+            own.tasks.keep(lambda: self._keep_searched(own))
         own.record, own.kept = record, kept
         own.for_all |= for_all
         self._protocol.keep(kept)

@@ -124,17 +124,20 @@ class P2pd:
         """
         for address in options.listen:
             check_free(address)
-        options.control.unlink(missing_ok=True)
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-I", "-S", str(_PARENT_DEATH_SIGNAL), str(os.getpid())),
-            *options.arguments(),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            env=os.environ | {"GOLOG_LOG_LEVEL": "error"},
-            # Ctrl-C in a terminal must reach the daemon only, which then stops in order.
-            start_new_session=True,
-        )
+        try:
+            options.control.unlink(missing_ok=True)
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-I", "-S", str(_PARENT_DEATH_SIGNAL), str(os.getpid())),
+                *options.arguments(),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                env=os.environ | {"GOLOG_LOG_LEVEL": "error"},
+                # Ctrl-C in a terminal must reach the daemon only, which then stops in order.
+                start_new_session=True,
+            )
+        except OSError as error:  # Descriptors, processes or memory have run out, perhaps for a moment.
+            raise P2pdError(f"p2pd cannot be started: {error.strerror or error}") from error
         p2pd = cls(process)
         await p2pd._await_ready()
         return p2pd
@@ -190,16 +193,28 @@ def check_free(address: ListenAddress) -> None:
     family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_STREAM) as probe:
+            if family == socket.AF_INET6:  # As p2pd does: the port of IPv4 is another one.
+                probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((address.host, address.port))
     except OSError as error:
         raise listen_error(address, error, "--listen") from None
 
 
+def has_family(address: ListenAddress) -> bool:
+    """Tell whether this machine can listen on addresses of the version of IP of `address` at all."""
+    try:
+        check_free(with_port(address, 0))
+    except ListenError:
+        return False
+    return True
+
+
 def listen_error(address: ListenAddress, error: OSError, option: str) -> ListenError:
     """The error that says why `address` cannot be listened on, and what to give with `option`."""
     hint = {
         errno.EADDRNOTAVAIL: f"give an address of this machine with {option}, or all of them as /ip4/0.0.0.0/tcp/0",
+        errno.EMFILE: "raise this process's limit of open files: ulimit -n",
         errno.EACCES: f"ports below 1024 need root: choose a higher one with {option}",
     }.get(error.errno or 0, f"choose another with {option}")
     return ListenError(f"cannot listen on {address.text}: {error.strerror or error}; {hint}")
@@ -208,7 +223,7 @@ def listen_error(address: ListenAddress, error: OSError, option: str) -> ListenE
 def claim(
     listen: Sequence[ListenAddress], wish: int, locks: contextlib.ExitStack
 ) -> tuple[ListenAddress, ...]:
-    """Return the addresses, each with a port: where none is named (port 0), `wish` if it is free, else any.
+    """Return the addresses, each with a port: where none is named (port 0), `wish` if it is free, else any, but one.
 
     No other daemon on this machine takes one of them until `locks` are closed. Raises ListenError if an address is
     taken or not this machine's.
@@ -220,6 +235,7 @@ def claim(
             with contextlib.suppress(ListenError):
                 found = _take(with_port(address, wish), locks)
         taken.append(found or _take(address, locks))
+        wish = wish if address.port else taken[-1].port
     return tuple(taken)
 
 

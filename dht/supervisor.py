@@ -10,6 +10,7 @@ from equipoise.dht.dialer import Dialer
 from equipoise.dht.limits import backoff
 from equipoise.dht.p2pd import P2pd, P2pdError, P2pdOptions
 from equipoise.dht.p2pd_client import CallHandler, P2pdClient, P2pdClientError
+from equipoise.tasks import TaskSet
 
 FIRST_RESTART_SECONDS = 0.1
 MAX_RESTART_SECONDS = 5.0
@@ -53,7 +54,7 @@ class Supervisor:
         self._calls = calls
         self._launched = launched
         self._p2pd: P2pd | None = None
-        self._task: asyncio.Task[None] | None = None
+        self._tasks = TaskSet()
         self.on_addresses: Callable[[], None] = lambda: None
 
     @property
@@ -69,20 +70,18 @@ class Supervisor:
 
     async def start(self, options: P2pdOptions) -> None:
         """Start p2pd, and again whenever it ends, on the same ports; raises P2pdError if it does not start once."""
-        p2pd = await self._launch(options)
-        self._task = asyncio.create_task(self._keep_running(p2pd, options))
+        await self._launch(options)
+        self._tasks.keep(lambda: self._keep_running(options))
 
     async def stop(self) -> None:
         """End p2pd."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait({self._task})
+        await self._tasks.stop()
         await self._link.detach()
         if self._p2pd is not None:
             await self._p2pd.stop()
         self.reason = "stopped"
 
-    async def _launch(self, options: P2pdOptions) -> P2pd:
+    async def _launch(self, options: P2pdOptions) -> None:
         p2pd = self._p2pd = await P2pd.start(options)
         try:
             await self._attach()
@@ -91,24 +90,24 @@ class Supervisor:
             await self._link.detach()
             await p2pd.stop()
             raise P2pdError(f"p2pd started but does not answer: {error}") from error
-        return p2pd
 
     async def _attach(self) -> None:
         await self._link.attach(self._calls)
         self.addresses = await self._link.identify()
         self.reason = ""
 
-    async def _keep_running(self, p2pd: P2pd, options: P2pdOptions) -> None:
+    async def _keep_running(self, options: P2pdOptions) -> None:
         while True:
-            self.reason = await self._until_broken(p2pd)
+            assert self._p2pd is not None, "it was started once"
+            self.reason = await self._until_broken(self._p2pd)
             _log.warning("%s; starting it again", self.reason)
             await self._link.detach()
             self._dialer.lose_all()
-            await p2pd.stop()
+            await self._p2pd.stop()
             delay = 0.0
             while self.reason:
                 try:
-                    p2pd = await self._launch(options)
+                    await self._launch(options)
                     self.restarts += 1
                 except P2pdError as error:
                     self.reason = str(error)

@@ -22,7 +22,8 @@ from equipoise.dht.direct.handshake import Layer
 from equipoise.dht.direct.transport import DEFAULT_LAYER, DirectTransport
 from equipoise.dht.directory import RunDirectory
 from equipoise.dht.identity import load_or_create
-from equipoise.dht.p2pd import DIRECT_PORT, LIBP2P_PORT, P2pdOptions, claim, make_runtime_dir
+from equipoise.dht.interfaces import Rank, ranks_of_own_addresses, told
+from equipoise.dht.p2pd import DIRECT_PORT, LIBP2P_PORT, P2pdOptions, claim, has_family, make_runtime_dir
 from equipoise.dht.p2pd_client import P2pdClient
 from equipoise.dht.peer_cache import PeerCache
 from equipoise.dht.protocol import RecordProtocol
@@ -34,8 +35,8 @@ from equipoise.dht.supervisor import Supervisor
 from equipoise.dht.transport import Libp2pTransport
 from equipoise.tasks import TaskSet
 
-DEFAULT_LISTEN = ("/ip4/0.0.0.0/tcp/0",)
-"""Every IPv4 address of this machine, at the usual port if it is free."""
+DEFAULT_LISTEN = ("/ip4/0.0.0.0/tcp/0", "/ip6/::/tcp/0")
+"""Every address of this machine, at the usual port if it is free; without a family that the machine does not have."""
 HOUSEKEEPING_SECONDS = 5.0
 """Time after which good peers are written down with their addresses again."""
 WAYS_BACK = 4
@@ -92,8 +93,9 @@ class Swarm:
         """
         self._options = options or SwarmOptions()
         self._join = [multiaddr.parse_address(text) for text in dict.fromkeys(self._options.join)]
-        listen = () if self._options.client_mode else self._options.listen or DEFAULT_LISTEN
-        self._listen = tuple(map(multiaddr.parse_listen, listen))
+        usual = filter(has_family, map(multiaddr.parse_listen, DEFAULT_LISTEN))
+        named = map(multiaddr.parse_listen, self._options.listen)
+        self._listen = () if self._options.client_mode else tuple(named) or tuple(usual)
         for text in self._options.announce:
             multiaddr.parse_announce(text)
         self.identity = load_or_create(home)
@@ -109,6 +111,7 @@ class Swarm:
         self._supervisor.on_addresses = self._on_addresses
         self._tasks = TaskSet()
         self._clock_warned = False
+        self._ranks: dict[str, Rank] = {}
 
     def _build(self) -> None:
         options, peer, dialable = self._options, self.peer, bool(self._listen)
@@ -155,7 +158,9 @@ class Swarm:
         # On another machine a loopback address is that machine: it is told only where there is no other.
         addresses = self._supervisor.addresses
         far = [text for text in addresses if not multiaddr.is_loopback(text.split("/")[2])]
-        return [f"{address}/p2p/{self.peer}" for address in far or addresses]
+        reached = self._reach.reached_at
+        best = sorted(far, key=lambda text: (text not in reached, self._ranks.get(text.split("/")[2], 0)))
+        return [f"{address}/p2p/{self.peer}" for address in best or addresses]
 
     def name(self, peer: str) -> str:
         """Return the name of `peer`, by its own word, fit for a terminal; empty if it has not told one."""
@@ -203,14 +208,14 @@ class Swarm:
             listen = self._take_ports()
             for listener in self._listeners:
                 listener.listen()
-            self._tasks.spawn(self._reach.run())
-            self._tasks.spawn(self._puncher.run())
+            self._tasks.keep(self._reach.run)
+            self._tasks.keep(self._puncher.run)
             await self._supervisor.start(self._p2pd_options(listen))
         except BaseException:
             await self.stop()
             raise
-        for work in (self._bootstrap.run(), self._contacts.run(), self._keep_house()):
-            self._tasks.spawn(work)
+        for work in (self._bootstrap.run, self._contacts.run, self._keep_house):
+            self._tasks.keep(work)
 
     def _take_ports(self) -> tuple[multiaddr.ListenAddress, ...]:
         """Take the ports that this member had before, else the usual ones, else free ones; keep what is taken."""
@@ -320,8 +325,10 @@ class Swarm:
         self._contacts.doubt()
 
     def _tell_addresses(self) -> None:
-        self._protocol.addresses = tuple(self.addresses[:MAX_ADDRESSES])
-        listening = [] if self._reach.hidden else self._listening
+        self._ranks = ranks_of_own_addresses()
+        self._bootstrap.machine.dialable = bool(self.addresses)
+        self._protocol.addresses = told(self.addresses, MAX_ADDRESSES)
+        listening = [] if self._reach.hidden else told(self._listening, MAX_ADDRESSES)
         hosts = [address.split("/")[2] for address in listening if not multiaddr.is_relayed(address)]
         self.direct.tell(hosts, forwarded=bool(self._options.announce))
 

@@ -26,6 +26,7 @@ from equipoise.peer.home import LOG_FILE, Home
 from equipoise.peer.logs import PrivateFileHandler, close_log, open_log
 from equipoise.peer.session import Service
 from equipoise.peer.status import Status
+from equipoise.tasks import Failures, TaskSet, failures
 
 if TYPE_CHECKING:
     from equipoise.compression.device_reduce import DeviceReducer
@@ -84,6 +85,8 @@ class Daemon:
         self._given = home
         self._ending = contextlib.AsyncExitStack()
         self._met = False
+        self._tasks = TaskSet()
+        self._failures = Failures()
 
     async def start(self) -> None:
         """Take the home, start everything, listen to clients; on an error, undo all of it.
@@ -152,6 +155,7 @@ class Daemon:
         )
 
     async def _start(self) -> None:
+        failures.set(self._failures)
         self._home = self._given or Home.take(Path(self._config.home))
         self._ending.callback(self._home.release)
         self._log_file = open_log(self._home.path / LOG_FILE, self._config.log_level)
@@ -174,7 +178,7 @@ class Daemon:
         self._ending.push_async_callback(_bounded, lambda: self.server.stop(self._why), "leaving the runs")
         self.server.start(self._home.listen())
         log.info("peer %s, process %d, home %s", self._swarm.peer, os.getpid(), self._home.path)
-        self._ending.callback(asyncio.create_task(self._watch()).cancel)
+        self._ending.callback(self._tasks.keep(self._watch).cancel)
 
     def _standing(self) -> SwarmStatus:
         """The swarm's status, with the addresses that it was not given, the next step, and what fails here."""
@@ -186,6 +190,7 @@ class Daemon:
         full = self._home.trouble()
         files = (full,) if full else (self._log_file.trouble, self.history.trouble)
         trouble = tuple(filter(None, (self._reducer.trouble if self._reducer else "", *files)))
+        trouble += self._failures.warnings()
         return msgspec.structs.replace(
             status, reason=reason, bootstrap=status.bootstrap + malformed, warnings=status.warnings + trouble
         )

@@ -285,7 +285,7 @@ class RunDriver:
     def start(self, observes: bool) -> None:
         """Make this peer known in the run; `observes` if it trains nothing there, so that no draw takes it."""
         self._membership.observes = observes
-        self._tasks.spawn(self._look_regularly())
+        self._tasks.keep(self._look_regularly)
         self._driver.tell(events.Woke())
         self._publish()
 

@@ -525,7 +525,7 @@ class Transfer:
         download = self._download = Download(request, self._sessions, timeout, room)
         if self._left:
             self.withdraw(self._left)
-        looking = self._tasks.spawn(self._look_regularly(download))
+        looking = self._tasks.keep(lambda: self._look_regularly(download))
         try:
             return await asyncio.shield(download.ended)
         except asyncio.CancelledError:

@@ -46,7 +46,7 @@ class Listener:
         return [one.socket.getsockname()[:2] for one in self._acceptors]
 
     def start(self, wish: int) -> None:
-        """Begin to listen; port 0 becomes `wish` if that is free, else any free port.
+        """Begin to listen; port 0 becomes `wish` if that is free, else any free port, the same for all if it can be.
 
         Raises ListenError if an address is taken or not this machine's.
         """
@@ -57,6 +57,7 @@ class Listener:
                 if address.port or not wish:
                     raise
                 self._listen(address)
+            wish = wish if address.port else self.bound[-1][1]
 
     def stop(self) -> None:
         """Stop listening; idempotent."""

@@ -151,7 +151,7 @@ _DAEMON_OPTIONS = [
     _several(
         "--listen",
         metavar="MULTIADDR",
-        help="Where to listen, as /ip4/0.0.0.0/tcp/31337. May be repeated.  [default: port 31337 if it is free]",
+        help="Where to listen, as /ip6/::/tcp/31337. May be repeated.  [default: IPv4 and IPv6, port 31337 if free]",
     ),
     _several(
         "--direct-listen",

@@ -6,14 +6,49 @@ import asyncio
 import contextlib
 import logging
 import math
+import time
 from collections.abc import Callable, Collection, Coroutine, Sequence
+from contextvars import ContextVar
 from typing import Any, Generic, Protocol, TypeVar
 
 _T = TypeVar("_T")
 _Event = TypeVar("_Event", contravariant=True)
 _Action = TypeVar("_Action", covariant=True)
 
+FIRST_RESTART_SECONDS = 0.5
+MAX_RESTART_SECONDS = 30.0
+"""Longest pause before a task that fails again and again is started again."""
+MAX_CHARACTERS = 200
+"""Longest text of an error in `status`."""
+SHOWN_SECONDS = 600.0
+"""Time for which `status` shows that a task has failed; the log keeps it."""
+
 _log = logging.getLogger(__name__)
+
+
+class Failures:
+    """The tasks of one daemon that an error has ended of late, for `status`; the log has the tracebacks."""
+
+    def __init__(self) -> None:
+        self._noted: dict[str, tuple[float, str]] = {}
+
+    def note(self, name: str, error: BaseException) -> None:
+        """Note that the task `name` has failed; of the errors of a task, the first is shown."""
+        now, kind = time.monotonic(), f"{type(error).__name__}: {error}"
+        _, before = self._noted.get(
+            name, (now, f"the task {name} failed ({kind[:MAX_CHARACTERS]}); see the log")
+        )
+        self._noted[name] = now, before
+
+    def warnings(self) -> tuple[str, ...]:
+        """Return a line for each."""
+        since = time.monotonic() - SHOWN_SECONDS
+        self._noted = {name: one for name, one in self._noted.items() if one[0] >= since}
+        return tuple(text for _, text in self._noted.values())
+
+
+failures: ContextVar[Failures] = ContextVar("failures", default=Failures())  # noqa: B039, of programs without daemons
+"""Those of the daemon in whose context a task was started: a process may have several."""
 
 
 class TaskSet:
@@ -32,6 +67,10 @@ class TaskSet:
         task.add_done_callback(self._ended)
         return task
 
+    def keep(self, work: Callable[[], Coroutine[Any, Any, None]]) -> asyncio.Task[None]:
+        """Run `work()` in a task of its own, and again each time that an error ends it, until cancelled."""
+        return self.spawn(_kept(work))
+
     def cancel(self) -> None:
         """Cancel all of them."""
         for task in self._tasks:
@@ -49,8 +88,27 @@ class TaskSet:
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
-            # Only a bug of ours ends a task by an exception.
-            _log.error("the task %s failed", task.get_coro(), exc_info=task.exception())
+            # Only a bug of ours, or a machine that has run out of something, ends a task by an exception.
+            _failed(getattr(task.get_coro(), "__qualname__", task.get_name()), task.exception())
+
+
+async def _kept(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    loop, pause = asyncio.get_running_loop(), 0.0
+    while True:
+        began, running = loop.time(), work()
+        try:
+            return await running
+        except Exception as error:
+            _failed(running.__qualname__, error)
+            pause = 0.0 if loop.time() - began > MAX_RESTART_SECONDS else pause
+        pause = min(max(2 * pause, FIRST_RESTART_SECONDS), MAX_RESTART_SECONDS)
+        await asyncio.sleep(pause)
+
+
+def _failed(name: str, error: BaseException | None) -> None:
+    assert error is not None
+    _log.error("the task %s failed", name, exc_info=error)
+    failures.get().note(name, error)
 
 
 async def end(tasks: Collection[asyncio.Task[Any]]) -> None:

@@ -30,6 +30,14 @@ def test_a_wished_port_is_taken_and_the_next_daemon_draws_another(unused_port: i
     assert third.port == unused_port
 
 
+def test_both_versions_of_ip_get_one_port(unused_port: int) -> None:
+    both = [parse_listen("/ip4/0.0.0.0/tcp/0"), parse_listen("/ip6/::/tcp/0")]
+    for wish in (unused_port, 0):
+        with contextlib.ExitStack() as locks:
+            first, second = claim(both, wish, locks)
+            assert first.port == second.port != 0
+
+
 def test_drawn_ports_are_none_that_the_system_gives_to_connections() -> None:
     with contextlib.ExitStack() as locks:
         drawn = {claim(ANY, 0, locks)[0].port for _ in range(32)}

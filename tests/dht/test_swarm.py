@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import resource
 import signal
 import time
 from pathlib import Path
@@ -182,6 +183,18 @@ async def test_p2pd_killed_comes_back_as_the_same_peer(members, until) -> None:
     await until(lambda: followed(first, second))
     first.transport.serve(echo)
     await until(lambda: answers(second, first))
+
+
+async def test_p2pd_comes_back_once_there_are_descriptors_again(members, until) -> None:
+    first = await members.start("first")
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, before[1]))
+    try:
+        os.kill(first.status().p2pd_pid, signal.SIGKILL)
+        await until(lambda: "Too many open files" in first.status().reason)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    await until(lambda: first.status().p2pd_restarts == 1 and first.status().state == "searching")
 
 
 async def echo(channel) -> None:

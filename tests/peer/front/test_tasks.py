@@ -9,7 +9,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from equipoise.tasks import Driver, TaskSet
+from equipoise import tasks as module
+from equipoise.tasks import Driver, Failures, TaskSet, failures
 
 
 class Echo:
@@ -104,3 +105,31 @@ async def test_a_task_that_fails_is_logged_with_its_name(caplog: pytest.LogCaptu
     assert not len(tasks)
     assert "faulty" in caplog.text
     assert "a bug" in caplog.text
+
+
+async def test_a_task_that_is_kept_is_started_again_and_its_failure_is_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "FIRST_RESTART_SECONDS", 0.0)
+    noted = Failures()
+    failures.set(noted)
+    tasks, begun, again = TaskSet(), [], asyncio.Event()
+
+    async def work() -> None:
+        begun.append(len(begun))
+        if len(begun) < 3:
+            raise OSError(24, "Too many open files")
+        again.set()
+        await asyncio.Event().wait()
+
+    tasks.keep(work)
+    await again.wait()
+    assert len(tasks) == 1
+    await tasks.stop()
+
+    (warning,) = noted.warnings()
+    assert warning.startswith("the task test_a_task_that_is_kept")
+    assert warning.endswith("failed (OSError: [Errno 24] Too many open files); see the log")
+    assert [one.levelname for one in caplog.records] == ["ERROR", "ERROR"]
+    monkeypatch.setattr(module, "SHOWN_SECONDS", -1.0)
+    assert noted.warnings() == ()
