@@ -89,7 +89,7 @@ class TaskSet:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
             # Only a bug of ours, or a machine that has run out of something, ends a task by an exception.
-            _failed(getattr(task.get_coro(), "__qualname__", task.get_name()), task.exception())
+            _failed(_name(task.get_coro()), task.exception())
 
 
 async def _kept(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -99,10 +99,14 @@ async def _kept(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         try:
             return await running
         except Exception as error:
-            _failed(running.__qualname__, error)
+            _failed(_name(running), error)
             pause = 0.0 if loop.time() - began > MAX_RESTART_SECONDS else pause
         pause = min(max(2 * pause, FIRST_RESTART_SECONDS), MAX_RESTART_SECONDS)
         await asyncio.sleep(pause)
+
+
+def _name(work: object) -> str:
+    return getattr(work, "__qualname__", "of no name")
 
 
 def _failed(name: str, error: BaseException | None) -> None:

@@ -41,7 +41,7 @@ def test_a_link_that_lets_bytes_pass_in_lumps_is_measured_in_five_rounds(
     bandwidth, delivered, now = Bandwidth(), 0, 0.0
     for _ in range(5):
         size = max(int(rate), 5 * MIN_BYTES)
-        passed = began = 0
+        passed, began = 0, 0.0
         while passed < size:
             bandwidth.observe(now, delivered + passed)
             now += 0.05
