@@ -8,6 +8,10 @@ from __future__ import annotations
 
 from typing import Final
 
+from msgspec.structs import replace
+
+from equipoise.averaging.options import Terms
+from equipoise.averaging.schema import Dtype, Schema
 from equipoise.averaging.spec import MAX_NAME_CHARS, RunSpec, SpecError
 from equipoise.peer.control.messages import JoinRun
 
@@ -31,6 +35,18 @@ def swarm_name(run: str, purpose: str) -> str:
             f"got {str(run)[:80]!r}"
         )
     return run + STEP_SUFFIX if purpose == STEP else run
+
+
+def agreed_spec(joined: RunSpec, terms: Terms, buffers: Schema, dtypes: tuple[Dtype, ...] = ()) -> RunSpec:
+    """The spec of `step` once the script has agreed: with buffers, and with the parameters' `dtypes` if it told any.
+
+    Raises:
+        ValueError: A term is not valid, a buffer has the name of a gradient, or the number of dtypes is another.
+    """
+    own = joined.schema.tensors
+    if dtypes:
+        own = tuple(replace(one, dtype=dtype) for one, dtype in zip(own, dtypes, strict=True))
+    return RunSpec.create(joined.name, Schema((*own, *buffers.tensors)), joined.options, dict(terms))
 
 
 def run_specs(request: JoinRun) -> dict[str, RunSpec]:

@@ -84,6 +84,7 @@ class Run:
         left: Whether the script has left the run.
         terms: The terms given to `agree`.
         agreed: The request of `agree`, kept for a daemon that replaces a lost one.
+        replicated: Whether all peers hold the parameters bit for bit: peers with other dtypes never meet then.
         trained_by: Name of the optimizer or loop that steps the run; only one can.
         pending: The round that was started with `wait=False` and whose `result` has not been called yet.
         rounds_ok: Number of rounds that were ok.
@@ -114,6 +115,7 @@ class Run:
         self._lock = threading.Lock()
         self.left = False
         self.trained_by = ""
+        self.replicated = False
         self._state: RunState = NoPeers("it has just been joined")
         self._asked: concurrent.futures.Future[RunState] | None = None
         self._told: dict[messages.Topic, str] = {}
@@ -155,7 +157,8 @@ class Run:
                 hint = "agree after join, before the first accumulate and step"
                 raise Refused(f"run {self.name!r} {happened}", hint)
             carried = self._binding.buffer_schema() if buffers else Schema(())
-            request = messages.AgreeRun(self.name, agreed, carried, observes)
+            dtypes = self._binding.dtypes if self.replicated else ()
+            request = messages.AgreeRun(self.name, agreed, carried, observes, dtypes)
             self._link.ask(request, AGREE_SECONDS)
             self._binding.carry(carried)
             self.terms, self.agreed = dict(agreed), request

@@ -24,7 +24,7 @@ from equipoise.averaging.options import Terms
 from equipoise.averaging.outcome import FetchOutcome, NoPeers, Outcome, RunState
 from equipoise.averaging.ports import Candidate
 from equipoise.averaging.rules import Mean
-from equipoise.averaging.schema import Schema
+from equipoise.averaging.schema import Dtype, Schema
 from equipoise.averaging.spec import RunSpec
 from equipoise.averaging.state import MAX_EPOCH, StateId
 from equipoise.averaging.strategy import Federated
@@ -33,7 +33,7 @@ from equipoise.compression.choice import WORTH_VALUES, are_worth
 from equipoise.dht.records import MAX_RUNS_PER_PEER
 from equipoise.peer.control.messages import MAX_TEXT, FetchMean, FetchState, JoinRun, Progress, StartRound
 from equipoise.peer.errors import Refused
-from equipoise.peer.purposes import AVERAGE, PURPOSES, STEP, run_specs
+from equipoise.peer.purposes import AVERAGE, PURPOSES, STEP, agreed_spec, run_specs
 from equipoise.peer.shared_memory import Region, SharedMemory
 from equipoise.peer.status import Exchanges, Kernels, PeerRow, RunStatus
 
@@ -100,7 +100,9 @@ class Session:
         self._held: StateId | None = None
         self._announcing = asyncio.create_task(self._announce())
 
-    async def agree(self, terms: Terms, buffers: Schema, observes: bool = False) -> None:
+    async def agree(
+        self, terms: Terms, buffers: Schema, observes: bool = False, dtypes: tuple[Dtype, ...] = ()
+    ) -> None:
         """Let `step` meet only peers of the same terms, and carry `buffers` behind the gradients; see `Run.agree`.
 
         Raises:
@@ -109,8 +111,7 @@ class Session:
         """
         if self._joined is None:
             raise _nothing_to(STEP, self.name)
-        both = Schema((*self._joined.schema.tensors, *buffers.tensors))
-        agreed = RunSpec.create(self._joined.name, both, self._joined.options, dict(terms))
+        agreed = agreed_spec(self._joined, terms, buffers, dtypes)
         self._require_room(agreed)
         async with self._joining:
             if STEP in self._run_drivers and agreed != self._specs[STEP]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from equipoise.averaging.layout import EXACT, Layout
-from equipoise.averaging.schema import Schema, SchemaError, TensorSpec, tensors_by_name
+from equipoise.averaging.schema import Dtype, Schema, SchemaError, TensorSpec, tensors_by_name
 from equipoise.compression import Codec
 from equipoise.peer.accumulate import Accumulator
 from equipoise.peer.encoding import Encoder
@@ -58,6 +58,11 @@ class Binding:
         self._lost: dict[str, torch.Tensor] = {}
 
     @property
+    def dtypes(self) -> tuple[Dtype, ...]:
+        """The dtypes of the tensors whose gradients are exchanged, in order."""
+        return tuple(one.dtype for one in Schema.of(stepped_tensors(self.source)).tensors)
+
+    @property
     def size(self) -> int:
         """Bytes of the longer of the two encoded vectors."""
         return max(self.averages.layout.stored_size, self.steps.layout.stored_size)
@@ -74,13 +79,13 @@ class Binding:
         self.steps.settle()
 
     def buffer_schema(self) -> Schema:
-        """The schema of the module's buffers, for `carry`: in fp32, whatever they are.
+        """The schema of the module's buffers, for `carry`.
 
         Raises:
             SchemaError: The run was not joined with a module.
         """
         if isinstance(self.carrier, torch.nn.Module):
-            return fp32_schema(persistent_buffers(self.carrier), buffers=True)
+            return _buffers_of(self.carrier)
         kind = type(self.carrier).__name__
         raise SchemaError(
             f"expected an nn.Module, whose buffers are known, got {kind}: agree without buffers"
@@ -101,7 +106,7 @@ class Binding:
         if not self.buffers.tensors or not isinstance(self.carrier, torch.nn.Module):
             return {}
         named = persistent_buffers(self.carrier)
-        _require_unchanged("buffers", self.buffers, fp32_schema(named, buffers=True))
+        _require_unchanged("buffers", self.buffers, _buffers_of(self.carrier))
         return named
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -285,11 +290,14 @@ def named_gradients(gradients: Gradients) -> dict[str, torch.Tensor | None]:
     raise _neither("gradients", gradients)
 
 
-def fp32_schema(tensors: Mapping[str, torch.Tensor], buffers: bool = False) -> Schema:
-    """The schema of what `step` exchanges, in fp32 for tensors of any dtype: their gradients, or `buffers`."""
-    return Schema(
-        tuple(TensorSpec(name, tuple(one.shape), "float32", buffers) for name, one in tensors.items())
-    )
+def fp32_schema(tensors: Mapping[str, torch.Tensor]) -> Schema:
+    """The schema of the gradients that `step` exchanges: in fp32, for tensors of any dtype."""
+    return Schema(tuple(TensorSpec(name, tuple(one.shape), "float32") for name, one in tensors.items()))
+
+
+def _buffers_of(module: torch.nn.Module) -> Schema:
+    named = persistent_buffers(module)
+    return Schema.of(named, named) if named else Schema(())
 
 
 def uninitialised(shape: Sequence[int], device: torch.device) -> torch.Tensor:

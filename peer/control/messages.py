@@ -21,7 +21,7 @@ from equipoise.averaging.draw import Drawn
 from equipoise.averaging.metrics import Report, Values
 from equipoise.averaging.options import RunOptions, Terms
 from equipoise.averaging.outcome import FetchOutcome, Outcome, RunState
-from equipoise.averaging.schema import Schema
+from equipoise.averaging.schema import Dtype, Schema
 from equipoise.averaging.state import StateId
 from equipoise.peer.errors import ControlError
 from equipoise.peer.status import PeerRow, Status
@@ -97,12 +97,14 @@ class JoinRun(RunRequest[None], frozen=True):
 class AgreeRun(RunRequest[None], frozen=True):
     """Have `step` meet only peers with these terms, and with `buffers` behind their gradients.
 
-    A peer that `observes` is never drawn. Refused if the peers of the run have other terms.
+    A peer that `observes` is never drawn. Refused if the peers of the run have other terms, or other `dtypes` of the
+    parameters, in order, if any are told.
     """
 
     terms: Terms
     buffers: Schema
     observes: bool = False
+    dtypes: tuple[Dtype, ...] = ()
 
 
 class StartRound(RunRequest[Outcome], frozen=True):

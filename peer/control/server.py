@@ -189,8 +189,8 @@ class Connection:
 
     async def _do_in(self, session: Session, request: RunRequest[Any]) -> object:
         match request:
-            case messages.AgreeRun(_, terms, buffers, observes):
-                await session.agree(terms, buffers, observes)
+            case messages.AgreeRun(_, terms, buffers, observes, dtypes):
+                await session.agree(terms, buffers, observes, dtypes)
             case messages.StartRound():
                 outcome = await session.start_round(request)
                 self._daemon.history.add(outcome)

@@ -9,13 +9,11 @@ from contextlib import closing
 from typing import Any
 
 from equipoise.averaging.outcome import Gathering, NoPeers, RunState
-from equipoise.averaging.schema import Schema
-from equipoise.averaging.spec import RunSpec
 from equipoise.peer.control import messages
 from equipoise.peer.control.client import ANSWER_SECONDS, Connection
 from equipoise.peer.control.messages import Answer, Progress, Request, RunRequest, Welcome
 from equipoise.peer.errors import DaemonLost, EquipoiseError, Refused
-from equipoise.peer.purposes import AVERAGE, STEP, run_specs
+from equipoise.peer.purposes import AVERAGE, STEP, agreed_spec, run_specs
 from equipoise.peer.shared_memory import Region, SharedMemory
 from equipoise.peer.simulation.downloads import MeanDownload, SnapshotDownload
 from equipoise.peer.simulation.swarm import Member, SimulatedRun, SimulatedSwarm
@@ -56,8 +54,7 @@ class Part:
     def agree(self, request: messages.AgreeRun) -> None:
         """See `Run.agree`; raises as `use` does."""
         joined, observed = self._specs[STEP], self._observes
-        both = Schema((*joined.schema.tensors, *request.buffers.tensors))
-        spec = RunSpec.create(joined.name, both, joined.options, dict(request.terms))
+        spec = agreed_spec(joined, request.terms, request.buffers, request.dtypes)
         self._specs[STEP], self._observes = spec, request.observes
         try:
             self.use(STEP)

@@ -543,7 +543,9 @@ def split(tree: Tree, path: str, tensors: dict[str, torch.Tensor], depth: int = 
 
 
 def _join(plain: Any, tensors: dict[str, torch.Tensor]) -> Tree:
-    if not isinstance(plain, dict | list):
+    if isinstance(plain, list):
+        raise ValueError("a list that no peer writes")
+    if not isinstance(plain, dict):
         return plain
     ((kind, content),) = plain.items()
     if kind == "tensor":

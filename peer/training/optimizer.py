@@ -109,6 +109,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
             parts["scheduler"] = image.SchedulerPart(self.scheduler)
         parts["optimizer"] = image.OptimizerPart(inner, parameters, self.scheduler is not None)
         parts["model"] = model
+        run.replicated = True
         run.agree({**self._terms(), **image.frozen_term(module)}, options.buffers)
         state = image.TrainingState(parts)
         subject = Subject(parameters, buffers, model, state, self._update, self._note_update)

@@ -279,7 +279,7 @@ HOSTILE: dict[str, tuple[Any, str]] = {
     "a tensor": (lambda tensors, about: tensors.update(more=torch.ones(1)), "'more' is only in the image"),
     "a key": (lambda t, about: about["plain"]["model"]["dict"].append([None, 1]), "a key that is neither"),
     "a name": (lambda t, about: state_of(about).append([7, {"dict": []}]), "what an optimizer remembers"),
-    "a list": (lambda t, about: about["plain"].update(model=[1, 2]), "training's state, AttributeError"),
+    "a list": (lambda t, about: about["plain"].update(model=[1, 2]), "a list that no peer writes"),
     "unknown": (
         lambda t, about: state_of(about)[0][1]["dict"].append(["zzz", 1]),
         "'zzz' of '0.bias' is only",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,8 @@ from torch import nn
 from equipoise.averaging.matchmaking.spec_diff import answer_of, differences
 from equipoise.averaging.spec import RunSpec
 from equipoise.peer import Refused
-from equipoise.peer.training import ImageError, SwarmOptimizer
+from equipoise.peer.purposes import STEP, agreed_spec, run_specs
+from equipoise.peer.training import DiLoCo, ImageError, SwarmOptimizer
 from fakes.trainers import SAMPLES, Trainer, adamw, assert_alike, trained
 from fakes.training import FakeSwarm
 from oracles.training import batch_of, difference, loss_of, network, train_whole
@@ -78,6 +80,30 @@ def test_peers_together_come_to_what_one_process_does_with_the_whole_batch(
     train_whole(whole, adamw, updates, clip)
     assert_alike(trainers)
     assert difference(trainers[0].named(), dict(whole.named_parameters())) <= 1e-5
+
+
+@pytest.mark.parametrize("half", ["0.weight", "1.running_var"])
+def test_peers_meet_only_if_what_they_replicate_has_equal_dtypes(half: str) -> None:
+    """They used to meet; the one never got a state of the other's, and counted as its company."""
+
+    def spec_of(dtype: torch.dtype, local: bool) -> RunSpec:
+        model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+        named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        named[half].data = named[half].data.to(dtype)
+        run = FakeSwarm().join("peer", "text", model)
+        if local:
+            DiLoCo(run, every=2)
+        else:
+            run.optimizer(adamw(model.parameters()), target_batch_size=8, buffers=True)
+        assert run.agreed is not None
+        told = run.agreed
+        return agreed_spec(run_specs(run.request)[STEP], told.terms, told.buffers, told.dtypes)
+
+    here, there = spec_of(torch.float32, False), spec_of(torch.bfloat16, False)
+    line = differences(here, answer_of(there, here.marks, 0.0))
+    assert re.match(rf"tensor \d: here '{half}' float32 .*, there '{half}' bfloat16 ", line), line
+    # Local steps replicate fp32 copies, and peers of any dtypes train together.
+    assert spec_of(torch.float32, True) == spec_of(torch.bfloat16, True)
 
 
 def test_the_norm_of_tied_weights_counts_once(fake: FakeSwarm) -> None:
