@@ -238,11 +238,6 @@ def copies_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().to(torch.float32, copy=True) for name, tensor in tensors.items()}
 
 
-def as_held(values: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
-    """The values, fp32, that a tensor of another dtype holds once these are written to it."""
-    return values.to(by.dtype).to(values.dtype)
-
-
 def stepped_tensors(tensors: Tensors) -> dict[str, torch.Tensor]:
     """The tensors whose gradients `step` exchanges: of a module the parameters that require gradients, else all."""
     if isinstance(tensors, torch.nn.Module):

@@ -41,7 +41,7 @@ from equipoise.averaging.weights import LEAST_CONTRIBUTION
 from equipoise.peer.errors import Refused
 from equipoise.peer.interrupts import frees_its_run
 from equipoise.peer.run import Run
-from equipoise.peer.tensors import as_held, copies_of, stepped_tensors
+from equipoise.peer.tensors import copies_of, stepped_tensors
 from equipoise.peer.training import image
 from equipoise.peer.training.checkpoint import Checkpoints, Keeper, keep_checkpoints
 from equipoise.peer.training.history import Ending, History, Record, Until
@@ -468,7 +468,7 @@ class Federated:
 
     def _began(self, name: str) -> torch.Tensor:
         """The agreed values as training began with them: rounded to the dtype of the run's tensors, fp32."""
-        return as_held(self._agreed[name], self._local[name])
+        return self._agreed[name].to(self._local[name].dtype).float()
 
     # ---- the replicated state ----
 

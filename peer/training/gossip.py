@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 
 import torch
+from msgspec import structs
 
 from equipoise.averaging.outcome import Outcome
 from equipoise.averaging.spec import MAX_GROUP_SIZE
@@ -105,6 +106,11 @@ class Gossip(LocalTraining[Outcome]):
                 self._collect()
         left = max(deadline - self._run.clock(), member.LEAST_SECONDS)
         self.finished = self._end.average(self._options.weight, left)
+        ends, known = len(self.finished.group), getattr(self._end.state, "peers", 0) + 1
+        if self.finished.ok and ends < known:
+            told = f"{ends} of {known} peers end with this model"
+            log.warning("run %s: %s", self._run.name, told)
+            self.finished = structs.replace(self.finished, reason=f"{self.finished.reason}; {told}")
         return self.finished
 
     def _stepped(self, optimizer: torch.optim.Optimizer) -> None:

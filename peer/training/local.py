@@ -29,7 +29,7 @@ from equipoise.averaging.schema import SchemaError
 from equipoise.peer.errors import Refused
 from equipoise.peer.interrupts import frees_its_run
 from equipoise.peer.run import Run
-from equipoise.peer.tensors import as_held, copies_of, stepped_tensors
+from equipoise.peer.tensors import copies_of, stepped_tensors
 from equipoise.peer.training import image
 from equipoise.peer.training.checkpoint import Checkpoints, keep_checkpoints
 from equipoise.peer.training.guard import is_probe
@@ -394,7 +394,7 @@ class Fragment:
     def _exact(self, name: str) -> torch.Tensor:
         """The local copy with what rounding took from it as it was written: that is no movement of this peer."""
         written, local = self._merged.get(name, self._agreed[name]), self._local[name]
-        return local if local.element_size() >= 4 else local + (written - as_held(written, local))
+        return local if local.element_size() >= 4 else local + (written - written.to(local.dtype).float())
 
     def _update(self, mean: Mapping[str, torch.Tensor]) -> None:
         """Make the outer step, and merge its result into the local parameters."""

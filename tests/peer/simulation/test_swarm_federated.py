@@ -23,7 +23,7 @@ CURVES, MINIMA, SAMPLES = (1.0, 4.0, 10.0), (-1.0, 0.5, 3.0), (1.0, 2.0, 3.0)
 ETA = 0.05
 
 
-def drifted(steps: int, mu: float = 0.0) -> list[float]:
+def drifted(steps: int) -> list[float]:
     """What three peers with f_i = a_i / 2 (w - b_i)^2 come to after many rounds of local steps."""
 
     def work(peer: SimulatedPeer, index: int) -> float:
@@ -32,13 +32,13 @@ def drifted(steps: int, mu: float = 0.0) -> list[float]:
         def fit(task: Task) -> tuple[float, dict[str, float]]:
             for _ in range(steps):
                 loss = CURVES[index] / 2 * (w - MINIMA[index]).square().sum()
-                (gradient,) = torch.autograd.grad(loss + task.proximal(), w)
+                (gradient,) = torch.autograd.grad(loss, w)
                 with torch.no_grad():
                     w.sub_(ETA * gradient)
             return SAMPLES[index], {}
 
         with peer.join("drift", {"w": w}, strategy="federated:quorum=3,available=3,minimum=3") as run:
-            Federated(run, fit, rounds=45, proximal=mu).run()
+            Federated(run, fit, rounds=45).run()
         return float(w.detach())
 
     return [one for one in simulate(work, 3, codec="fp32") if one is not None]
@@ -54,12 +54,6 @@ def limit(pulls: list[float]) -> float:
 def test_client_drift_has_its_closed_form(steps: int) -> None:
     expected = limit([1 - (1 - ETA * a) ** steps for a in CURVES])
     assert drifted(steps) == pytest.approx([expected] * 3, abs=1e-5)
-
-
-@pytest.mark.slow
-def test_fedprox_has_its_closed_form() -> None:
-    mu = 2.0
-    assert drifted(100, mu) == pytest.approx([limit([a / (a + mu) for a in CURVES])] * 3, abs=1e-5)
 
 
 def fits(
@@ -178,7 +172,7 @@ def test_what_a_round_waits_for_leaves_the_time_of_the_exchange() -> None:
         assert pending.result().ok
         return state.reason if isinstance(state, Gathering) else str(state)
 
-    assert "until 56 s from now" in (simulate(work, 2)[0] or "")
+    assert "56 s at most" in (simulate(work, 2)[0] or "")
 
 
 @pytest.mark.parametrize("late", ["drop", "next"])

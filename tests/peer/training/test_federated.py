@@ -315,17 +315,6 @@ def limit(shares: list[float], pulls: list[float]) -> float:
     return sum(index * one for index, one in enumerate(both)) / sum(both)
 
 
-@pytest.mark.parametrize("steps", [1, 5, 20])
-def test_clients_drift_to_where_the_closed_form_says(steps: int) -> None:
-    swarm = FederatedSwarm()
-    peers = clients(swarm, 3, rounds=80 if steps == 1 else 25)
-    for peer in peers:
-        peer.steps = steps
-    swarm.run()
-    expected = limit([1 / 6, 2 / 6, 3 / 6], [1 - (1 - 0.05 * a) ** steps for a in CURVATURES])
-    assert float(peers[0].model["w"][0]) == pytest.approx(expected, abs=1e-5)
-
-
 def test_the_proximal_term_draws_to_the_agreed_model() -> None:
     swarm = FederatedSwarm()
     peers = clients(swarm, 3, rounds=25, proximal=2.0)

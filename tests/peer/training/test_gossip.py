@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from contracts.run import SOON, join_all
 from e2e.swarm import eventually
-from equipoise.averaging.outcome import Outcome
+from equipoise.averaging.outcome import Idle, Outcome
 from equipoise.averaging.weights import ATTENDANCE_LIMIT
 from equipoise.peer import Client
 from equipoise.peer.embedded import Peer
@@ -57,3 +59,13 @@ def test_a_newcomer_takes_its_partners_model_and_keeps_the_steps_of_its_loop(pai
         torch.testing.assert_close(partners, torch.full((4,), mean))
         torch.testing.assert_close(own.data, torch.full((4,), mean + 0.25))
         gossip.finish(0.1)
+
+
+def test_an_end_without_some_of_the_peers_says_how_many_end_with_its_model(pair: list[Client]) -> None:
+    run = pair[0].join("digits", [torch.nn.Parameter(torch.zeros(4))], strategy="gossip")
+    gossip, outcome = Gossip(run, every=1), Outcome(ok=True, reason="all contributed", group=("a", "b"))
+    end: Any = SimpleNamespace(average=lambda weight, timeout: outcome, state=Idle(peers=2))
+    gossip._end = end
+    assert gossip.finish().reason == "all contributed; 2 of 3 peers end with this model"
+    end.state = Idle(peers=1)
+    assert gossip.finish() == outcome
