@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,16 @@ class Computing(TrainerCallback):
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         self.fake.compute(0.5)
+
+
+class Noting(TrainerCallback):
+    """Calls `note` after each step of the optimizer."""
+
+    def __init__(self, note: Callable[[], None]) -> None:
+        self.note = note
+
+    def on_optimizer_step(self, *_: Any, **__: Any) -> None:
+        self.note()
 
 
 def flat(what: torch.nn.Module) -> torch.Tensor:

@@ -26,6 +26,8 @@ def step_with_swarm(
 ) -> SwarmOptimizer:
     """Have what `accelerator.prepare` returned step with the swarm; the loop stays as it is.
 
+    The scheduler counts the swarm's epochs, so let the loop count them too: `while swarm.epoch < 100`, where `swarm` is
+    what this returns. Batches are counted differently by each peer, and peers that count those do not end together.
     Leave out `accelerator.clip_grad_norm_`, which would clip by this peer's own norm, and give `clip` here.
 
     Args:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import has_length
 
 from equipoise.peer.run import Run
 from equipoise.peer.training.adapters.accelerate import take_over
@@ -15,10 +17,12 @@ from equipoise.peer.training.optimizer import SwarmOptimizer
 class SwarmCallback(TrainerCallback):  # type: ignore[misc]
     """Has a `Trainer` step with the swarm: `callbacks=[SwarmCallback(run, target_batch_size=4096)]`.
 
-    It takes over at the start of training: the optimizer steps when the swarm has its target batch, the learning rate
-    follows the swarm's epochs (so `max_steps` and warm-up count those), and `max_grad_norm` applies to the averaged
-    gradient. What Trainer counts and logs as steps are its own micro-batches. Each peer must see other data: give each
-    another `data_seed`, or another part of the data.
+    It takes over at the start of training: the optimizer steps when the swarm has its target batch, and `max_grad_norm`
+    applies to the averaged gradient. The end, the scheduler and the warm-up count the swarm's epochs: with
+    `max_steps=100`, all peers end at epoch 100, with the last learning rate. Without `max_steps`, it is the number that
+    the Trainer makes of `num_train_epochs`, and all peers must have it alike. Each goes through its data as often as
+    that takes. `logging_steps`, `save_steps`, `eval_steps` and the Trainer's progress bar count this peer's own
+    micro-batches. Each peer must see other data: give each another `data_seed`, or another part of the data.
 
     Attributes:
         optimizer: The swarm's optimizer, from the start of training on: its `epoch`, `reason`, `last`.
@@ -32,13 +36,14 @@ class SwarmCallback(TrainerCallback):  # type: ignore[misc]
         Args:
             run: Joined with the model that is given to the Trainer.
             target_batch_size: Samples, of all peers together, that make an update.
-            epochs: The swarm's epoch at which training stops; None leaves the end to the Trainer.
+            epochs: The swarm's epoch at which training stops, if that is to be before the scheduler's end.
             **options: `checkpoints`, and other fields of `equipoise.peer.training.Options`: by default the Trainer's
                 `batch_size`, `clip` and `scheduler`.
         """
         self.optimizer: SwarmOptimizer | None = None
         self._run = run
         self._epochs = epochs
+        self._end = self._left = 0
         self._options = {"target_batch_size": target_batch_size, **options}
 
     def on_train_begin(
@@ -53,14 +58,50 @@ class SwarmCallback(TrainerCallback):  # type: ignore[misc]
         options: dict[str, Any] = {
             "batch_size": args.train_batch_size * args.gradient_accumulation_steps,
             "clip": args.max_grad_norm or None,
-            "scheduler": paced(kwargs["lr_scheduler"]),
+            "scheduler": paced(kwargs["lr_scheduler"], steps=state.max_steps),
         }
+        self._end, self._planned = self._epochs or state.max_steps, state.max_steps
         self.optimizer = take_over(kwargs["optimizer"], self._run, **{**options, **self._options})
         args.max_grad_norm = 0.0  # It would clip by this peer's own norm, before the average.
+
+    def on_epoch_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Begin to count the samples of this pass over the data."""
+        dataset = kwargs["train_dataloader"].dataset
+        self._left = len(dataset) if has_length(dataset) else sys.maxsize
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Say how many samples the micro-batch has: the last one of a pass may be short."""
+        size = args.train_batch_size * args.gradient_accumulation_steps
+        if self.optimizer is not None and "batch_size" not in self._options:
+            self.optimizer.batch_size = max(min(size, self._left), 1)
+        self._left -= size
+
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Move the Trainer's own end, which counts micro-batches, to where the swarm has made its epochs."""
+        ends = self.optimizer is not None and self.optimizer.epoch >= self._end
+        state.max_steps = state.global_step + (1 if ends else 2)
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Stop where the swarm has made its epochs."""
-        if self._epochs is not None and self.optimizer is not None and self.optimizer.epoch >= self._epochs:
-            control.should_training_stop = True
+        """Leave the Trainer's numbers as they were, for its report."""
+        state.max_steps = self._planned
+
+
+_plan = Trainer.set_initial_training_values
+
+
+def _endless(trainer: Trainer, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    """The Trainer's plan; where a `SwarmCallback` says when training ends, with as many passes over the data."""
+    passes, *others = _plan(trainer, *args, **kwargs)
+    swarm = any(isinstance(one, SwarmCallback) for one in trainer.callback_handler.callbacks)
+    return (sys.maxsize if swarm else passes, *others)
+
+
+Trainer.set_initial_training_values = _endless  # It fixes the number of passes before it calls any callback.

@@ -15,8 +15,10 @@ from equipoise.peer.training.optimizer import SwarmOptimizer
 class SwarmCallback(Callback):  # type: ignore[misc]
     """Has a `Trainer` step with the swarm: `callbacks=[SwarmCallback(run, target_batch_size=4096, batch_size=32)]`.
 
-    It takes over when fitting starts: the optimizer steps when the swarm has its target batch, the learning rate
-    follows the swarm's epochs, and `gradient_clip_val` applies to the average. Lightning's steps are micro-batches.
+    It takes over when fitting starts: the optimizer steps when the swarm has its target batch, and `gradient_clip_val`
+    applies to the average. The end and the scheduler count the swarm's epochs: with `max_steps=100`, all peers end at
+    epoch 100. Without `max_steps`, it is the number of steps that the Trainer makes of `max_epochs`. Each peer goes
+    through its data as often as that takes. In all other places, Lightning's steps are this peer's micro-batches.
 
     Attributes:
         optimizer: The swarm's optimizer, from the start of fitting on: its `epoch`, `reason`, `last`.
@@ -37,13 +39,14 @@ class SwarmCallback(Callback):  # type: ignore[misc]
             run: Joined with the LightningModule that is given to the Trainer.
             target_batch_size: Samples, of all peers together, that make an update.
             batch_size: Samples in one batch; `accumulate_grad_batches` is counted in.
-            epochs: The swarm's epoch at which training stops; None leaves the end to the Trainer.
+            epochs: The swarm's epoch at which training stops, if that is to be before the Trainer's end.
             **options: Other fields of `equipoise.peer.training.Options`, and `checkpoints`. `clip` and `scheduler` come
                 from the Trainer unless they are given.
         """
         self.optimizer: SwarmOptimizer | None = None
         self._run = run
         self._epochs = epochs
+        self._end: float = 0
         self._batch_size = batch_size
         self._options = {"target_batch_size": target_batch_size, **options}
 
@@ -55,6 +58,10 @@ class SwarmCallback(Callback):  # type: ignore[misc]
             TypeError: The scheduler wants a metric.
         """
         _check(trainer, pl_module)
+        self._end = self._epochs or trainer.estimated_stepping_batches
+        trainer.fit_loop.max_epochs = (
+            trainer.fit_loop.epoch_loop.max_steps
+        ) = -1  # They count this peer's own batches.
         schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
         options: dict[str, Any] = {
             "batch_size": self._batch_size * trainer.accumulate_grad_batches,
@@ -69,7 +76,7 @@ class SwarmCallback(Callback):  # type: ignore[misc]
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Stop where the swarm has made its epochs."""
-        if self._epochs is not None and self.optimizer is not None and self.optimizer.epoch >= self._epochs:
+        if self.optimizer is not None and self.optimizer.epoch >= self._end:
             trainer.should_stop = True
 
 

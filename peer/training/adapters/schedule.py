@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
@@ -18,22 +19,28 @@ class _Paced:
 class Pace:
     """The swarm's end of such a scheduler, with its `state_dict` and `load_state_dict`."""
 
-    def __init__(self, scheduler: LRScheduler) -> None:
+    def __init__(self, scheduler: LRScheduler, settings: Mapping[str, float]) -> None:
         self._scheduler = scheduler
+        self._settings = settings
         self._step = type(scheduler).step
-        self.state_dict, self.load_state_dict = scheduler.state_dict, scheduler.load_state_dict
+        self.load_state_dict = scheduler.load_state_dict
         # Its __dict__ is its state_dict, which frameworks save, so a method of the instance has no place in it.
         scheduler.__class__ = type(f"Paced{type(scheduler).__name__}", (_Paced, type(scheduler)), {})
+
+    def state_dict(self) -> dict[str, Any]:
+        """The scheduler's, with its further settings."""
+        return {**self._scheduler.state_dict(), **self._settings}
 
     def step(self) -> None:
         """Step it."""
         self._step(self._scheduler)
 
 
-def paced(scheduler: LRScheduler | None) -> Callable[[Optimizer], Pace] | None:
+def paced(scheduler: LRScheduler | None, **settings: float) -> Callable[[Optimizer], Pace] | None:
     """A scheduler as the option `scheduler` of `Run.optimizer` takes it; its own `step` does nothing any more.
 
-    Peers step a scheduler alike only if each does so once an epoch of the swarm; batches they count differently.
+    Peers step a scheduler alike only if each does so once an epoch of the swarm; batches they count differently. Its
+    `settings` are those that its `state_dict` does not show, as those within a function: peers compare them too.
 
     Raises:
         TypeError: It wants a metric, which peers measure differently.
@@ -45,5 +52,5 @@ def paced(scheduler: LRScheduler | None) -> Callable[[Optimizer], Pace] | None:
             f"expected a scheduler that counts steps, got {type(scheduler).__name__}: "
             "peers would differ in what it sees"
         )
-    pace = Pace(scheduler)
+    pace = Pace(scheduler, settings)
     return lambda _: pace

@@ -55,9 +55,55 @@ def test_the_learning_rate_follows_the_swarms_epochs_and_training_stops_at_the_l
         assert training.optimizer.param_groups[0]["lr"] == pytest.approx(1e-2 * (1 - 3 / 12))
 
 
+@pytest.mark.parametrize("plan", [{"max_steps": 12}, {"max_steps": -1, "num_train_epochs": 1}])
+def test_the_end_and_the_scheduler_count_the_swarms_epochs(
+    tmp_path: Path, real: Any, plan: dict[str, Any]
+) -> None:
+    """A peer's data has 12 micro-batches, and 12 epochs take 48 of both peers together."""
+    made = real.swarm_of(tmp_path, 2, {"target_batch_size": 4 * real.BATCH}, warmup_steps=0, **plan)
+    for training, one in made:
+        assert one.optimizer.epoch == 12
+        assert training.lr_scheduler.get_last_lr() == pytest.approx([0.0, 0.0])
+        assert training.state.max_steps == 12
+    (first, one), (second, other) = made
+    assert first.state.global_step + second.state.global_step >= 48
+    assert one.optimizer.id == other.optimizer.id
+    assert torch.equal(real.flat(first.model), real.flat(second.model))
+
+
+def test_peers_with_schedulers_of_other_lengths_differ_in_a_term(tmp_path: Path, real: Any) -> None:
+    terms = []
+    for steps in (1, 2):
+        fake, what = FakeSwarm(), real.model()
+        one = real.SwarmCallback(
+            fake.join("peer0", "text", what), target_batch_size=1, clock=fake.clock, patience=0
+        )
+        training = real.trainer(tmp_path, what, real.data(0), max_steps=steps)
+        training.add_callback(one)
+        fake.peer("peer0", training.train)
+        fake.run()
+        terms.append(one._run.terms["scheduler"])
+    assert "steps=1" in terms[0]
+    assert "steps=2" in terms[1]
+
+
+def test_a_short_last_batch_counts_for_its_samples(tmp_path: Path, real: Any) -> None:
+    fake, what, sizes = FakeSwarm(), real.model(), []
+    run = fake.join("peer0", "text", what)
+    one = real.SwarmCallback(run, target_batch_size=1, clock=fake.clock, patience=0)
+    training = real.trainer(tmp_path, what, real.data(0)[: real.BATCH + 1], max_steps=4)
+    training.add_callback(one)
+    training.add_callback(real.Noting(lambda: sizes.append(one.optimizer.batch_size)))
+    fake.peer("peer0", training.train)
+    fake.run()
+    assert sizes == [real.BATCH, 1, real.BATCH, 1]
+
+
 def test_the_options_of_the_trainer_become_the_swarms(tmp_path: Path, real: Any) -> None:
     fake, what = FakeSwarm(), real.model()
-    one = real.SwarmCallback(fake.join("peer0", "text", what), target_batch_size=1e6, clock=fake.clock)
+    one = real.SwarmCallback(
+        fake.join("peer0", "text", what), target_batch_size=1, clock=fake.clock, patience=0
+    )
     training = real.trainer(
         tmp_path, what, real.data(0), max_steps=1, gradient_accumulation_steps=2, max_grad_norm=0.5
     )

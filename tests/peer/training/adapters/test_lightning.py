@@ -51,6 +51,21 @@ def test_the_learning_rate_follows_the_swarms_epochs_and_training_stops_at_the_l
 
 
 @pytest.mark.parametrize(
+    "plan", [{"max_steps": 12}, {"max_steps": -1, "max_epochs": 1, "limit_train_batches": 12}]
+)
+def test_the_end_and_the_scheduler_count_the_swarms_epochs(
+    tmp_path: Path, real: Any, plan: dict[str, Any]
+) -> None:
+    (first, one, training), (second, other, _) = real.swarm_of(
+        tmp_path, {"target_batch_size": 3 * real.BATCH}, **plan
+    )
+    assert one.optimizer.epoch == other.optimizer.epoch == 12
+    assert one.optimizer.param_groups[0]["lr"] == pytest.approx(0.0)
+    assert training.global_step > 12
+    assert torch.equal(real.flat(first), real.flat(second))
+
+
+@pytest.mark.parametrize(
     ("module", "options", "expected"),
     [
         (lambda real: real.Regression(2), {}, "automatic optimization with one optimizer, got 2"),
