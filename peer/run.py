@@ -522,7 +522,9 @@ class Run:
         from equipoise.peer.training.options import Options, from_keywords
 
         with self.undone_on_failure():
-            optimizer = SwarmOptimizer(self, inner, from_keywords(Options, options, ("checkpoints",)))
+            optimizer = SwarmOptimizer(
+                self, inner, from_keywords("run.optimizer", Options, options, ("checkpoints",))
+            )
             if checkpoints is not None:
                 optimizer.register_step_post_hook(keep_checkpoints(optimizer.member, self, checkpoints))
         self.before_leaving(optimizer.leave)  # Runs before the keeper, which records the final state.

@@ -229,7 +229,21 @@ def daemon(show_config: bool, as_json: bool, **flags: Any) -> None:
     run_daemon(loaded)
 
 
-@click.command()
+class _Launch(click.Command):
+    """Says that `--` is missing, where an option of the script was taken for one of the daemon's."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        separated = "--" in args
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            if separated:
+                raise
+            hint = "put -- before the script's command, as in: equipoise launch --resume -- python train.py"
+            raise click.UsageError(f"{error.format_message().rstrip('.')}: {hint}", ctx) from error
+
+
+@click.command(cls=_Launch)
 @daemon_options
 @click.option("--resume", is_flag=True, help="Have the script go on from the newest checkpoint of its run.")
 @click.argument("command", metavar="-- COMMAND [ARGS]...", nargs=-1, required=True, type=click.UNPROCESSED)

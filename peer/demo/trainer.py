@@ -19,6 +19,7 @@ import msgspec
 import torch
 from torch import nn
 
+from equipoise.averaging.counts import count
 from equipoise.peer import Outcome, Run, connect
 from equipoise.peer.demo.options import CLASSES, DemoOptions
 from equipoise.peer.demo.summary import Doing, Failed, Finished, Report, Stepped, is_point
@@ -212,7 +213,7 @@ def federated(run: Run, learner: Learner, options: DemoOptions) -> Iterator[Repo
             update=record.number,
             loss=record.metrics.get("loss", 0.0),
             counted=len(record.contributors),
-            of=len(record.drawn or record.contributors),
+            of=max(len(record.drawn), len(record.contributors)),  # Late ones of a round before may count too.
             bytes_sent=record.bytes_sent,
             seconds=record.seconds,
         )
@@ -227,7 +228,7 @@ def _stepped(update: int, loss: float, outcome: Outcome | None) -> Stepped:
 
 
 def _wait_for_others(run: Run, options: DemoOptions) -> None:
-    _say(Doing(what=f"waits for {options.peers - 1} others to join"))
+    _say(Doing(what=f"waits for {count(options.peers - 1, 'other peer')} to join"))
     while not run.wait_for(options.peers - 1):
         pass  # For ever: the demo gives up, and says what it has waited for.
     _say(Doing(what="trains"))

@@ -1,8 +1,10 @@
-"""The names that a training script needs, installed as the package `equipoise` itself.
+"""Averages gradients and parameters among machines that train the same model, without a server.
 
-import equipoise
+    from equipoise.peer import connect
 
-with equipoise.connect() as peer: ...
+    with connect() as peer, peer.join("example", model) as run: ...
+
+`equipoise.connect` and `equipoise.Peer` are the same. `help(equipoise.peer.training)` tells the ways to train.
 """
 
 from __future__ import annotations

@@ -1,7 +1,13 @@
 """Training together: any torch optimizer by the whole swarm's batches, or local steps with an exchange now and then.
 
 `Run.optimizer` makes a `SwarmOptimizer`. `LocalSGD`, `DiLoCo` and `Gossip` are context managers around your own loop.
-`Federated` calls your functions, round by round.
+`Federated` calls your functions, round by round. These are not imported with this package:
+
+    from equipoise.peer.training.adapters.huggingface import SwarmCallback  # for transformers' Trainer
+    from equipoise.peer.training.adapters.lightning import SwarmCallback  # for Lightning's Trainer
+    from equipoise.peer.training.adapters.accelerate import step_with_swarm  # for a loop with Accelerate
+    from equipoise.peer.training.ddp import SharedOptimizer  # one machine with several GPUs is one peer
+    from equipoise.peer.simulation import simulate, partition  # many peers in one process, in virtual time
 """
 
 from equipoise.averaging.outer import Average, Nesterov

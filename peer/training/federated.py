@@ -168,9 +168,8 @@ class Federated:
             Refused: The run has another strategy, is used already, or its peers agreed on other terms.
             CheckpointError: Training should resume, but the checkpoints are damaged or of another training.
         """
-        self._options = from_keywords(
-            FederatedOptions, dict(options), ("fit", "evaluate", "outer", "checkpoints")
-        )
+        others = ("fit", "evaluate", "outer", "checkpoints")
+        self._options = from_keywords("Federated", FederatedOptions, dict(options), others)
         until = Until.parse(self._options.until) if self._options.until else None
         if checkpoints and until and checkpoints.best == until.name and checkpoints.mode != until.mode:
             # The worst checkpoint would be kept as the best, by the very metric that is to get better.
@@ -366,7 +365,7 @@ class Federated:
         """End the search for a group at the deadline; returns why."""
         before, waits = self.member.id, getattr(self._run.state, "reason", "")
         if not self._begun:
-            waits = f"{self._live} of {self._strategy.available} available peers are there"
+            waits = f"{self._live} available peers are there, {self._strategy.available} are needed"
         waits = "; ".join(filter(None, (self._nothing, waits or self.member.reason)))
         told = f"no round within {self._strategy.deadline:g} s: {waits}"
         if self.history and not self.member.has_company():

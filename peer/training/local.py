@@ -159,7 +159,8 @@ class DiLoCo(LocalTraining[Finished]):
                 or no optimizer can step any of its tensors.
             CheckpointError: Training should resume, but the checkpoints are damaged or of another training.
         """
-        self._options = from_keywords(LocalOptions, {"every": every, **options}, ("outer", "checkpoints"))
+        call, given = type(self).__name__, {"every": every, **options}
+        self._options = from_keywords(call, LocalOptions, given, ("outer", "checkpoints"))
         outer = parse_outer(outer) if isinstance(outer, str) else outer or Nesterov()
         run.refuse_if_trained()
         parameters = stepped_tensors(run.source)

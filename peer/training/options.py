@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from types import UnionType
 from typing import Any, Required, TypedDict, TypeVar
 
@@ -64,7 +64,7 @@ class CommonOptions:
     """Options of steps and of local steps.
 
     Attributes:
-        wait_for: Other peers to wait for before the first step, at most `WAIT_SECONDS`: a short loop would be over.
+        wait_for: Other peers to wait for before the first step, at most a minute: a short loop would be over.
         alone: Behaviour while no other peer is known: `train` on with this peer's own gradients or differences, or
             `wait`. With `wait`, `step` still returns and adds gradients up, but makes no update; `reason` says so.
         patience: Seconds without company before this peer trains alone.
@@ -80,6 +80,11 @@ class CommonOptions:
     timeout: float = 30.0
     trust: Trust = "known"
     clock: Callable[[], float] | None = None
+
+    def __init_subclass__(cls) -> None:
+        """Have the subclass's help tell these options too."""
+        if cls.__doc__ and CommonOptions.__doc__:
+            cls.__doc__ = f"{cls.__doc__.rstrip()}{CommonOptions.__doc__.split('Attributes:')[1]}"
 
     def __post_init__(self) -> None:
         _require_number("wait_for", self.wait_for, 0, math.inf, "a whole number of peers >= 0", int)
@@ -211,7 +216,9 @@ class FederatedOptions:
         _require_number("wait_for", self.wait_for, 0, math.inf, "a whole number of peers >= 0", int)
 
 
-def from_keywords(kind: type[Kind], keywords: Mapping[str, Any], others: tuple[str, ...] = ()) -> Kind:
+def from_keywords(
+    call: str, kind: type[Kind], keywords: Mapping[str, Any], others: tuple[str, ...] = ()
+) -> Kind:
     """Options of one kind from the keywords of a call; `others` are the call's further keywords, to suggest from.
 
     Raises:
@@ -224,6 +231,9 @@ def from_keywords(kind: type[Kind], keywords: Mapping[str, Any], others: tuple[s
             close = difflib.get_close_matches(name, known, 1)
             hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(known)}"
             raise TypeError(f"unknown option {name!r}; {hint}")
+    for one in fields(kind):  # type: ignore[arg-type]
+        if one.name not in keywords and one.default is one.default_factory is MISSING:
+            raise TypeError(f"{call}(...) needs {one.name}=")
     return kind(**keywords)
 
 

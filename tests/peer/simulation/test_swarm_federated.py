@@ -353,7 +353,7 @@ def test_no_peer_trains_before_enough_are_there() -> None:
     found = steps("federated:deadline=20,available=3", 2, 60)
     for records in found:
         assert len(records) == 3
-        assert all("2 of 3 available peers are there" in record.reason for _, record in records[:2])
+        assert all("2 available peers are there, 3 are needed" in record.reason for _, record in records[:2])
 
 
 def test_a_peer_whose_training_a_newcomer_displaces_is_waited_for() -> None:

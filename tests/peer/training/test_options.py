@@ -4,11 +4,13 @@
 
 from __future__ import annotations
 
+import inspect
+from dataclasses import fields
 from typing import get_type_hints
 
 import pytest
 
-from equipoise.peer.training import DiLoCo, LocalOptions, LocalSGD, Options
+from equipoise.peer.training import DiLoCo, FederatedOptions, LocalOptions, LocalSGD, Options
 from equipoise.peer.training.options import LocalKeywords, OptionKeywords
 from fakes.trainers import adamw
 from fakes.training import FakeSwarm
@@ -28,9 +30,17 @@ def test_of_an_optimizer(fake: FakeSwarm) -> None:
         run.optimizer(adam, target_batch_size=64, checkpoint=None)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="unknown option 'momentum'; known are alone, batch_size, buffers, "):
         run.optimizer(adam, target_batch_size=64, momentum=0.9)  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match="target_batch_size"):
+    with pytest.raises(TypeError, match=r"^run\.optimizer\(\.\.\.\) needs target_batch_size=$"):
         run.optimizer(adam)  # type: ignore[call-arg]
     assert not run.trained_by
+
+
+@pytest.mark.parametrize("kind", [Options, LocalOptions, FederatedOptions])
+def test_help_tells_every_option(kind: type) -> None:
+    told = inspect.getdoc(kind)
+    assert told is not None
+    assert [one.name for one in fields(kind) if f"\n    {one.name}: " not in told] == []
+    assert "\n\n\n" not in told
 
 
 def test_of_local_steps(fake: FakeSwarm) -> None:
