@@ -106,7 +106,7 @@ async def _kept(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
 
 
 def _name(work: object) -> str:
-    return getattr(work, "__qualname__", "of no name")
+    return str(getattr(work, "__qualname__", work))
 
 
 def _failed(name: str, error: BaseException | None) -> None:
