@@ -100,14 +100,16 @@ class Network:
         nat: Collection[int] = (),
         symmetric: Collection[int] = (),
         neighbours: Mapping[int, int] | None = None,
+        lan: str = PUBLIC,
     ) -> None:
-        """`neighbours` of hosts behind a NAT share its router: an index of `nat` for each."""
+        """`neighbours` of hosts behind a NAT share its router: an index of `nat` for each. Others are in `lan`."""
         neighbours = neighbours or {}
         nat = {*nat, *symmetric, *neighbours}
         if not 1 <= hosts <= MAX_HOSTS or not set(nat) <= set(range(hosts)):
             raise ValueError(f"expected 1 to {MAX_HOSTS} hosts and their indices, got {hosts} and {nat}")
         self._prefix = f"eq{os.getpid()}-{next(_serials)}"
         self._count = hosts
+        self._lan = lan
         self._nat = frozenset(nat)
         self._symmetric = frozenset(symmetric)
         self._neighbours = dict(neighbours)
@@ -141,10 +143,17 @@ class Network:
             with contextlib.suppress(NetworkError):
                 _run("ip", "netns", "delete", self._namespaces.pop())
 
-    def shape(self, host: Host, mbit: float) -> None:
-        """Let the cable of `host` carry at most `mbit` Mbit/s in either direction."""
+    def bridge(self, host: Host, count: int) -> None:
+        """Give `host` the bridges of so many container networks: 172.17.0.1 and on, the same on all hosts."""
+        for index in range(count):
+            name = f"br-{index:012x}"
+            _ip(host.namespace, "link", "add", name, "type", "bridge")
+            _configure(host.namespace, name, f"172.{17 + index}.0.1")
+
+    def shape(self, host: Host, mbit: float, *, down: bool = True) -> None:
+        """Let the cable of `host` carry at most `mbit` Mbit/s in either direction, or up only."""
         burst = max(MIN_BURST, int(mbit * 1e6 / 8 * BURST_SECONDS))
-        for namespace, device in self._ends(host):
+        for namespace, device in self._ends(host)[: 2 if down else 1]:
             _run(
                 *("ip", "netns", "exec", namespace, "tc", "qdisc", "replace", "dev", device, "root"),
                 *("tbf", "rate", f"{mbit:g}mbit", "burst", str(burst), "latency", f"{QUEUE_MS}ms"),
@@ -207,7 +216,7 @@ class Network:
         return (host.namespace, "eth0"), (host.gateway, host.socket)
 
     def _host(self, index: int) -> Host:
-        address, port = f"{PUBLIC}.{index + 1}", f"port{index}"
+        address, port = f"{self._lan}.{index + 1}", f"port{index}"
         namespace = self._namespace(f"host{index}")
         self._plug(port, namespace, address)
         return Host(namespace, address, address, port, self._switch, port)
