@@ -692,7 +692,10 @@ def wait_for(runs: Sequence[Run], peers: int) -> None:
         )
         if not run.wait_for(peers, max(deadline - run.clock(), LEAST_SECONDS)):
             log.warning(
-                "run %s: %s did not all come within %g s", run.name, count(peers, "other peer"), WAIT_SECONDS
+                "run %s: after %g s it goes on without waiting for %s",
+                run.name,
+                WAIT_SECONDS,
+                count(peers, "other peer"),
             )
 
 

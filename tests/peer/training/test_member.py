@@ -556,6 +556,6 @@ def test_a_peer_that_waits_says_for_what(caplog: pytest.LogCaptureFixture) -> No
     wait_for([run], 1)
     assert waited == [NOTICE_SECONDS, WAIT_SECONDS - NOTICE_SECONDS]
     assert [record.message for record in caplog.records] == [
-        "run text: waits for 1 others: no other peer of this run is known",
-        "run text: not all of 1 others came within 60 s",
+        "run text: waits for 1 other peer: no other peer of this run is known",
+        "run text: after 60 s it goes on without waiting for 1 other peer",
     ]
