@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from typing import Any
 
@@ -12,6 +13,8 @@ from equipoise.peer.run import Run
 from equipoise.peer.training.adapters.accelerate import take_over
 from equipoise.peer.training.adapters.schedule import paced
 from equipoise.peer.training.optimizer import SwarmOptimizer
+
+log = logging.getLogger(__name__)
 
 
 class SwarmCallback(TrainerCallback):  # type: ignore[misc]
@@ -62,6 +65,9 @@ class SwarmCallback(TrainerCallback):  # type: ignore[misc]
         }
         self._end, self._planned = self._epochs or state.max_steps, state.max_steps
         self.optimizer = take_over(kwargs["optimizer"], self._run, **{**options, **self._options})
+        if args.data_seed is None:
+            told = "run %s: peers with the same seed (%d) and data draw the same rows: give each another data_seed"
+            log.warning(told, self._run.name, args.seed)
         args.max_grad_norm = 0.0  # It would clip by this peer's own norm, before the average.
 
     def on_epoch_begin(

@@ -99,7 +99,9 @@ def test_a_short_last_batch_counts_for_its_samples(tmp_path: Path, real: Any) ->
     assert sizes == [real.BATCH, 1, real.BATCH, 1]
 
 
-def test_the_options_of_the_trainer_become_the_swarms(tmp_path: Path, real: Any) -> None:
+def test_the_options_of_the_trainer_become_the_swarms(
+    tmp_path: Path, real: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     fake, what = FakeSwarm(), real.model()
     one = real.SwarmCallback(
         fake.join("peer0", "text", what), target_batch_size=1, clock=fake.clock, patience=0
@@ -114,3 +116,4 @@ def test_the_options_of_the_trainer_become_the_swarms(tmp_path: Path, real: Any)
     assert one.optimizer.batch_size == 2 * real.BATCH
     assert one._run.terms["clip"] == "0.5"
     assert training.args.max_grad_norm == 0
+    assert "same seed (42) and data draw the same rows: give each another data_seed" in caplog.text
