@@ -224,7 +224,7 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
 
 def shortfall(joins: Sequence[Join], needs: Needs) -> str:
     """Return what these joins lack for a group whose round can succeed; empty if nothing."""
-    _, quorum, least = needs
+    quorum, least = needs.quorum, needs.least
     contributors = contributing([join.weight for join in joins], least).bit_count()
     if contributors < quorum:
         are, above = "is" if contributors == 1 else "are", f"of at least {least:g}" if least else "above 0"

@@ -108,8 +108,9 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @property
     def needs(self) -> Needs:
-        """The needs of a group."""
-        return Needs(self.options.group_size, self.strategy.quorum, self.strategy.least)
+        """The needs of a group; peers with terms train from one state."""
+        strategy, places = self.strategy, bool(self.terms)
+        return Needs(self.options.group_size, strategy.quorum, strategy.least, places)
 
     @cached_property
     def rule(self) -> Rule:

@@ -32,11 +32,19 @@ MAX_SECONDS = 86_400
 
 
 class Needs(NamedTuple):
-    """The needs of a group of a run: most members, fewest contributors, and least weight of a contributor."""
+    """The needs of a group of a run.
+
+    Attributes:
+        group_size: Most members.
+        quorum: Fewest contributors.
+        least: Least weight of a contributor.
+        places: Whether all peers hold one state, so that each round has one group, of the peers that have its places.
+    """
 
     group_size: int
     quorum: int = 2
     least: float = 0.0
+    places: bool = False
 
 
 class Strategy:

@@ -383,7 +383,8 @@ class Run:
             answer = self._link.ask(messages.AskProgress(self.name, target))
         except DaemonLost:
             return Progress(local, local, None)
-        return Progress(local, max(answer.swarm - answer.local, 0.0) + local, answer.wanted)
+        swarm = max(answer.swarm - answer.local, 0.0) + local
+        return Progress(local, swarm, answer.wanted, answer.waits)
 
     def draw(self, state: StateId) -> Drawn:
         """Ask which peers train from this state, as far as this peer sees now.

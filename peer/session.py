@@ -205,7 +205,7 @@ class Session:
         """Weight accumulated towards the next step: by this peer, and by all, as far as the others' claims count."""
         run_driver = await self._use(STEP)
         others, own = await run_driver.others_accumulated(target), run_driver.accumulated
-        return Progress(own, own + others, run_driver.transfer.wanted)
+        return Progress(own, own + others, run_driver.transfer.wanted, run_driver.waits)
 
     async def transfer(self) -> Transfer:
         """The exchange of the run's state, among the peers that step if there are gradients."""

@@ -117,9 +117,9 @@ class RunDriver:
         self._announced = events.Announce(False, 0)
         self._driver = Driver(self._machine, self._perform, events.Woke)
         self._differ = Driver(self._spec_diff, self._perform)
-        is_mute = context.membership.is_mute
-        self.transfer = Transfer(spec, sessions, directory, identity.verify, rounds, runs, is_mute)
+        self.transfer = Transfer(spec, sessions, directory, identity.verify, rounds, runs, self._membership)
         self.transfer.on_mean = self._note_mean
+        self.transfer.waits = lambda state: self._machine.waits(state, self._loop.time())
         self._tasks = TaskSet()
         self._left = ""
 
@@ -181,10 +181,13 @@ class RunDriver:
         if short:
             log.warning("run %s: round %d: %s", self.spec.name, outcome.round, short)
         notes = (*outcome.events, short) if short else outcome.events
+        reason, there = outcome.reason, self._membership.count + 1
+        if outcome.ok and not self._membership.places and there > len(outcome.group):
+            reason = f"{reason}; {there} peers are in the run"
         waits = {"matchmaking": self._waited} if self._waited and outcome.group else {}
         waits = {phase: wait for phase, wait in {**waits, **outcome.waits}.items() if wait[1] >= least}
         outcome = msgspec.structs.replace(
-            outcome, seconds=seconds, started=started, events=notes, waits=waits
+            outcome, reason=reason, seconds=seconds, started=started, events=notes, waits=waits
         )
         self.history.append(outcome)
         self.first_round = outcome.round if self.first_round is None else self.first_round
@@ -240,6 +243,15 @@ class RunDriver:
     def draw(self, state: StateId) -> Drawn:
         """The peers that are to train from an agreed state, as far as this peer knows now, and the live peers."""
         return self._machine.draw(state, self._loop.time())
+
+    @property
+    def waits(self) -> str:
+        """Why this peer contributes to no group, one line; empty if it has a place, or if draws decide."""
+        membership, size = self._membership, self.spec.options.group_size
+        seated = not membership.crowded or self._sessions.peer in membership.seated(self._machine.round)
+        if seated or self.spec.strategy.least:
+            return ""
+        return f"{size} of {size} places are taken; this peer waits for a place and follows the state"
 
     def stop_search(self, why: str, late: float = 0.0) -> None:
         """End the search for a group, if one goes on: its outcome is not ok, says `why`, and has `late`.
@@ -359,6 +371,7 @@ class RunDriver:
         if found.round is None:
             return
         self._missed = found.round, self._loop.time() - found.age
+        self._driver.tell(events.MeanHeld(found.round))
         if late := self._lateness():
             self.stop_search(_too_late(late), late)
 
@@ -383,6 +396,8 @@ class RunDriver:
         try:
             outcome = await asyncio.shield(self._round.outcome)
             ok = outcome.ok
+            if ok:
+                self._driver.tell(events.MeanHeld(outcome))
             if outcome.counted(self._sessions.peer):
                 # Before the next round's number is announced: no weight may count towards two rounds. The same weight
                 # again is news then.

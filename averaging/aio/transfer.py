@@ -18,6 +18,7 @@ from equipoise.averaging.aio.round_driver import Rounds, group_of, mean_outcome
 from equipoise.averaging.aio.sessions import Sessions
 from equipoise.averaging.layout import EncodedVector
 from equipoise.averaging.manifest import TICKET_BYTES, Manifest, Verify
+from equipoise.averaging.matchmaking.membership import Membership
 from equipoise.averaging.matchmaking.messages import MAX_DETAIL_CHARS
 from equipoise.averaging.outcome import FetchOutcome, Outcome
 from equipoise.averaging.ports import Candidate, Directory, FrameRefused
@@ -199,10 +200,11 @@ class Transfer:
         verify: Checks the signatures of the joins of a mean's round.
         rounds: The daemon's rounds, which go before what is served.
         runs: The runs of the daemon, which share what means may be kept.
-        is_mute: True of a peer that did not answer, and has never said anything: no download asks it, or waits for it.
+        membership: What is known of the other peers; no download asks one that has never said anything.
 
     Attributes:
         on_mean: Called with the result of each search for a missed mean.
+        waits: Returns whether this peer has no place in the group that goes on from a state.
     """
 
     def __init__(
@@ -213,7 +215,7 @@ class Transfer:
         verify: Verify,
         rounds: Rounds,
         runs: Sized,
-        is_mute: Callable[[str], bool],
+        membership: Membership,
     ) -> None:
         self._spec = spec
         self._sessions = sessions
@@ -221,8 +223,9 @@ class Transfer:
         self._verify = verify
         self._rounds = rounds
         self._runs = runs
-        self._is_mute = is_mute
+        self._membership = membership
         self.on_mean: Callable[[FetchOutcome], None] = lambda found: None
+        self.waits: Callable[[StateId], bool] = lambda state: False
         self._loop = asyncio.get_running_loop()
         self._donor = Server()
         self._asks = Allowance(ASKS_SECONDS, MAX_ASKS, MAX_ASKS_OF_ONE)
@@ -365,7 +368,12 @@ class Transfer:
         spec, ticket = self._spec, os.urandom(TICKET_BYTES)
         limit = spec.layout.encoded_size + MAX_MANIFEST_BYTES
         quorum = spec.strategy.quorum if spec.strategy.least else 0
-        request = Request(spec.name, spec.hash, ticket, 0, limit, after, circle, patient, proved, quorum)
+        follows = not (proved or patient) and self.waits(after)
+        if follows:  # The others of its circle follow the state as it does.
+            circle = circle & self._membership.holders or circle
+        request = Request(
+            spec.name, spec.hash, ticket, 0, limit, after, circle, patient, proved, quorum, follows
+        )
         got = await self._get(request, timeout, room)
         if got.ok:
             try:
@@ -544,7 +552,9 @@ class Transfer:
     async def _look_regularly(self, download: Download) -> None:
         while True:
             mates = await self._mates()
-            download.see({one.peer: one.credential for one in mates if not self._is_mute(one.peer)})
+            download.see(
+                {one.peer: one.credential for one in mates if not self._membership.is_mute(one.peer)}
+            )
             await asyncio.sleep(LOOK_SECONDS)
 
 

@@ -68,9 +68,10 @@ class ClosePolicy:
         return Limit(min(waited, patience), why, waited)
 
     def draw(self, state: StateId | None, now: float) -> Drawn:
-        """The peers that train from a state, here all, and the live ones, as far as this peer sees."""
-        live = self._context.membership.live(())
-        return Drawn(live, live)
+        """The peers that train from a state, here all with a place, and the live ones, as far as this peer sees."""
+        membership = self._context.membership
+        live = membership.live(())
+        return Drawn(membership.seated(self._context.round) if membership.crowded else live, live)
 
     def holds(self, gathering: GroupBuilder, now: float) -> bool:
         """True if the group must not close now, with any number of joins."""

@@ -13,8 +13,10 @@ from equipoise.averaging.matchmaking import messages as wire
 from equipoise.averaging.matchmaking.events import Action, Send
 from equipoise.averaging.matchmaking.group_builder import StragglerWait
 from equipoise.averaging.matchmaking.membership import LEAP, MAX_JUMP, Membership
+from equipoise.averaging.outcome import Outcome
 from equipoise.averaging.rate_limit import Allowance
 from equipoise.averaging.strategy import Needs
+from equipoise.averaging.weights import ATTENDANCE_LIMIT
 
 JOINS_SECONDS, MAX_JOINS, MAX_JOINS_OF_ONE = 1.0, 2000, 100
 """Time, and most joins checked within it, in all and of one peer: each signature costs 0.15 ms. A run has at most some
@@ -75,7 +77,7 @@ class Context:
     _forgers: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.membership = Membership(self.peer, self.spec, self.needs.group_size)
+        self.membership = Membership(self.peer, self.spec, self.needs.group_size, self.needs.places)
 
     def send(self, peer: str, message: wire.MatchmakingMessage) -> None:
         """Ask for a message to be sent."""
@@ -91,7 +93,7 @@ class Context:
 
     def whereabouts(self, asks: bool = False) -> wire.Whereabouts:
         """This peer's round as a message; with `asks`, the receiver answers with its own."""
-        return wire.Whereabouts(self.run, self.round, asks)
+        return wire.Whereabouts(self.run, self.round, asks, self.membership.placed)
 
     def join(self, stated: Join, round: int | None = None) -> Join:
         """This peer's statement, as its signed join of its next round, or of the round with this number."""
@@ -153,6 +155,16 @@ class Context:
             self.membership.welcome(peer, manifest.round + 1, ready=False)
         planned = set(self.membership.group(self.peer, manifest.round))
         self.membership.miss(planned.intersection(formed.absent))
+
+    def note_mean(self, outcome: Outcome, now: float) -> None:
+        """Take from a round that has changed the state which peers have the places of the next, and its number."""
+        before = outcome.state
+        if before is None or max(outcome.contributors.values(), default=0.0) <= ATTENDANCE_LIMIT:
+            return
+        held = (peer for peer in outcome.contributors if outcome.states.get(peer) == before)
+        self.membership.seat(held, before.epoch + 1, own=self.peer in outcome.group)
+        if self.needs.places and self.within_reach(outcome.round, now):
+            self.round = max(self.round, outcome.round + 1)
 
     def advance(self, manifest: Manifest) -> None:
         """Note that this peer takes part in a round: its next round has a higher number."""

@@ -322,13 +322,24 @@ class Coordinator:
         expected, missing = policy.awaited(gathering, now)
         if self._elsewhere is not None:
             expected, missing = expected - {self._context.peer}, missing - {self._context.peer}
-        group = frozenset(membership.group(self._context.peer, gathering.round))
+        # In one state, those with a place come first, whoever was left over; without them no group makes a state.
+        crowded = membership.crowded
+        group = frozenset(expected if policy.patient and crowded else membership.seated(gathering.round))
         # Before the first group only, wait for peers that may still be met: client-mode peers must speak first.
         first = not self._closed and membership.incomplete(gathering.parked.keys(), now)
         strangers = first or self._has_unknown(gathering, now)
         limit = policy.limit(gathering, now)
         holds = policy.holds(gathering, now) or self._is_unsettled(gathering, now)
-        return Outlook(group, self._owed.keys(), expected, missing, limit, strangers, holds)
+        makers = group if policy.patient else membership.holders or group
+        holds = holds or (crowded and makers.isdisjoint(gathering.parked)) or self._begins(gathering, now)
+        owed = frozenset[str]() if crowded else self._owed.keys()
+        return Outlook(group, owed, expected, missing, limit, strangers, holds)
+
+    def _begins(self, gathering: GroupBuilder, now: float) -> bool:
+        """True while the first round must wait: two groups that begin from one state would make two of it."""
+        first = any(one.join.bound and not one.join.bound.epoch for one in gathering.parked.values())
+        waited = gathering.opened is not None and now >= gathering.opened + MAX_WAIT
+        return first and not waited and self._membership.settles(now)
 
     def _is_unsettled(self, gathering: GroupBuilder, now: float) -> bool:
         """True while the state of parked contributions may be that of a round which goes on.

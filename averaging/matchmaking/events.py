@@ -8,6 +8,7 @@ import msgspec
 
 from equipoise.averaging.manifest import Join, Manifest
 from equipoise.averaging.matchmaking.messages import MAX_PATIENCE, MatchmakingMessage
+from equipoise.averaging.outcome import Outcome
 from equipoise.averaging.ports import Candidate
 
 
@@ -63,7 +64,23 @@ class RoundEnded(msgspec.Struct, frozen=True):
     ok: bool = False
 
 
-Event = CandidatesSeen | BecameReady | Withdrew | MessageReceived | RoundHeard | PeerLost | Woke | RoundEnded
+class MeanHeld(msgspec.Struct, frozen=True):
+    """This peer has the mean of a round, from the round itself or from others; `outcome` says who made it."""
+
+    outcome: Outcome
+
+
+Event = (
+    CandidatesSeen
+    | BecameReady
+    | Withdrew
+    | MessageReceived
+    | RoundHeard
+    | PeerLost
+    | Woke
+    | RoundEnded
+    | MeanHeld
+)
 
 
 class Send(msgspec.Struct, frozen=True):

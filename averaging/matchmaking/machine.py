@@ -132,6 +132,7 @@ class Matchmaking(Matchmaker):
                 self._joiner.invited(peer, message, now)
             case wire.Whereabouts():
                 self._coordinator.remind(peer, message.round)
+                self._membership.hear_place(peer, message.placed)
                 if self._context.within_reach(message.round, now):
                     self._membership.advance(peer, message.round)
 

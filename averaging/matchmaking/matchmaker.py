@@ -72,6 +72,8 @@ class Matchmaker(ABC):
                 self._membership.hear(peer, now)
             case events.PeerLost(peer):
                 self._membership.lose(peer, now)
+            case events.MeanHeld(outcome):
+                self._context.note_mean(outcome, now)
         self._take(event, now)
         self._settle(now)
         actions, context.out = context.out, []
@@ -86,6 +88,11 @@ class Matchmaker(ABC):
         """The peers that are to train from an agreed state, and the live ones: all, but in a federated run."""
         live = self._membership.live(())
         return Drawn(live, live)
+
+    def waits(self, state: StateId, now: float) -> bool:
+        """True if this peer has no place in the group that goes on from a state."""
+        drawn, peer = self.draw(state, now).peers, self._context.peer
+        return self._membership.crowded and not self._membership.observes and peer not in drawn
 
     @property
     @abstractmethod

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Set
 
 import msgspec
 
-from equipoise.averaging.matchmaking.topology import Groups, plan, rank, ranked
+from equipoise.averaging.matchmaking.topology import Groups, plan, rank, ranked, seats
 from equipoise.averaging.ports import Candidate
 from equipoise.averaging.timing import SILENT_SECONDS
 
@@ -41,6 +41,10 @@ peers that start together have met within four looks, and 4,000 false records co
 MAX_SHUNNED = 64
 """Most coordinators shunned at once; beyond that, the oldest entry is dropped."""
 
+SETTLE_SECONDS = 2.0
+"""Time without a new peer after which the peers of a run that begins have most likely met: then all see alike which of
+them have the first places. A directory shows new peers within a second."""
+
 MISSES = 2
 """Most rounds in a row in which a group waits for a peer in vain. After that it waits for the peer again only once the
 peer has sent a join: a record in the directory costs nothing."""
@@ -67,6 +71,7 @@ class _Other(msgspec.Struct):
     observes: bool = False
     mate: bool = False
     apart: bool = False
+    placed: bool = False
     misses: int = 0
     losses: int = 0
     suspect_until: float = float("-inf")
@@ -96,7 +101,7 @@ class Membership:
         observes: Whether this peer trains nothing, so that it does not draw itself.
     """
 
-    def __init__(self, peer: str, spec: str, group_size: int) -> None:
+    def __init__(self, peer: str, spec: str, group_size: int, places: bool = False) -> None:
         self.peer = peer
         self.dialable = True
         self._tags: frozenset[str] = frozenset()
@@ -107,6 +112,9 @@ class Membership:
         self.changed_at = float("-inf")
         self._spec = spec
         self._group_size = group_size
+        self.places = places
+        self._made: tuple[int, frozenset[str]] = (0, frozenset())
+        self._vacated: dict[str, None] = {}
         self._others: dict[str, _Other] = {}
         self._early: dict[str, float] = {}
         self._shunned: dict[str, _Shun] = {}
@@ -180,6 +188,7 @@ class Membership:
             other.asked_at = float("inf")
             other.suspect_until = now + min(SUSPECT_SECONDS * 2.0**other.losses, MAX_SUSPECT_SECONDS)
             other.losses += 1
+            self._free_places()
 
     def hear(self, peer: str, now: float) -> None:
         """Note that the peer is alive."""
@@ -191,6 +200,8 @@ class Membership:
                 del self._early[next(iter(self._early))]
             return
         first, other.heard_at = not other.met, now
+        if other.losses:
+            self._free_places()
         other.suspect_until, other.losses, other.asked_at = float("-inf"), 0, float("inf")
         if first:
             self._change(now)
@@ -261,6 +272,63 @@ class Membership:
                 other.apart = peer in apart
                 self._plans.clear()
 
+    def seat(self, holders: Iterable[str], epoch: int, own: bool) -> None:
+        """Note which peers made the state of an epoch together: they have the places of the round from there.
+
+        A mean from others may be older than what this peer knows from its `own` rounds.
+        """
+        if own or epoch >= self._made[0]:
+            before, self._made = self._made[1], (epoch, frozenset(holders))
+            self._vacated.update(dict.fromkeys(before))
+            for peer in self._made[1].intersection(self._vacated):
+                del self._vacated[peer]
+            while len(self._vacated) > MAX_PEERS:
+                del self._vacated[next(iter(self._vacated))]
+            self._free_places()
+
+    def hear_place(self, peer: str, placed: bool) -> None:
+        """Note whether a peer says that it has a place; this counts until this peer knows how its state was made."""
+        if peer in self._others and self._others[peer].placed != placed:
+            self._others[peer].placed = placed
+            self._free_places()
+
+    @property
+    def holders(self) -> frozenset[str]:
+        """PeerIDs of the live peers that made the last known state together; empty if no round has changed a state."""
+        return self._there(self._made[1]) or self._there(
+            peer for peer, other in self._others.items() if other.placed
+        )
+
+    @property
+    def placed(self) -> bool:
+        """True if this peer is one of them."""
+        return self.peer in self._made[1]
+
+    @property
+    def crowded(self) -> bool:
+        """True if peers that hold one state are more than a group holds."""
+        return self.places and len(self._there(self._others)) >= self._group_size
+
+    def settles(self, now: float) -> bool:
+        """True while a run that begins may soon have more peers than a group holds: new ones are still met."""
+        growing = self.places and now < self.changed_at + SETTLE_SECONDS
+        return growing and 2 * len(self._there([self.peer, *self._others])) >= self._group_size
+
+    def seated(self, round: int) -> tuple[str, ...]:
+        """The peers that a round is for: those with a place or, where all peers have one, this peer's planned group."""
+        return self.plan(round)[0] if self.crowded else self.group(self.peer, round)
+
+    def _there(self, peers: Iterable[str]) -> frozenset[str]:
+        return frozenset(peer for peer in peers if peer == self.peer or self._takes_part(peer))
+
+    def _takes_part(self, peer: str) -> bool:
+        other = self._others.get(peer)
+        return other is not None and (other.answers or self._out_of_reach(other))
+
+    def _free_places(self) -> None:
+        if self.places:
+            self._plans.clear()
+
     def unite(self) -> None:
         """Plan groups with all peers again: this peer has nothing to contribute, and looks for the group's state."""
         self.part(self._others, frozenset())
@@ -300,14 +368,15 @@ class Membership:
         A lost peer is left out until it has answered again: otherwise it would come and go with every try.
         """
         wanted = frozenset(tags)
-        there = ((peer, one) for peer, one in self._others.items() if one.answers or self._out_of_reach(one))
+        there = ((peer, one) for peer, one in self._others.items() if self._takes_part(peer))
         live = [peer for peer, one in there if wanted.issubset(one.tags) and not one.observes]
         return tuple(sorted([*live, self.peer] if wanted <= self._tags and not self.observes else live))
 
     def plan(self, round: int) -> Groups:
         """All groups of the round, of the peers that were met. Peers further than `LEAP` from it cannot come.
 
-        Dead peers keep their places until their records expire, so that all peers compute the same groups.
+        Dead peers keep their places until their records expire, so that all peers compute the same groups. Where peers
+        hold one state, and are more than a group holds, a dead peer's place is free at once: one coordinator decides.
         """
         if round not in self._plans:
             if len(self._plans) >= MAX_PLANS:
@@ -316,7 +385,12 @@ class Membership:
             alike = [peer for peer in near if not self._others[peer].apart]
             # The last survivor of its state looks for company among all.
             company = any(self._others[peer].mate for peer in alike)
-            self._plans[round] = plan([self.peer, *(alike if company else near)], round, self._group_size)
+            row = [self.peer, *(alike if company else near)]
+            if self.places and len(row) > self._group_size:
+                key, live = str(self._made[0]), self._there(row)
+                self._plans[round] = [seats(live, self.holders, key, self._group_size, self._vacated)]
+            else:
+                self._plans[round] = plan(row, round, self._group_size)
         return self._plans[round]
 
     def group(self, peer: str, round: int) -> tuple[str, ...]:
@@ -343,6 +417,9 @@ class Membership:
         """
         group = self.group(peer, round)
         everyone = tuple(one for each in self.plan(round) for one in each)
+        # All that hold a state know alike who made it, whatever they know of peers that come and go.
+        if self.crowded and (held := self._first(round, tuple(sorted(self.holders)), now)):
+            return held
         alone = not any(self.alive(one, now) for one in group if one != peer)
         if not anywhere and not alone and (coordinator := self._first(round, group, now)):
             return coordinator

@@ -181,10 +181,12 @@ class Whereabouts(_Message, frozen=True, tag=True):
     Attributes:
         round: The sender's next round.
         asks: Whether the receiver should answer in kind: the sender knows only its record.
+        placed: Whether the sender has helped to make the state of a run in which all peers hold one.
     """
 
     round: RoundNumber
     asks: bool = False
+    placed: bool = False
 
 
 class SpecQuestion(_Message, frozen=True, tag=True):

@@ -8,6 +8,9 @@ possible. The next round's row takes one peer from each group in turn. With M^d 
 than necessary, and each new group draws evenly from all old ones.
 
 All peers that know the same peers compute the same groups, without a message.
+
+Peers that hold one state cannot be split so: two groups would make two states of it. Their round has one group, with as
+many places as a group may have members (`seats`).
 """
 
 from __future__ import annotations
@@ -56,6 +59,23 @@ def plan(peers: Iterable[str], round: int, group_size: int) -> Groups:
     for _ in range(round % PERIOD):
         groups = _cut(_deal(groups), count)
     return groups
+
+
+def seats(
+    peers: Iterable[str], holders: Iterable[str], key: str, group_size: int, last: Iterable[str] = ()
+) -> tuple[str, ...]:
+    """The peers that have the places of a group which goes on from a state, the holders first.
+
+    Args:
+        peers: PeerIDs of the live peers, in any order.
+        holders: PeerIDs of the peers that made the state together: each keeps its place while it lives.
+        key: Names the state, alike at all that hold it: the order in which the others take free places.
+        group_size: Most peers in a group.
+        last: PeerIDs of peers that take a free place only if no other peer does: they have left a place empty.
+    """
+    live, kept, late = set(peers), frozenset(holders), frozenset(last)
+    parts = ("row", live & kept), (key, live - kept - late), (key, (live & late) - kept)
+    return tuple(peer for order, part in parts for peer in ranked(order, tuple(sorted(part))))[:group_size]
 
 
 def _cut(row: Sequence[str], count: int) -> Groups:

@@ -34,6 +34,7 @@ class Request:
         barred: PeerIDs of the peers whose last snapshot did not fit the newcomer's model: they are not asked.
         quorum: Fewest members that make a round without the others, where a draw decides who contributes; 0: no
             minority does.
+        follows: Whether the asking peer has no place in the group, and waits for the mean until others are beyond it.
     """
 
     run: str
@@ -47,6 +48,7 @@ class Request:
     proved: bool = False
     quorum: int = 0
     barred: frozenset[str] = frozenset()
+    follows: bool = False
 
 
 @dataclass(frozen=True, slots=True)

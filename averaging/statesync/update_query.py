@@ -77,11 +77,18 @@ class UpdateQuery(Answers):
     def hopeless(self, now: float) -> str:
         """Why the mean cannot come, one line; empty while it may come."""
         waits = not self._settled(now, LONE_SECONDS) or (self._request.patient and self.behind)
+        waits = waits or (self._request.follows and (bool(self._tally) or not self._overtaken))
         return "" if waits else self.standing
 
     def wish(self, now: float) -> bool:
         """Returns False: a mean is kept or not, so there are no epochs to wish for."""
         return False
+
+    @property
+    def _overtaken(self) -> bool:
+        """True if most peers of the circle that answered are beyond the state: they keep its mean no longer."""
+        there = self._circle & self._answers.keys() or self._answers.keys()
+        return 2 * sum(not self._waits(peer) for peer in there) > len(there)
 
     def _waits(self, peer: str) -> bool:
         """True if a peer has answered, and is not beyond the state: it has missed the mean, too."""

@@ -160,11 +160,13 @@ class Progress(msgspec.Struct, frozen=True):
         swarm: By this peer and, a moment ago, by all others of the run that answer, as far as their word counts.
         wanted: Epoch of which some peer wants a snapshot; None while none does. A peer that holds that state offers it.
             A later state serves too, but donors may then differ and the newcomer must ask again.
+        waits: Why this peer contributes to no round for now, one line; empty if it may.
     """
 
     local: float
     swarm: float
     wanted: int | None = None
+    waits: str = ""
 
 
 class AskProgress(RunRequest[Progress], frozen=True):

@@ -132,4 +132,5 @@ class Downloads:
         if outcome is None or outcome.state is None:
             return events.RecoveryFailed(found.reason, decided=not found.unheard)
         self.mean = content, outcome
-        return events.MeanFetched(outcome.state, outcome.digest, outcome.counted(self._run.peer))
+        makers = tuple(one for one in outcome.contributors if outcome.states.get(one) == outcome.state)
+        return events.MeanFetched(outcome.state, outcome.digest, outcome.counted(self._run.peer), makers)

@@ -40,11 +40,13 @@ class MeanFetched(msgspec.Struct, frozen=True):
         before: The state to which the group applied the mean.
         digest: The outcome's digest.
         counted: Whether this peer's contribution is in the mean.
+        makers: PeerIDs of the peers that held that state and contributed.
     """
 
     before: StateId
     digest: str
     counted: bool
+    makers: tuple[str, ...] = ()
 
 
 class RecoveryFailed(msgspec.Struct, frozen=True):
@@ -77,9 +79,15 @@ class Ending(msgspec.Struct, frozen=True):
 
 
 class Due(msgspec.Struct, frozen=True):
-    """An update is due; `company` says whether any other peer is known."""
+    """An update is due.
+
+    Attributes:
+        company: Whether any other peer is known.
+        placed: Whether this peer has a place in the group; without one it follows the state.
+    """
 
     company: bool
+    placed: bool = True
 
 
 class SteppedAlone(msgspec.Struct, frozen=True):

@@ -33,7 +33,7 @@ from equipoise.peer.tensors import copies_of, stepped_tensors
 from equipoise.peer.training import image
 from equipoise.peer.training.checkpoint import Checkpoints, keep_checkpoints
 from equipoise.peer.training.guard import is_probe
-from equipoise.peer.training.member import FINISH_SECONDS, Finished, Member, Subject, wait_for
+from equipoise.peer.training.member import FINISH_SECONDS, Finished, Member, Subject, require_places, wait_for
 from equipoise.peer.training.options import LocalKeywords, LocalOptions, from_keywords, number
 from equipoise.peer.training.replica import ATTENDANCE
 
@@ -163,6 +163,7 @@ class DiLoCo(LocalTraining[Finished]):
         self._options = from_keywords(call, LocalOptions, given, ("outer", "checkpoints"))
         outer = parse_outer(outer) if isinstance(outer, str) else outer or Nesterov()
         run.refuse_if_trained()
+        require_places(run, self._options.wait_for)
         parameters = stepped_tensors(run.source)
         super().__init__(run, parameters.values())
         run.trained_by = type(self).__name__

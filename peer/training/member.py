@@ -57,6 +57,9 @@ The group may have ended before it reached a later state, and peers that end sta
 GONE_SECONDS = 0.25
 """Longest time until a step that waits for a group notices that the last other peer has left."""
 
+SERVE_SECONDS = 0.5
+"""Time between two looks, while a peer seeks the group's state, whether it has a place, and newcomers want a state."""
+
 WAIT_SECONDS = 60.0
 """Longest wait for other peers to join. Sixteen processes that import torch on two cores take half of that time."""
 
@@ -178,7 +181,9 @@ class Member:
         self._held: dict[StateId, Mean] = {}
         self._offered = -1
         self._told = ""
-        self._crowded = ""
+        self._waits = ""
+        self._served_at = self.clock()
+        self._looks_from: StateId | None = None
         self._why_alone = ""
 
     @property
@@ -194,7 +199,7 @@ class Member:
     @property
     def reason(self) -> str:
         """The reason for this peer's phase, and warnings, one line."""
-        return "; ".join(filter(None, (self._replica.reason, self._why_alone, self._crowded)))
+        return "; ".join(filter(None, (self._replica.reason, self._why_alone, self._waits)))
 
     @property
     def pending(self) -> bool:
@@ -214,9 +219,13 @@ class Member:
     def accumulate(self, gradients: Gradients, weight: float) -> None:
         """Add weight * gradient to the next contribution. Unless in step, keep it here until the state is the group's.
 
+        A peer that waits for a place adds nothing: `reason` says so.
+
         Raises:
             SchemaError: A gradient has a wrong shape, or holds NaN or Inf; nothing was added.
         """
+        if self._waits:
+            return
         if self.in_step:
             self._run.accumulate(gradients, weight)
             return
@@ -226,13 +235,22 @@ class Member:
 
     def serve(self) -> float:
         """Offer a snapshot if a newcomer wants one; returns the weight that the swarm has accumulated."""
-        progress = self._run.progress(self._target)
+        progress, self._served_at = self._run.progress(self._target), self.clock()
         self._offer(progress.wanted)
+        if progress.waits != self._waits:
+            self._waits = progress.waits
+            self.drop()
+            self._tell()
         return progress.swarm
 
     def show(self, part: str) -> None:
         """Show on a terminal where the training is; `part` says how far the next update is."""
         self._progress.show(self.id.epoch, part, self.last)
+
+    @property
+    def waits(self) -> bool:
+        """Whether this peer has no place in the group, and only follows its state."""
+        return bool(self._waits)
 
     def drop(self) -> None:
         """Forget the accumulated gradients."""
@@ -313,6 +331,10 @@ class Member:
             else:
                 if self._pending is None:
                     self._attend()
+                elif self.clock() >= self._served_at + SERVE_SECONDS:
+                    self.serve()
+                if self._waits:  # The group has no room for it: only a snapshot can bring the state.
+                    self._hear(events.OthersBegun(max(machine.FIRST_SNAPSHOT, self.id.epoch)))
                 self.wait(left)
             # A round that began long ago may just have ended, and put this peer in step.
             overdue = self.clock() - self._began_at >= OVERDUE_SECONDS and not self.in_step
@@ -330,8 +352,10 @@ class Member:
 
     def meet(self, wait: bool = True) -> None:
         """Make the due update, with the group or alone, if the replica says so; `wait=False` only starts the round."""
-        before = self._pending
-        self._hear(events.Due(self.has_company()))
+        before, self._looks_from = self._pending, self.id
+        if self._waits and self._downloads.recovering:
+            self._await_mean()
+        self._hear(events.Due(self.has_company(), not self._waits))
         if wait and self._pending is not before:
             self.collect()
 
@@ -351,11 +375,10 @@ class Member:
         if outcome.ok and moved and of is not None and of.epoch < self.id.epoch:
             return  # A download has brought a later state: this mean is of no more use.
         missing = 0
-        if outcome.ok:
-            state = self._run.state
-            # The number of known peers that were not in the group.
-            missing = max(state.peers + 1 - len(outcome.group), 0) if isinstance(state, Idle) else 0
-            self._look_at_crowd(len(outcome.group), missing)
+        if outcome.ok and isinstance(state := self._run.state, Idle):
+            # The number of known peers that were not in the group, and for which it had places.
+            most = min(state.peers + 1, self._run.options.group_size)
+            missing = max(most - len(outcome.group), 0)
         self._hear(events.RoundEnded(outcome, missing))
         if not outcome.ok and self._downloads.recovering:
             self._await_mean()  # Asked for before the round ended. The next contribution needs it.
@@ -363,18 +386,6 @@ class Member:
             self._move_accumulated()
         if self.in_step:
             self._downloads.stop_snapshot()
-
-    def _look_at_crowd(self, group: int, missing: int) -> None:
-        """Warn if the run has more peers than a group holds: peers outside of the group end with another state."""
-        before, self._crowded = self._crowded, ""
-        peers, most = group + missing, self._run.options.group_size
-        if group >= most and missing:
-            self._crowded = (
-                f"this run has {peers} peers and groups of at most {most}: they cannot hold one state; "
-                f"join with group_size >= {peers}"
-            )
-        if self._crowded and not before:
-            log.warning("run %s: %s", self._run.name, self._crowded)
 
     def _comes(self, pending: PendingRound) -> bool:
         """Wait for a round; returns whether it has ended. If not, a download has brought its mean meanwhile."""
@@ -507,11 +518,11 @@ class Member:
         self._run.take()
         state = self._run.state
         several = isinstance(state, Idle) and state.peers > 1
-        others_give = several and self._run.progress(self._target).swarm >= machine.MEETING_WEIGHT
+        others_give = several and self.serve() >= machine.MEETING_WEIGHT
         if others_give:
             self._hear(events.OthersBegun(machine.FIRST_SNAPSHOT))
         weight = self._replica.attendance(others_give)
-        if weight:
+        if weight and not self._waits:
             self._run.accumulate(dict.fromkeys(self._subject.tensors), weight)
         self._start(ATTEND_SECONDS)
         self.gave = False
@@ -583,6 +594,10 @@ class Member:
         self._whole = self.id
         if self.in_step:
             self._stays_away_until = None
+        self._tell()
+
+    def _tell(self) -> None:
+        """Let the log and `status` have the reason, if it is news."""
         if self.reason != self._told:
             self._told = self.reason
             log.info("run %s: %s", self._run.name, self.reason)
@@ -662,11 +677,13 @@ class Member:
         astray = self._replica.phase is machine.Phase.ASTRAY
         if astray or self._ends_at is not None or self._pending is not None:
             return
-        self._downloads.wait(LOOK_AHEAD_SECONDS)
+        # A peer that follows the others waits for one mean, and takes those that are there.
+        seconds = GONE_SECONDS if self._waits and self.id != self._looks_from else LOOK_AHEAD_SECONDS
+        self._downloads.wait(seconds)
         event = self._downloads.ended()
         if event is None:
             self._downloads.stop()
-            event = events.RecoveryFailed(f"not within {LOOK_AHEAD_SECONDS:g} s", decided=False)
+            event = events.RecoveryFailed(f"not within {seconds:g} s", decided=False)
         self._driver.tell(event)
 
     def _look_for_download(self) -> None:
@@ -676,6 +693,18 @@ class Member:
         self._hear(event)
         if self.in_step:
             self._own = None  # These gradients are of the state before.
+
+
+def require_places(run: Run, others: int) -> None:
+    """Check that this peer and those it waits for fit into one group.
+
+    Raises:
+        Refused: They do not; peers beyond the group would only follow its state.
+    """
+    places = run.options.group_size
+    if others >= places:
+        told = f"expected wait_for below group_size={places}, got {others}: the others would have no place"
+        raise Refused(told, f"join the run with group_size >= {others + 1}, or wait for fewer")
 
 
 def wait_for(runs: Sequence[Run], peers: int) -> None:

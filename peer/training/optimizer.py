@@ -29,7 +29,7 @@ from equipoise.peer.tensors import sparse_gradients, stepped_tensors
 from equipoise.peer.training import image
 from equipoise.peer.training.batch_quota import Pace
 from equipoise.peer.training.guard import Guard, is_probe
-from equipoise.peer.training.member import FINISH_SECONDS, Finished, Member, Subject, wait_for
+from equipoise.peer.training.member import FINISH_SECONDS, Finished, Member, Subject, require_places, wait_for
 from equipoise.peer.training.options import Options, number, short
 
 log = logging.getLogger(__name__)
@@ -85,6 +85,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
             Refused: It holds other parameters than the run, or the run has been used already.
         """
         parameters = _check_inner(run, inner)
+        require_places(run, options.wait_for)
         self.inner = inner
         self.batch_size = options.batch_size
         self.dropped = self.skipped = 0
@@ -305,6 +306,8 @@ class SwarmOptimizer(torch.optim.Optimizer):
             self._look_at_target(last.contributors)
         self._paced = last
         swarm, local = self.member.serve(), self.member.accumulated
+        if self.member.waits:
+            return True  # It follows the others, at their pace.
         swarm = swarm if self.in_step else local
         self.member.show(f"{swarm / self._options.target_batch_size:.0%} of the batch")
         if swarm <= local and not self.member.has_company():

@@ -193,6 +193,7 @@ class Replica:
         self._missed = lineage.Missed()
         self._looks_ahead = 0
         self._unsure = self._meets = False
+        self._placed = True
         self._looked_back: tuple[StateId, int] = (state, 0)
         self._group: StateId | None = None
         self._fetching = False
@@ -235,8 +236,8 @@ class Replica:
                 return self._image_fetched(event, now)
             case events.FetchFailed(reason):
                 return self._fetch_failed(reason, now)
-            case events.MeanFetched(before, digest, counted):
-                return self._mean_fetched(before, digest, counted, now)
+            case events.MeanFetched():
+                return self._mean_fetched(event, now)
             case events.RecoveryFailed(reason, decided):
                 return self._recovery_failed(reason, decided, now)
             case events.Overdue():
@@ -250,8 +251,9 @@ class Replica:
                 return self._others_begun(at_least, now)
             case events.Ending():
                 return self._ending(now)
-            case events.Due(company):
-                return self._due(company, now)
+            case events.Due(company, placed):
+                self._placed = placed or not company
+                return self._due(company, now) if self._placed else self._follow(now)
             case events.SteppedAlone(digest):
                 return self._stepped_alone(digest)
             case events.Interrupted():
@@ -412,15 +414,17 @@ class Replica:
         self._missed.asked = self.state
         return [events.Recover(self.state)]
 
-    def _mean_fetched(self, before: StateId, digest: str, counted: bool, now: float) -> list[Action]:
-        if not self._missed.take(before, digest):
+    def _mean_fetched(self, event: events.MeanFetched, now: float) -> list[Action]:
+        before = event.before
+        if not self._missed.take(before, event.digest):
             return []
+        self.circle = tuple(name for name in event.makers if name != self._name) or self.circle
         actions: list[Action] = [events.Keep(before)]
         if self.phase is not Phase.ASTRAY:
             self._meets = self._unsure = False
             self._late_rounds = 0
             self._links.extend(self._missed.clear())
-            actions += [events.DropGiven()] if counted else []
+            actions += [events.DropGiven()] if event.counted else []
             self.phase = Phase.IN_STEP
             self.reason = f"it missed the mean after {lineage.told(before)}, and has it now"
             actions += self._replay(now)
@@ -441,6 +445,7 @@ class Replica:
         if decided and self._looked_back[0] == self.state:
             self._looked_back = (self.state, LOOKS_BACK)
         meets, self._meets = self._meets, False
+        self._late_rounds += decided and not self._placed  # The others are beyond, and keep it no longer.
         # This peer asks once more before its next contribution, then not again: the next round tells.
         self._unsure = not decided and not meets and self._failures + self._late_rounds > 0
         if self._late_rounds >= LATE_ROUNDS:
@@ -533,6 +538,11 @@ class Replica:
             self.reason = f"no other peer is known; {looks}"
             return []
         return self._step_alone("no other peer of this run is known")
+
+    def _follow(self, now: float) -> list[Action]:
+        """Apply what the group has applied since: this peer has no place in it, and must not train alone."""
+        self._company_at, self._failures = now, 0
+        return self._look_ahead(lineage.MAX_MISSED) if self.phase is Phase.IN_STEP else []
 
     def _step_alone(self, why: str) -> list[Action]:
         actions = self._give_up_astray("") if self.phase is Phase.ASTRAY else []

@@ -18,13 +18,14 @@ import msgspec
 import torch
 
 from equipoise.averaging.layout import EncodedVector
+from equipoise.averaging.matchmaking.topology import seats
 from equipoise.averaging.metrics import Report, Values, averaged
 from equipoise.averaging.options import RunOptions
 from equipoise.averaging.outcome import FetchOutcome, Idle, NoPeers, Outcome, RunState
 from equipoise.averaging.state import StateId
 from equipoise.averaging.statesync.server import KEPT_MEANS
 from equipoise.averaging.strategy import parse_strategy
-from equipoise.averaging.weights import CAPPED, cap_of, counted_weights
+from equipoise.averaging.weights import ATTENDANCE_LIMIT, CAPPED, cap_of, counted_weights
 from equipoise.compression import parse_codec
 from equipoise.peer.control.messages import AgreeRun, JoinRun, LeaveRun, ReportAccumulated, StartRound
 from equipoise.peer.run import Run
@@ -63,6 +64,7 @@ class FakeSwarm:
         gather_seconds: How long a group that could begin waits for those who are still computing.
         group_size: Most peers that average together in one round.
         strategy: Spec of the runs' strategy; only `fakes.federated` forms groups by it.
+        made: By run, the epoch of the last state that a round has made, and who made it.
         kept: Means that one who missed them can have, by the state that each leads on from.
         recovered: Who had which of them.
         spoils: Called with the round's number: whether its mean holds infinities, as sums of fp16 may.
@@ -84,6 +86,7 @@ class FakeSwarm:
         self.codec = parse_codec(codec)
         self.runs: dict[str, dict[str, FakeRun]] = {}
         self.rounds = 0
+        self.made: dict[str, tuple[int, tuple[str, ...]]] = {}
         self.bytes: Counter[str] = Counter()
         self.kept: dict[StateId, tuple[Outcome, memoryview]] = {}
         self.recovered: list[tuple[str, StateId]] = []
@@ -113,6 +116,11 @@ class FakeSwarm:
         self._actors[name].killed = True
         for members in self.runs.values():
             members.pop(name, None)
+
+    def seated(self, key: str) -> tuple[str, ...]:
+        """Who has the places of a run's next round."""
+        members, (epoch, holders) = self.runs.get(key, {}), self.made.get(key, (0, ()))
+        return seats(members, holders, str(epoch), max(self.group_size, 0))
 
     def run(self) -> None:
         """Until all peers are through; raises what one of them raised."""
@@ -174,7 +182,11 @@ class FakeSwarm:
         contributors = [run for run in waiting.values() if run.weight > 0]
         if len(contributors) < 2:
             return
-        waiting = dict(list(waiting.items())[: self.group_size])
+        seated = self.seated(contributors[0].key)
+        if not waiting.keys() & set(seated):
+            return
+        first = sorted(waiting, key=lambda peer: peer not in seated)[: self.group_size]
+        waiting = {peer: waiting[peer] for peer in sorted(first)}
         since = sorted(run.waits_since for run in contributors)[
             1
         ]  # Before that there was no group to be late for.
@@ -183,6 +195,10 @@ class FakeSwarm:
             return
         self.rounds += 1
         outcome, mean = self._exchange(waiting)
+        before = outcome.state
+        if before is not None and max(outcome.contributors.values()) > ATTENDANCE_LIMIT:
+            held = tuple(peer for peer in outcome.contributors if outcome.states.get(peer) == before)
+            self.made[next(iter(waiting.values())).key] = before.epoch + 1, held
         if outcome.state is not None and not all(self.fails(self.rounds, peer) for peer in waiting):
             self.kept[outcome.state] = outcome, mean
             for old in list(self.kept)[:-KEPT_MEANS]:
@@ -299,7 +315,15 @@ class FakeRun(Run):
     def progress(self, target: float | None = None) -> Any:
         wanted = [run.wants for run in self.others() if run.wants is not None]
         swarm = self.accumulated + sum(run.reported for run in self.others() if not run.left)
-        return SimpleNamespace(local=self.accumulated, swarm=swarm, wanted=max(wanted, default=None))
+        return SimpleNamespace(
+            local=self.accumulated, swarm=swarm, wanted=max(wanted, default=None), waits=self.waits
+        )
+
+    @property
+    def waits(self) -> str:
+        """As the daemon says it, which sees all peers at once here."""
+        size, placed = self.swarm.group_size, self.peer_name in self.swarm.seated(self.key)
+        return "" if placed else f"{size} of {size} places are taken; this peer waits for a place"
 
     def offer(self, state: StateId, image: bytes | bytearray | memoryview) -> None:
         self.offered, self.offers = (state, bytes(image)), self.offers + 1
@@ -322,7 +346,7 @@ class FakeRun(Run):
         proved: bool = False,
         patient: bool = False,
     ) -> Any:
-        return FakeRecovery(self, after, timeout if patient else 0.0)
+        return FakeRecovery(self, after, timeout if patient or (self.waits and not proved) else 0.0)
 
     def end(self, outcome: Outcome, mean: memoryview | None) -> None:
         self.waiting = False
@@ -460,7 +484,8 @@ class FakeRecovery:
 
     def done(self) -> bool:
         now = self._run.swarm.now
-        waits = now < self._until and self.behind and self._after not in self._run.swarm.kept
+        behind = self.behind or bool(self._run.waits)
+        waits = now < self._until and behind and self._after not in self._run.swarm.kept
         return now >= self._at and not waits
 
     def wait(self, timeout: float) -> bool:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from equipoise.averaging.matchmaking.topology import PERIOD, plan
+from equipoise.averaging.matchmaking.topology import PERIOD, plan, seats
 
 
 def peers(count: int) -> list[str]:
@@ -105,3 +105,33 @@ def test_one_random_round_in_groups_contracts_as_the_table_says() -> None:
     for count, group_size in ((10, 4), (40, 8)):
         groups = -(-count // group_size)
         assert contraction(count, range(1), group_size) == pytest.approx((groups - 1) / (count - 1))
+
+
+# ---- the places of a group whose peers hold one state ----
+
+
+@given(st.sets(st.sampled_from(peers(30))), st.sets(st.sampled_from(peers(30))), st.integers(2, 8), st.text())
+def test_a_group_has_its_makers_first_and_is_full_if_it_can_be(
+    live: set[str], makers: set[str], group_size: int, key: str
+) -> None:
+    seated = seats(sorted(live, reverse=True), makers, key, group_size)
+    assert seated == seats(live, makers, key, group_size)
+    assert len(set(seated)) == len(seated) == min(len(live), group_size)
+    assert set(seated) <= live
+    kept = live & makers
+    assert set(seated) <= kept or kept <= set(seated)
+
+
+def test_a_place_that_falls_free_is_taken_and_all_others_stay() -> None:
+    before = set(seats(peers(12), (), "", 4))
+    for gone in before:
+        after = set(seats(set(peers(12)) - {gone}, before, "7", 4))
+        assert len(after & before) == 3
+        assert len(after) == 4
+
+
+def test_others_take_the_free_places_in_turn_and_those_that_left_one_empty_come_last() -> None:
+    live, makers, late = peers(12), peers(3), {"peer3", "peer4"}
+    taken = {seats(live, makers, str(epoch), 4, late)[3] for epoch in range(100)}
+    assert taken == set(live) - set(makers) - late
+    assert set(seats(peers(5), makers, "7", 5, late)) == set(peers(5))
