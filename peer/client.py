@@ -104,7 +104,8 @@ class Client:
             codec: The encoding of values: `fp32`, `fp16`, `bf16`, `int8`, with options as in `int8:block=256`. Tensors
                 of fewer than 256 values, and a module's buffers, always travel in fp32. None takes the strategy's own:
                 `int8`, and `fp16` for gossip, which exchanges parameters.
-            group_size: Most peers that average together in one round, 2 to 64.
+            group_size: Most peers that average together in one round, 2 to 64. Of more peers that train from one
+                state, the others wait for a place; those of `average` meet in several groups, dealt anew each round.
             part_values: Values per part of a share, a multiple of 256 and of the codec's block.
             weights: The limit of a contributor's weight: `capped:10` is 10 times the median of the group's
                 contributors, so that no peer makes the mean its own by its claim. `any` is no limit, for swarms whose

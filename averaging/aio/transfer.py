@@ -372,7 +372,7 @@ class Transfer:
         if follows:  # The others of its circle follow the state as it does.
             circle = circle & self._membership.holders or circle
         request = Request(
-            spec.name, spec.hash, ticket, 0, limit, after, circle, patient, proved, quorum, follows
+            spec.name, spec.hash, ticket, 0, limit, after, circle, patient, proved, quorum, follows=follows
         )
         got = await self._get(request, timeout, room)
         if got.ok:

@@ -99,6 +99,7 @@ class Membership:
 
     Attributes:
         observes: Whether this peer trains nothing, so that it does not draw itself.
+        places: Whether all peers hold one state, so that a round has one group.
     """
 
     def __init__(self, peer: str, spec: str, group_size: int, places: bool = False) -> None:

@@ -83,7 +83,7 @@ def simulate(
     Args:
         work: Called with the peer and its index, 0 to `peers` - 1, each in a thread of its own.
         peers: Number of peers, 1 to 512. They begin at the virtual time 0. All peers of a run meet in one group, so one
-            that is not federated has at most `group_size`.
+            that is not federated has at most `group_size`. In a larger federated run, 64 meet, and the others follow.
         codec: Codec of the runs that are joined without one.
         seed: A whole number: other seeds give other draws, and other random numbers to the scripts.
         kill: Index -> virtual seconds at which that peer's script and daemon end without a word.

@@ -1,8 +1,8 @@
 """The swarm of a simulation: its runs, the groups that form in them, and what their daemons keep for others.
 
-All peers of a run meet in one group. It closes by the program's own `GroupBuilder`, with one coordinator that sees all
-peers at once. Simulated peers know at once which peers are there, have died, or have ended; real peers learn it by
-messages.
+All peers of a run meet in one group of up to 64; others follow by downloads. It closes by the program's own
+`GroupBuilder`, with one coordinator that sees all peers at once. Simulated peers know at once which peers are there,
+have died, or have ended; real peers learn it by messages.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from equipoise.averaging.matchmaking.membership import MISSES, Membership
 from equipoise.averaging.matchmaking.messages import MAX_HOPS
 from equipoise.averaging.matchmaking.spec_diff import answer_of, differences
 from equipoise.averaging.outcome import Exchanging, Gathering, Idle, NoPeers, Outcome, RunState
-from equipoise.averaging.spec import RunSpec
+from equipoise.averaging.spec import MAX_GROUP_SIZE, RunSpec
 from equipoise.averaging.state import StateId
 from equipoise.averaging.statesync.server import KEPT_MEANS
 from equipoise.averaging.strategy import Federated
@@ -169,7 +169,7 @@ class SimulatedRun:
             run=spec.name,
             spec=spec.hash,
             peer=COORDINATOR,
-            needs=spec.needs._replace(group_size=MAX_PEERS),
+            needs=spec.needs._replace(group_size=MAX_GROUP_SIZE, places=False),
             sign=_sign,
             verify=lambda peer, content, signature: True,
         )
@@ -198,7 +198,12 @@ class SimulatedRun:
         name, most = self.spec.name, self.spec.options.group_size
         if len(self.present) >= most and not isinstance(self.spec.strategy, Federated):
             told = f"expected at most group_size={most} simulated peers in run {name!r}, all in one group"
-            raise Refused(told, "give a larger group_size, or a federated strategy")
+            larger = (
+                f"give a group_size of up to {MAX_GROUP_SIZE}"
+                if most < MAX_GROUP_SIZE
+                else "give fewer peers"
+            )
+            raise Refused(told, f"{larger}, or a federated strategy")
         self.members[member.peer] = member
         self._time.progressed()
         self._look_soon()
@@ -266,7 +271,13 @@ class SimulatedRun:
             told = f"the group of round {beyond.manifest.round} has closed"
             self.stop(member, f"too late by {late:.3g} s: {told}", late)
             return
-        self._builder.park(Parked(join, self._time.now, search.request.timeout, MAX_HOPS, answered=True))
+        parked = Parked(join, self._time.now, search.request.timeout, MAX_HOPS, answered=True)
+        if (
+            not self._builder.park(parked) and join.bound is not None
+        ):  # Observers make room, and follow by downloads.
+            idle = (peer for peer, one in self._builder.parked.items() if one.join.bound is None)
+            self._builder.drop(next(idle, ""))
+            self._builder.park(parked)
         self._look_soon()
 
     def serve(self) -> None:
@@ -351,7 +362,7 @@ class SimulatedRun:
         # All peers begin at once, one after another.
         begins = now < self._began + GRACE
         limit = self._policy.limit(builder, now)
-        return Outlook(frozenset(), frozenset(), expected, missing, limit, begins, holds)
+        return Outlook(expected, frozenset(), expected, missing, limit, begins, holds)
 
     # ---- the exchange ----
 
@@ -377,7 +388,7 @@ class SimulatedRun:
             for oldest in list(self._beyond)[:-ENDED_KEPT]:
                 del self._beyond[oldest]
         self._time.at(self._time.now + EXCHANGE_SECONDS, lambda: self._end(going, searches, found))
-        for join in closing.left_over:  # Contributions to another state.
+        for join in closing.left_over:  # Contributions to another state, and observers beyond the group.
             member = self.members[join.peer]
             assert member.search is not None, "it is parked"
             self._park(member, member.search, self._join(member, member.search.request))

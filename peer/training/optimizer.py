@@ -55,8 +55,8 @@ class SwarmOptimizer(torch.optim.Optimizer):
     """A torch optimizer whose steps are the swarm's; made by `Run.optimizer`.
 
     `param_groups`, `state`, `zero_grad` and `state_dict` are the wrapped optimizer's, so that schedulers, GradScaler
-    and frameworks take it for one. All peers of the run must fit into one group: otherwise the groups would take
-    different steps, and all but the largest group would resynchronise.
+    and frameworks take it for one. A run has one state, and so one group with `group_size` places. Of more peers, the
+    others wait for a place: their gradients count nowhere, they follow the state, and `reason` says so.
 
     A parameter whose averaged gradient is exactly zero is skipped, weight decay and moments included, as torch skips a
     parameter whose `.grad` is None: an average does not tell the two cases apart. LoRA's A is skipped while B is zero.

@@ -209,5 +209,5 @@ def test_more_peers_than_one_group_holds_are_refused_unless_the_run_is_federated
         return ""
 
     told = "expected at most group_size=2 simulated peers in run 'many', all in one group"
-    hint = "give a larger group_size, or a federated strategy"
+    hint = "give a group_size of up to 64, or a federated strategy"
     assert simulate(work, 3) == ["", "", f"{told}; {hint}"]
