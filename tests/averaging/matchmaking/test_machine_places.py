@@ -1,0 +1,107 @@
+"""More peers than a group holds, all from one state: one coordinator, one group, and who has its places."""
+
+from __future__ import annotations
+
+from equipoise.averaging.matchmaking import events
+from equipoise.averaging.matchmaking import messages as wire
+from equipoise.averaging.matchmaking.context import Context
+from equipoise.averaging.matchmaking.machine import Matchmaking
+from equipoise.averaging.matchmaking.membership import SETTLE_SECONDS
+from equipoise.averaging.outcome import Outcome
+from equipoise.averaging.state import StateId
+from equipoise.averaging.strategy import Needs
+from equipoise.averaging.timing import INITIAL_WAIT
+from fakes.matchmaking import NAMES, asks, elapse, formed, meet, others_of, ready, seen
+from simulator.matchmaking import RUN, SPEC, signer, verify
+
+SIX, PLACES = NAMES[:6], 4
+START, NEXT = StateId(0, "0" * 64), StateId(1, "1" * 64)
+
+
+def machine(name: str, *others: str) -> Matchmaking:
+    one = Matchmaking(Context(RUN, SPEC, name, Needs(PLACES, places=True), signer(name), verify))
+    one.handle(events.Woke(), 0.0)
+    one.handle(seen(*others), 0.0)
+    meet(one, *others)
+    return one
+
+
+def six() -> dict[str, Matchmaking]:
+    return {name: machine(name, *others_of(name, 6)) for name in SIX}
+
+
+def made(*makers: str, before: StateId = START, round: int = 0) -> events.MeanHeld:
+    states = dict.fromkeys(makers, before)
+    outcome = Outcome(ok=True, reason="", round=round, contributors=dict.fromkeys(makers, 1.0), states=states)
+    return events.MeanHeld(outcome)
+
+
+def placed(one: Matchmaking) -> set[str]:
+    return set(one.draw(NEXT, 1.0).peers)
+
+
+def test_all_see_the_same_places_and_no_more_than_there_are() -> None:
+    (seated,) = {frozenset(placed(one)) for one in six().values()}
+    assert len(seated) == PLACES
+    assert {name for name, one in six().items() if one.waits(START, 1.0)} == set(SIX) - seated
+
+
+def test_as_many_as_fit_all_have_a_place() -> None:
+    one = machine("alice", *others_of("alice", 4))
+    assert placed(one) == set(NAMES[:4])
+    assert not one.waits(START, 1.0)
+
+
+def test_the_makers_of_the_state_keep_their_places_and_coordinate() -> None:
+    makers = {"carol", "dave", "erin", "frank"}
+    machines = six()
+    for one in machines.values():
+        one.handle(made(*makers), 1.0)
+        assert placed(one) == makers
+    coordinators = {
+        one._context.membership.coordinator(name, 1, 1.0) for name, one in machines.items() if name != "alice"
+    }
+    assert len(coordinators) == 1
+    assert coordinators <= makers
+    assert {one.round for one in machines.values()} == {1}
+
+
+def test_the_place_of_a_lost_maker_and_of_one_that_missed_the_round_is_free() -> None:
+    one = machine("alice", *others_of("alice", 6))
+    one.handle(made("carol", "dave", "erin", "frank"), 1.0)
+    one.handle(events.PeerLost("frank"), 1.0)
+    assert {"carol", "dave", "erin"} < placed(one)
+    assert placed(one) & {"alice", "bob"}
+    # Nobody here knows that dave has died; it has left its place empty, so the others come first.
+    one.handle(made("carol", "erin", before=NEXT, round=1), 2.0)
+    assert placed(one) == {"alice", "bob", "carol", "erin"}
+
+
+def test_a_mean_of_a_round_before_the_last_changes_no_places() -> None:
+    one = machine("alice", *others_of("alice", 6))
+    one.handle(made("bob", "carol", before=NEXT), 1.0)
+    one.handle(made("erin", "frank"), 2.0)
+    assert {"bob", "carol"} < placed(one)
+
+
+def test_a_newcomer_learns_from_the_makers_themselves_that_they_have_places() -> None:
+    one = machine("alice", *others_of("alice", 6))
+    for maker in ("carol", "dave", "erin", "frank"):
+        one.handle(events.MessageReceived(maker, wire.Whereabouts(RUN, 1, placed=True)), 1.0)
+    assert one.waits(START, 1.0)
+    assert placed(one) == {"carol", "dave", "erin", "frank"}
+
+
+def test_newcomers_form_no_group_without_a_maker_of_the_state() -> None:
+    one = machine("carol", *others_of("carol", 6))
+    one.handle(made("carol", "dave", "erin", "frank"), 0.0)
+    actions = [*one.handle(asks("alice", round=1), 0.1), *one.handle(asks("bob", round=1), 0.1)]
+    assert formed(actions + elapse(one, 0.1, 20.0)) is None
+
+
+def test_the_first_round_waits_until_no_more_peers_are_met() -> None:
+    one = machine("alice", "bob")
+    one.handle(ready(state=START), 0.0)
+    actions = one.handle(asks("bob", state=START), 0.1)
+    assert formed(actions + elapse(one, 0.1, SETTLE_SECONDS - 0.1)) is None
+    assert formed(elapse(one, SETTLE_SECONDS - 0.1, SETTLE_SECONDS + INITIAL_WAIT)) is not None

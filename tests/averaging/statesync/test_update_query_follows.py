@@ -1,0 +1,30 @@
+"""A peer without a place waits for the next mean, until the others are beyond it."""
+
+from __future__ import annotations
+
+from equipoise.averaging.state import StateId
+from equipoise.averaging.statesync.answers import Request
+from equipoise.averaging.statesync.update_query import UpdateQuery
+from fakes.transfer import RUN, SPEC, TICKET, answer
+
+AFTER = StateId(7, "7" * 64)
+MAKERS = ("a", "b", "c")
+
+
+def query(follows: bool) -> UpdateQuery:
+    request = Request(RUN, SPEC, TICKET, 0, 1 << 20, AFTER, circle=frozenset(MAKERS), follows=follows)
+    one = UpdateQuery(request)
+    one.see(MAKERS, 0.0)
+    for maker in MAKERS:
+        one.hear(maker, answer(7), 0.0)
+    return one
+
+
+def test_it_waits_while_the_makers_are_no_further_and_gives_up_once_they_are() -> None:
+    assert query(follows=False).hopeless(60.0)
+    one = query(follows=True)
+    assert not one.hopeless(60.0)
+    one.hear("a", answer(9), 60.0)
+    assert not one.hopeless(60.0), "a single peer may lie"
+    one.hear("b", answer(9), 60.0)
+    assert one.hopeless(60.0)
