@@ -320,6 +320,7 @@ class FakeRunDriver:
     """One run of one peer."""
 
     reason = "as the network says"
+    waits = ""
 
     def __init__(self, network: FakeNetwork, peer: str, spec: RunSpec) -> None:
         self.name = spec.name
