@@ -115,7 +115,7 @@ class Membership:
         self._group_size = group_size
         self.places = places
         self._made: tuple[int, frozenset[str]] = (0, frozenset())
-        self._vacated: dict[str, None] = {}
+        self._vacated: frozenset[str] = frozenset()
         self._others: dict[str, _Other] = {}
         self._early: dict[str, float] = {}
         self._shunned: dict[str, _Shun] = {}
@@ -280,11 +280,7 @@ class Membership:
         """
         if own or epoch >= self._made[0]:
             before, self._made = self._made[1], (epoch, frozenset(holders))
-            self._vacated.update(dict.fromkeys(before))
-            for peer in self._made[1].intersection(self._vacated):
-                del self._vacated[peer]
-            while len(self._vacated) > MAX_PEERS:
-                del self._vacated[next(iter(self._vacated))]
+            self._vacated = ((self._vacated | before) - self._made[1]) & {self.peer, *self._others}
             self._free_places()
 
     def hear_place(self, peer: str, placed: bool) -> None:
