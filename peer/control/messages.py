@@ -40,7 +40,7 @@ MAX_TIMEOUT = 86_400.0
 LENGTH = struct.Struct(">I")
 
 Answer = TypeVar("Answer")
-Topic = Literal["training", "checkpoints"]
+Topic = Literal["training", "checkpoints", "places"]
 
 Weight = Annotated[float, msgspec.Meta(ge=0, le=sys.float_info.max)]
 """A finite number; what is decoded needs no other check."""

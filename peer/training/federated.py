@@ -314,8 +314,8 @@ class Federated:
     def _advance(self) -> str:
         """Take the next step that is due, and wait a moment; returns why the round failed, if it has."""
         drawn = self._run.draw(self.member.id)
-        before, self._live, places = self._live, len(drawn.live), self._run.options.group_size
-        if self._live > places and self._live != before:
+        lived, self._live, places = self._live, len(drawn.live), self._run.options.group_size
+        if self._live > places and self._live != lived:
             told = f"{self._live} peers share {places} places: each round draws anew, and the others follow"
             self._run.tell("places", told)
         self.member.show(f"{len(drawn.peers)} of {self._live} peers are drawn")
