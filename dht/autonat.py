@@ -32,7 +32,7 @@ from equipoise.dht.limits import LruDict, RateLimit
 from equipoise.dht.p2pd_client import CallHandler, P2pdClient, StreamListener
 from equipoise.dht.protocol import RecordProtocol, Versioned, decode, encode
 from equipoise.dht.records import Readiness
-from equipoise.dht.relay.client import MAX_CANDIDATES, TRIAL_PROTOCOL, RelayClient, Trials
+from equipoise.dht.relay.client import MAX_CANDIDATES, RelayClient
 from equipoise.dht.relay.service import HOP_PROTOCOL, RelayService
 from equipoise.dht.sanitize import Malformed, printable
 from equipoise.dht.state import ReachStatus
@@ -62,8 +62,6 @@ SURVEY_SECONDS = 2.0
 """Longest time until this peer asks a peer that it should ask."""
 MAX_HOPS = 256
 """Most requests and circuits through this peer at once; the service has its own bounds on circuits."""
-MAX_TRIALS = 4
-"""Most streams of the trial under way; further streams are closed at once."""
 
 _log = logging.getLogger(__name__)
 
@@ -170,7 +168,7 @@ class Reach:
         mates: Returns the records of all others in this peer's runs.
         relays: The relays in use.
         handlers: The unary handlers to register with p2pd.
-        listeners: The listeners that take the streams of relayed peers, and of trials, from p2pd.
+        listeners: The listener that takes the streams of relayed peers from p2pd.
     """
 
     def __init__(
@@ -194,14 +192,10 @@ class Reach:
         self._limit = RateLimit(CALLS_PER_SECOND, BURST)
         self._room = asyncio.Semaphore(MAX_AT_ONCE)
         self._service = RelayService(link, protocol.dialer, relay)
-        trials = Trials(folder)
         self._offers: LruDict[str, None] = LruDict(MAX_CANDIDATES)
-        self.relays = RelayClient(link, protocol.dialer, protocol.peer, trials, lambda: tuple(self._offers))
+        self.relays = RelayClient(link, protocol.dialer, protocol.peer, lambda: tuple(self._offers))
         self.relays.on_change = lambda: self.on_change()
-        self.listeners = (
-            StreamListener(HOP_PROTOCOL, folder / "hop.sock", MAX_HOPS, self._service.handle),
-            StreamListener(TRIAL_PROTOCOL, folder / "trial.sock", MAX_TRIALS, trials.receive),
-        )
+        self.listeners = (StreamListener(HOP_PROTOCOL, folder / "hop.sock", MAX_HOPS, self._service.handle),)
         self.handlers: dict[str, CallHandler] = {DIALBACK: self._answer}
         self._met = asyncio.Event()
         self._tasks = TaskSet()

@@ -41,8 +41,8 @@ MAX_UNARY_BYTES = 256 * 1024
 """Longest unary message that p2pd takes; ours carry at most 64 KB of records beside some protobuf."""
 
 MAX_BASE_BYTES = 55
-"""Longest path in which a directory for sockets is made. A socket's own path, with the names of that directory, a
-trial's and its own, has at most 48 bytes more, and fits into sun_path: 104 on macOS, 108 on Linux."""
+"""Longest path in which a directory for sockets is made. A socket's own path, with the names of that directory and its
+own, has at most 48 bytes more, and fits into sun_path: 104 on macOS, 108 on Linux."""
 LIBP2P_PORT = 31337
 """Tried at the first start where no port is named; a router can forward it once and for all."""
 DIRECT_PORT = 31338

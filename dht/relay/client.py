@@ -1,9 +1,8 @@
-"""Finds relays for a peer that cannot be dialled, tries them, and keeps its places there.
+"""Finds relays for a peer that cannot be dialled, and keeps its places there.
 
-A relay that fails its trial is not used, and not announced: others would find this peer there, begin a round with it,
-and lose it after 128 KiB. Relays may cut a connection after that or after 2 minutes, even if they say otherwise; p2pd's
-own relay does. So a trial sends a megabyte. A peer cannot dial itself: for the time of the trial, a second p2pd with a
-key of its own plays a peer that dials this one.
+Only Equipoise's daemons offer to relay (`--relay`), and they say in each reservation how much a circuit may carry. A
+relay that says too little, as p2pd's own would, is not used, and not announced. Rounds go on where a relay cuts a
+circuit against its word: the frames that are not acknowledged go again.
 """
 
 from __future__ import annotations
@@ -11,23 +10,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from equipoise.dht.address import Address, is_relayed, well_formed
 from equipoise.dht.dialer import Dialer
-from equipoise.dht.identity import IdentityError, load_or_create
 from equipoise.dht.limits import Failure, LruDict, backoff
-from equipoise.dht.p2pd import P2pd, P2pdError, P2pdOptions
 from equipoise.dht.p2pd_client import P2pdClient
 from equipoise.dht.relay.service import HOP_PROTOCOL, Hop, Kind, Status, describe, receive, send
 from equipoise.dht.sanitize import Malformed
-from equipoise.dht.state import PROTOCOL_VERSION
-from equipoise.dht.streams import Stream, StreamClosed
 from equipoise.tasks import sleep_until
 
 WANTED = 2
@@ -40,19 +33,15 @@ CHECK_SECONDS = 1.0
 """Longest time until this peer notices that a relay is not connected any more."""
 FIRST_RETRY_SECONDS = 15.0
 MAX_RETRY_SECONDS = 600.0
-"""First and longest pause before an unfit relay is tried again; the pause doubles each time."""
+"""First and longest pause before an unfit relay is asked again; the pause doubles each time."""
 MIN_CIRCUIT_SECONDS = 600
 """Shortest life of a circuit, by a relay's own word: a shorter life cuts rounds. p2pd's own relay allows 2 minutes."""
 GAP_SECONDS = 3.0
-"""Time from a failure to the trial of the next relay: a trial costs a process, an offer costs nothing."""
+"""Time from a failure to the next relay's turn: an offer costs nothing."""
 MAX_CANDIDATES = 64
 """Most relays that are known, and most whose failures are remembered."""
-TRIAL_PROTOCOL = f"/equipoise/{PROTOCOL_VERSION}/trial"
-TRIAL_BYTES = 1024 * 1024
-"""Bytes of a trial: eight times the limit of p2pd's own relay."""
-TRIAL_SECONDS = 12.0
-"""Longest trial: p2pd starts in 0.2 s, on a loaded machine in 2 s; a relay slower than 1 Mbit/s is of no use."""
-CHUNK_BYTES = 32 * 1024
+MIN_CIRCUIT_BYTES = 1024 * 1024
+"""Fewest bytes of a circuit, by a relay's own word: eight times the limit of p2pd's own relay."""
 
 _log = logging.getLogger(__name__)
 
@@ -67,28 +56,27 @@ REFUSALS = RelayError, ConnectionError, Malformed
 
 @dataclass(frozen=True)
 class Held:
-    """A place at a relay that has passed its `trial`; this peer last asked for it at `since`, a monotonic time.
+    """A place at a relay; this peer last asked for it at `since`, a monotonic time.
 
     Others reach this peer there at `address`, in the form that `--join` takes.
     """
 
     address: str
     since: float
-    trial: str
 
 
 class RelayClient:
     """Keeps this peer reachable through relays while it runs.
 
     Attributes:
-        held: Places at trusted relays, by the relay's PeerID.
+        held: Places at relays, by the relay's PeerID.
         refused: Unfit relays, by PeerID.
         on_change: Called when the places have changed.
         look: Set this event to look for relays now.
     """
 
     def __init__(
-        self, link: P2pdClient, dialer: Dialer, own: str, trials: Trials, offers: Callable[[], Iterable[str]]
+        self, link: P2pdClient, dialer: Dialer, own: str, offers: Callable[[], Iterable[str]]
     ) -> None:
         """`offers` returns the PeerIDs of peers that relay for others."""
         self.held: dict[str, Held] = {}
@@ -97,7 +85,6 @@ class RelayClient:
         self._link = link
         self._dialer = dialer
         self._own = own
-        self._trials = trials
         self._offers = offers
         self.look = asyncio.Event()
         self._era = 0
@@ -106,8 +93,8 @@ class RelayClient:
     @property
     def reason(self) -> str:
         """The relays in use, or why no relay is in use, in one line."""
-        found = {relay: held.trial for relay, held in self.held.items()}
-        found = found or {relay: unfit.reason for relay, unfit in self.refused.items()}
+        refused = {relay: unfit.reason for relay, unfit in self.refused.items()}
+        found = dict.fromkeys(self.held, "gives a place") or refused
         # Only the ends: PeerIDs begin alike.
         told = ", ".join(f"relay ..{relay[-8:]}: {how}" for relay, how in found.items())
         return told or "no peer that it has met relays for others (--relay)"
@@ -159,7 +146,6 @@ class RelayClient:
         era = self._era
         try:
             address = await self._place(relay)
-            trial = await self._trials.conduct(address)
             if era != self._era:
                 raise RelayError("p2pd was started again meanwhile")
         except REFUSALS as error:
@@ -169,8 +155,8 @@ class RelayClient:
             _log.info("relay %s is not used: %s", relay, error)
         else:
             self.refused.pop(relay, None)
-            self.held[relay] = Held(address.text, time.monotonic(), trial)
-            _log.info("relay %s is used: %s", relay, trial)
+            self.held[relay] = Held(address.text, time.monotonic())
+            _log.info("relay %s is used", relay)
         self.on_change()
 
     def _drop(self, relay: str, reason: str, delay: float) -> None:
@@ -191,7 +177,7 @@ class RelayClient:
             await self._dialer.reach(relay)
             await self._dialer.refresh()
         limit = await self._reserve(relay)
-        if 0 < limit.bytes < TRIAL_BYTES:
+        if 0 < limit.bytes < MIN_CIRCUIT_BYTES:
             raise RelayError(f"it says that it cuts connections after {limit.bytes} bytes")
         if 0 < limit.seconds < MIN_CIRCUIT_SECONDS:
             raise RelayError(f"it says that it cuts connections after {limit.seconds} s")
@@ -219,79 +205,3 @@ class RelayClient:
         if answer.kind != Kind.STATUS or answer.status != Status.OK:
             raise RelayError(f"it gives no place: {describe(answer.status)}")
         return answer.limit
-
-
-@dataclass
-class _Transfer:
-    """The trial under way: PeerID of the peer that sends, bytes that have arrived."""
-
-    peer: str
-    received: int = 0
-
-
-class Trials:
-    """Conducts trials, one at a time, and receives their bytes."""
-
-    def __init__(self, folder: Path) -> None:
-        """`folder` holds the second p2pd's key and socket during a trial."""
-        self._folder = folder
-        self._under_way: _Transfer | None = None
-        self._lock = asyncio.Lock()
-
-    async def conduct(self, address: Address) -> str:
-        """Send `TRIAL_BYTES` to this peer at a relayed address; return the result in words, or raise RelayError."""
-        async with self._lock:
-            try:
-                with tempfile.TemporaryDirectory(dir=self._folder, ignore_cleanup_errors=True) as folder:
-                    return await self._conduct(address, Path(folder))
-            except (OSError, IdentityError, P2pdError) as error:
-                raise RelayError(f"it cannot be tried: {error}") from error
-            finally:
-                self._under_way = None
-
-    async def receive(self, peer: str, relayed: bool, stream: Stream) -> None:
-        """Take the bytes of the trial under way; all other streams are closed."""
-        transfer = self._under_way
-        if transfer is None or peer != transfer.peer or not relayed:
-            return
-        chunk = memoryview(bytearray(CHUNK_BYTES))
-        async with asyncio.timeout(TRIAL_SECONDS):
-            while transfer.received < TRIAL_BYTES:
-                transfer.received += await stream.receive_some(chunk)
-            await stream.send(b"\1")
-            # The sending side closes the stream after it has read the answer.
-            await stream.wait_readable()
-
-    async def _conduct(self, address: Address, folder: Path) -> str:
-        identity = load_or_create(folder)
-        options = P2pdOptions(identity.path, folder / "c", listen=())
-        transfer = self._under_way = _Transfer(identity.peer)
-        try:
-            async with asyncio.timeout(TRIAL_SECONDS), _attached(options) as link:
-                await link.connect(address.peer, address.encode_transport())
-                with contextlib.closing(await link.open_stream(address.peer, TRIAL_PROTOCOL)) as stream:
-                    began = time.monotonic()
-                    try:
-                        for _ in range(TRIAL_BYTES // CHUNK_BYTES):
-                            await stream.send(bytes(CHUNK_BYTES))
-                        await stream.receive_into(memoryview(bytearray(1)))
-                    except StreamClosed as error:
-                        raise StreamClosed(f"the relay cut the connection ({error})") from None
-                return f"1 MB passed in {time.monotonic() - began:.2f} s"
-        except ConnectionError as error:
-            why = f": {error}"
-        except TimeoutError:
-            why = f" within {TRIAL_SECONDS:.0f} s"
-        raise RelayError(f"{transfer.received} of {TRIAL_BYTES} bytes passed{why}")
-
-
-@contextlib.asynccontextmanager
-async def _attached(options: P2pdOptions) -> AsyncIterator[P2pdClient]:
-    """Run a second p2pd within the context; raises P2pdError or P2pdClientError."""
-    p2pd, link = await P2pd.start(options), P2pdClient(options.control)
-    try:
-        await link.attach({})
-        yield link
-    finally:
-        await link.detach()
-        await p2pd.stop()

@@ -92,7 +92,7 @@ def test_two_behind_nats_and_a_public_one_average_exactly(network: Network, star
     address = public_address(public, network.hosts[0])
     hidden = [start(host, [address]) for host in network.hosts[1:3]]
     for daemon in hidden:
-        assert "1 MB passed" in settled(daemon, "relayed")
+        assert "gives a place" in settled(daemon, "relayed")
     assert "reached it at" in settled(public, "direct")
 
     with Fleet([public, *hidden], normal(3, VALUES), codec="fp32") as fleet:
@@ -101,8 +101,8 @@ def test_two_behind_nats_and_a_public_one_average_exactly(network: Network, star
     # Those behind NATs say that they are relayed; they have dialled, and their channels are what is used.
     assert {row["reach"] for row in rows.values()} == {"direct"}
     assert sorted(row["why"] for row in rows.values() if not row["me"]) == ["a direct channel is open"] * 2
-    # The public member owns all shares: what went through the relay are trials, and a few words.
-    assert reach(public)["relaying"]["bytes"] < 3.0e6
+    # The public member owns all shares: what went through the relay are a few words.
+    assert reach(public)["relaying"]["bytes"] < 1.0e6
 
 
 @pytest.mark.parametrize(
@@ -172,35 +172,6 @@ def test_two_behind_nats_alone_average_through_a_relay_that_is_no_member(
         rate = (reach(relay)["relaying"]["bytes"] - before) / (time.monotonic() - began)
     print(f"relayed {rate / 1e6:.2f} MB/s of 4 allowed")
     assert rate < 4.4e6
-
-
-def test_a_relay_that_cuts_is_not_used_and_said_to_be(
-    network: Network, start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr("e2e.swarm.CLI", (CLI[0], "-c", CUTTING % (128 * 1024)))
-        public = start(network.hosts[0], args=["--relay"])
-    hidden = [start(host, [public_address(public, network.hosts[0])]) for host in network.hosts[1:3]]
-    for daemon in hidden:
-        eventually(lambda daemon=daemon: "cut the connection" in reach(daemon)["reason"], "its trial to fail")
-        assert reach(daemon)["state"] == "unreachable"
-        print(reach(daemon)["reason"])
-
-    with Fleet([public, *hidden], normal(3, VALUES), codec="fp32") as fleet:
-        average(fleet, ROUNDS)
-    # Neither of the two can dial the other: each has the other's record, which does not count, and says so.
-    with contextlib.ExitStack() as stack:
-        clients = [stack.enter_context(connect(daemon.home)) for daemon in hidden]
-        tensors = [torch.full((1000,), float(i)) for i in range(len(clients))]
-        runs = [client.join("apart", {"w": w}) for client, w in zip(clients, tensors, strict=True)]
-        for run in runs:
-            eventually(lambda run=run: "answered" in getattr(run.state, "reason", ""), "the other's record")
-        pending = [run.average(timeout=10.0, wait=False) for run in runs]
-        outcomes = [one.result() for one in pending]
-        print(outcomes[0].reason)
-        assert not any(outcome.ok for outcome in outcomes)
-        assert all("no peer that can be dialled" in outcome.reason for outcome in outcomes), outcomes
-    assert [sorted(set(w.tolist())) for w in tensors] == [[0.0], [1.0]], "untouched"
 
 
 def test_rounds_outlive_a_relay_that_cuts_in_their_midst(

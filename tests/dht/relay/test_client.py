@@ -1,39 +1,34 @@
-"""Finding and keeping relays while p2pd comes and goes, and trials of them."""
+"""Finding and keeping relays while p2pd comes and goes."""
 
 from __future__ import annotations
 
-import asyncio
 import socket
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-from equipoise.dht.address import Address
 from equipoise.dht.autonat import Reach
 from equipoise.dht.identity import peer_of
-from equipoise.dht.p2pd import P2pdError
 from equipoise.dht.p2pd_client import P2pdClientError
 from equipoise.dht.relay import client
-from equipoise.dht.relay.client import MAX_CANDIDATES, RelayClient, RelayError, Trials, _Transfer
+from equipoise.dht.relay.client import MAX_CANDIDATES, RelayClient
 from equipoise.dht.relay.service import Hop, Kind, Status, send
 from equipoise.dht.streams import Stream
 
 RELAY, OWN, OTHER = (peer_of(bytes([number]) * 32) for number in (1, 2, 3))
-PASSED = "1 MB passed in 0.10 s"
 
 
 class World:
-    """A relay client whose p2pd, connections and trials are made up."""
+    """A relay client whose p2pd, and connections are made up."""
 
     def __init__(self) -> None:
         self.answer = Hop(kind=Kind.STATUS, status=Status.OK)
         self.meanwhile: Callable[[], None] = lambda: None
         self.broken = False
         self.ends: list[Stream] = []
-        self.relays = RelayClient(self, self, OWN, self, lambda: (RELAY,))  # type: ignore[arg-type]
+        self.relays = RelayClient(self, self, OWN, lambda: (RELAY,))  # type: ignore[arg-type]
         self.attached = True
         self.paths: dict[str, tuple[str, ...]] = {}
 
@@ -59,10 +54,6 @@ class World:
         await send(far, self.answer)
         self.ends.append(far)
         return near
-
-    async def conduct(self, address: Address) -> str:
-        self.meanwhile()
-        return PASSED
 
 
 async def hold(world: World) -> None:
@@ -93,7 +84,7 @@ async def test_a_p2pd_that_dies_while_a_place_is_renewed_takes_it_along(
     assert not world.relays.refused
 
 
-async def test_a_p2pd_that_dies_during_a_trial_takes_the_place_along(world: World) -> None:
+async def test_a_p2pd_that_dies_during_a_reservation_takes_the_place_along(world: World) -> None:
     world.meanwhile = world.relays.lose_all
     await world.relays._tend()
     assert not world.relays.held
@@ -145,76 +136,3 @@ async def test_relays_that_are_gone_make_room_for_others(tmp_path: Path) -> None
     assert f"relay {MAX_CANDIDATES}" in reach._offers
     reach.meet("relay 0", False)
     assert "relay 0" not in reach._offers
-
-
-# ---- trials ----
-
-
-@pytest.fixture
-def trials(tmp_path: Path) -> Trials:
-    return Trials(tmp_path)
-
-
-async def receive(trials: Trials, peer: str, relayed: bool, size: int) -> Any:
-    near, far = (Stream(one, buffer_bytes=0) for one in socket.socketpair())
-    task = asyncio.create_task(trials.receive(peer, relayed, near))
-    await far.send(bytes(size))
-    far.close()
-    await asyncio.gather(task, return_exceptions=True)
-    near.close()
-    return task
-
-
-async def test_only_the_trial_under_way_counts(trials: Trials) -> None:
-    transfer = trials._under_way = _Transfer(OTHER)
-    await receive(trials, RELAY, True, 100)
-    await receive(trials, OTHER, False, 100)
-    assert transfer.received == 0
-    await receive(trials, OTHER, True, 100)
-    assert transfer.received == 100
-
-
-async def test_what_an_earlier_trial_sent_does_not_count_for_a_later_one(trials: Trials) -> None:
-    trials._under_way = _Transfer(OTHER)
-    near, far = (Stream(one, buffer_bytes=0) for one in socket.socketpair())
-    task = asyncio.create_task(trials.receive(OTHER, True, near))
-    await far.send(b"x")
-    later = trials._under_way = _Transfer(RELAY)
-    await far.send(bytes(1000))
-    far.close()
-    await asyncio.gather(task, return_exceptions=True)
-    near.close()
-    assert later.received == 0
-
-
-async def test_a_trial_that_rests_is_let_go(trials: Trials, monkeypatch) -> None:
-    monkeypatch.setattr(client, "TRIAL_SECONDS", 0.05)
-    trials._under_way = _Transfer(OTHER)
-    near, far = (Stream(one, buffer_bytes=0) for one in socket.socketpair())
-    with pytest.raises(TimeoutError):
-        await trials.receive(OTHER, True, near)
-    for end in (near, far):
-        end.close()
-
-
-async def fail_to_start(options: object) -> None:
-    raise P2pdError("p2pd does not start: no memory")
-
-
-@pytest.mark.parametrize(
-    ("broken", "how"),
-    [
-        ("P2pd", SimpleNamespace(start=fail_to_start)),
-        ("load_or_create", lambda folder: folder.joinpath("x").open()),
-    ],
-)
-async def test_a_trial_that_cannot_begin_is_one_that_fails(trials: Trials, monkeypatch, broken, how) -> None:
-    monkeypatch.setattr(client, broken, how)
-    with pytest.raises(RelayError, match="it cannot be tried"):
-        await trials.conduct(Address("", OWN, "44.0.0.1", 1, True))
-    assert not list(trials._folder.iterdir())
-
-
-async def test_a_folder_that_cannot_be_made_is_a_trial_that_fails(tmp_path: Path) -> None:
-    with pytest.raises(RelayError, match="it cannot be tried"):
-        await Trials(tmp_path / "none").conduct(Address("", OWN, "44.0.0.1", 1, True))
