@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
-import resource
 import signal
 import time
 from pathlib import Path
@@ -185,15 +185,18 @@ async def test_p2pd_killed_comes_back_as_the_same_peer(members, until) -> None:
     await until(lambda: answers(second, first))
 
 
-async def test_p2pd_comes_back_once_there_are_descriptors_again(members, until) -> None:
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.EAGAIN, errno.ENOMEM])
+async def test_p2pd_comes_back_once_the_machine_can_start_it_again(
+    members, until, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    async def lacks(*command: object, **options: object) -> None:
+        raise OSError(number, os.strerror(number))
+
     first = await members.start("first")
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (3, before[1]))
-    try:
+    with monkeypatch.context() as patch:
+        patch.setattr(asyncio, "create_subprocess_exec", lacks)
         os.kill(first.status().p2pd_pid, signal.SIGKILL)
-        await until(lambda: "Too many open files" in first.status().reason)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        await until(lambda: first.status().reason == f"p2pd cannot be started: {os.strerror(number)}")
     await until(lambda: first.status().p2pd_restarts == 1 and first.status().state == "searching")
 
 
