@@ -7,7 +7,7 @@ dies, the peers that asked it notice the silence and ask the next coordinator.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from typing import NamedTuple
 
 from equipoise.averaging.manifest import Join, Manifest
@@ -330,10 +330,23 @@ class Coordinator:
         strangers = first or self._has_unknown(gathering, now)
         limit = policy.limit(gathering, now)
         holds = policy.holds(gathering, now) or self._is_unsettled(gathering, now)
-        makers = group if policy.patient else membership.holders or group
-        holds = holds or (crowded and makers.isdisjoint(gathering.parked)) or self._begins(gathering, now)
+        holds = (
+            holds or (crowded and self._lacks_makers(gathering, group, now)) or self._begins(gathering, now)
+        )
         owed = frozenset[str]() if crowded else self._owed.keys()
         return Outlook(group, owed, expected, missing, limit, strangers, holds)
+
+    def _lacks_makers(self, gathering: GroupBuilder, group: Set[str], now: float) -> bool:
+        """True while most of the peers that made the state may be in another group: two would make two states of it.
+
+        A federated round needs one of the drawn peers. Makers that live and never come hold nobody up for longer.
+        """
+        there = gathering.parked.keys()
+        if self._policy.patient:
+            return group.isdisjoint(there)
+        makers = self._membership.makers or group
+        waited = gathering.opened is not None and now >= gathering.opened + UNSETTLED_SECONDS
+        return 2 * len(makers & there) <= len(makers) and not waited
 
     def _begins(self, gathering: GroupBuilder, now: float) -> bool:
         """True while the first round must wait: two groups that begin from one state would make two of it."""

@@ -72,6 +72,7 @@ class Matchmaker(ABC):
                 self._membership.hear(peer, now)
             case events.PeerLost(peer):
                 self._membership.lose(peer, now)
+                self._membership.note_gone(peer)
             case events.MeanHeld(outcome):
                 self._context.note_mean(outcome, now)
         self._take(event, now)

@@ -45,6 +45,9 @@ SETTLE_SECONDS = 2.0
 """Time without a new peer after which the peers of a run that begins have most likely met: then all see alike which of
 them have the first places. A directory shows new peers within a second."""
 
+TURN_EPOCHS = 8
+"""Epochs for which the same peers may take the places that fall free: those that follow a state are a little behind."""
+
 MISSES = 2
 """Most rounds in a row in which a group waits for a peer in vain. After that it waits for the peer again only once the
 peer has sent a join: a record in the directory costs nothing."""
@@ -72,6 +75,7 @@ class _Other(msgspec.Struct):
     mate: bool = False
     apart: bool = False
     placed: bool = False
+    gone: bool = False
     misses: int = 0
     losses: int = 0
     suspect_until: float = float("-inf")
@@ -204,6 +208,7 @@ class Membership:
         if other.losses:
             self._free_places()
         other.suspect_until, other.losses, other.asked_at = float("-inf"), 0, float("inf")
+        other.gone = False
         if first:
             self._change(now)
 
@@ -297,6 +302,17 @@ class Membership:
         )
 
     @property
+    def makers(self) -> frozenset[str]:
+        """All of them but those that cannot be reached: a silent one may be in a group of others."""
+        gone = {peer for peer, other in self._others.items() if other.gone}
+        return self._made[1] & {self.peer, *self._others} - gone
+
+    def note_gone(self, peer: str) -> None:
+        """Note that no channel to a peer can be opened."""
+        if peer in self._others:
+            self._others[peer].gone = True
+
+    @property
     def placed(self) -> bool:
         """True if this peer is one of them."""
         return self.peer in self._made[1]
@@ -384,7 +400,7 @@ class Membership:
             company = any(self._others[peer].mate for peer in alike)
             row = [self.peer, *(alike if company else near)]
             if self.places and len(row) > self._group_size:
-                key, live = str(self._made[0]), self._there(row)
+                key, live = str(self._made[0] // TURN_EPOCHS), self._there(row)
                 self._plans[round] = [seats(live, self.holders, key, self._group_size, self._vacated)]
             else:
                 self._plans[round] = plan(row, round, self._group_size)
