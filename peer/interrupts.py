@@ -35,8 +35,8 @@ def frees_its_run(init: Callable[P, Result]) -> Callable[P, Result]:
 
     @functools.wraps(init)
     def wrapped(*args: P.args, **options: P.kwargs) -> Result:
-        run: Any = options["run"] if "run" in options else args[1]  # args[0] is the loop.
-        with run.undone_on_failure():
-            return init(*args, **options)
+        run: Any = options.get("run", args[1] if args[1:] else None)  # args[0] is the loop.
+        with run.undone_on_failure() if run is not None else contextlib.nullcontext():
+            return init(*args, **options)  # Without a run, Python says that it is missing.
 
     return wrapped

@@ -166,7 +166,7 @@ class Session:
         (await self._use(STEP)).report_accumulated(weight)
 
     def tell(self, topic: str, line: str) -> None:
-        """Let `status` show a line of the client."""
+        """Let `status` show a line of the client; an empty one takes back the topic's last."""
         self._told[topic] = line[:MAX_TEXT]
 
     @property
@@ -263,7 +263,7 @@ class Session:
             state=NoPeers(JUST_JOINED),
             reason=JUST_JOINED,
             transfer="; ".join(filter(None, transfers)),
-            told=dict(self._told),
+            told={topic: line for topic, line in self._told.items() if line},
             strategy=spec.options.strategy,
         )
         if run_driver is None:

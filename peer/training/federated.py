@@ -294,10 +294,7 @@ class Federated:
         return record
 
     def finish(self, timeout: float = FINISH_SECONDS) -> Finished:
-        """End together with the others: catch up, and stay while others are not as far.
-
-        Args:
-            timeout: Seconds for that.
+        """End together with the others, within `timeout` seconds: catch up, and stay while others are not as far.
 
         Returns:
             Whether this peer ends with the group's model, and why not; and what it trained for no round.
@@ -315,9 +312,9 @@ class Federated:
         """Take the next step that is due, and wait a moment; returns why the round failed, if it has."""
         drawn = self._run.draw(self.member.id)
         lived, self._live, places = self._live, len(drawn.live), self._run.options.group_size
-        if self._live > places and self._live != lived:
+        if self._live != lived and max(self._live, lived) > places:
             told = f"{self._live} peers share {places} places: each round draws anew, and the others follow"
-            self._run.tell("places", told)
+            self._run.tell("places", told if self._live > places else "")
         self.member.show(f"{len(drawn.peers)} of {self._live} peers are drawn")
         self._begun = self._begun or self.epoch > 0 or self._live >= self._strategy.available
         if self.member.in_step:
@@ -572,9 +569,8 @@ def _returned(who: str, found: Any) -> Evaluation:
     weight, metrics = found
     finite = {name: one for name, one in metrics.items() if not _is_infinite(one)}
     if len(finite) < len(metrics):
-        log.warning(
-            "%s: these metrics are not finite, and not told: %s", who, sorted(metrics.keys() - finite)
-        )
+        told = "%s: these metrics are not finite, and not told: %s"
+        log.warning(told, who, sorted(metrics.keys() - finite))
     try:
         report = report_of((weight, finite))
     except ValueError as error:

@@ -147,3 +147,9 @@ def test_an_interrupted_constructor_leaves_the_run_free(clients: list[Client], l
         construct(run, 0)
     assert run.trained_by
     run.give_up()
+
+
+@pytest.mark.parametrize("loop", [DiLoCo, LocalSGD, Gossip])
+def test_a_loop_without_its_run_says_which_argument_is_missing(loop: type) -> None:
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'run'"):
+        loop(every=10)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,15 @@ import numpy as np
 import pytest
 import torch
 
-from equipoise.peer import Refused
+from equipoise.averaging.draw import Drawn
+from equipoise.averaging.state import StateId
+from equipoise.peer import Refused, Run
 from equipoise.peer.training import Checkpoints, Federated
 from equipoise.peer.training.federated import Task, _returned
 from equipoise.peer.training.history import History, Record
 from equipoise.peer.training.safetensors_io import ImageError
 from fakes.federated import FederatedSwarm
+from fakes.training import FakeRun
 
 CURVATURES = (1.0, 4.0, 10.0)
 
@@ -717,3 +721,25 @@ def test_a_peer_that_all_others_have_left_ends_with_the_agreed_model_and_says_wh
     assert stays.reason.endswith("; 8 samples that no round counted")
     assert leaves is not None
     assert "samples" not in leaves.reason
+
+
+def test_places_are_told_only_while_more_peers_live_than_have_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Crowd(FederatedSwarm):
+        """Twenty peers live until the first round has ended."""
+
+        def drawn(self, members: Mapping[str, FakeRun], state: StateId) -> Drawn:
+            found = super().drawn(members, state)
+            return Drawn(found.peers, found.live + tuple(map(str, range(18 if not self.rounds else 0))))
+
+    told: list[str] = []
+    tell = Run.tell
+
+    def told_of(run: Run, topic: Any, line: str) -> None:
+        told.extend([line] if topic == "places" else [])
+        tell(run, topic, line)
+
+    monkeypatch.setattr(Run, "tell", told_of)
+    trained(Crowd(), 2, rounds=2)
+    assert "20 peers share 16 places: each round draws anew, and the others follow" in told
+    assert told[-2:] == ["", ""]  # Once at each peer.
+    assert told.count("") == 2
