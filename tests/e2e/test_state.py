@@ -77,9 +77,9 @@ def test_status_tells_who_fetches_and_who_serves(places: list[DaemonProcess]) ->
     pending = fetching.fetch(at_least=3, limit=1000, timeout=60.0)
 
     eventually(lambda: run.progress().wanted, "the wish")
-    assert "want the state of epoch 3" in daemons[0].cli("status").stdout
+    assert "1 peer wants the state of epoch 3" in daemons[0].cli("status").stdout
     assert "fetching a state" in daemons[1].cli("status").stdout
-    assert "peers want" in donor.status().runs[0].transfer
+    assert "peer wants" in donor.status().runs[0].transfer
     run.offer(StateId(3, "3" * 64), b"image")
 
     fetched = pending.result()

@@ -277,7 +277,7 @@ class FakeTransfer:
         return FetchOutcome(ok=True, reason="", size=self.size, sources=sources, round=outcome)
 
     async def fetch(
-        self, at_least: int, limit: int, timeout: float, room: Room, among: frozenset[str] = frozenset()
+        self, at_least: int, limit: int, timeout: float, room: Room, *among: frozenset[str]
     ) -> FetchOutcome:
         if self._ended is not None:
             raise ValueError("a state is being fetched already")

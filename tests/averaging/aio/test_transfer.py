@@ -45,7 +45,7 @@ async def test_a_wish_reaches_the_trainers_and_their_snapshots_the_newcomer(clus
     memory = Memory()
     fetching = asyncio.create_task(newcomer.fetch(3, LIMIT, 20.0, memory.room))
     await until(lambda: all(donor.wanted == 7 for donor in donors))
-    assert "want the state of epoch 7" in donors[0].standing
+    assert "1 peer wants the state of epoch 7" in donors[0].standing
     assert "fetching a state" in newcomer.standing
     for donor in donors:
         await donor.offer(STATE, memoryview(IMAGE))

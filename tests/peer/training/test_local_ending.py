@@ -113,7 +113,9 @@ def test_a_loop_whose_optimizer_holds_other_tensors_says_so(caplog: pytest.LogCa
 
 def statistics(swarm: FakeSwarm, averaged: bool, **options: Any) -> list[torch.nn.Module]:
     """Models of two peers whose batches have other means, after an exchange."""
-    models = [torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3)) for _ in range(2)]
+    models: list[torch.nn.Module] = [
+        torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3)) for _ in range(2)
+    ]
     models[1].load_state_dict(models[0].state_dict())
 
     def work(index: int) -> None:
