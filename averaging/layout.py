@@ -123,12 +123,7 @@ class Layout:
 
 
 class EncodedVector:
-    """Joins the slices of a part to its payload, and takes payloads apart.
-
-    Args:
-        layout: Where the planes lie.
-        memory: u8 [`layout.stored_size`].
-    """
+    """Joins the slices of a part to its payload, and takes payloads apart; in memory, u8 [`layout.stored_size`]."""
 
     def __init__(self, layout: Layout, memory: memoryview) -> None:
         self._layout = layout

@@ -17,9 +17,6 @@ from equipoise.compression.late_torch import torch
 class DeviceReducer:
     """Reduces parts on a device; a part on which the device fails is reduced on the CPU, to the same bytes.
 
-    Args:
-        device: As `torch.device("cuda:0")`.
-
     Attributes:
         executor: A thread for the calls of `reduce`, which wait for the device.
         trouble: The first failure of the device, in one line, for `status`; empty if there was none.
@@ -41,11 +38,7 @@ class DeviceReducer:
         """Encode the weighted sum of payloads, in the host's memory as `mean` is; see `Codec.reduce`.
 
         Args:
-            codec: Encodes and decodes.
-            payloads: `codec.encoded_size(n)` bytes each.
-            weights: One per payload.
             scratch: Memory of f32 [n], for the sum if the device fails.
-            mean: Writable, `codec.encoded_size(n)` bytes.
 
         Raises:
             CodecError: See `Codec.reduce`; that is the fault of the values, and no device reduces them.

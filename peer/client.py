@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Self
 
+from equipoise.averaging.counts import count
 from equipoise.averaging.options import RunOptions
 from equipoise.averaging.outcome import SHOWN_CHARS, Outcome
 from equipoise.averaging.spec import RunSpec
@@ -218,7 +219,7 @@ class Client:
         finally:
             if self._link is not link:
                 link.close()
-        log.info("connected again to the daemon on %s: %d runs", link.welcome.home, len(joined))
+        log.info("connected again to the daemon on %s: %s", link.welcome.home, count(len(joined), "run"))
         link.watch(self._lost)
 
     def __enter__(self) -> Self:

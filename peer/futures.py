@@ -86,10 +86,8 @@ class Pending(ABC, Generic[Ended]):
                 with uninterrupted():
                     try:
                         self._ended = self._collect(answer)
-                    except (
-                        Exception
-                    ) as error:  # It is the end, too: the next round may have the memory by now.
-                        self._ended = error
+                    except Exception as error:
+                        self._ended = error  # The next round may have the memory by now.
         if isinstance(self._ended, Exception):
             raise self._ended
         return self._ended

@@ -288,9 +288,8 @@ def _write_pid(file: Path, lock: int) -> None:
     try:
         os.ftruncate(lock, 0)
         os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
-    except (
-        OSError
-    ):  # The disk is full, say: nobody should find an empty file, and nobody else can have the lock.
+    except OSError:
+        # The disk is full, say: nobody should find an empty file, and nobody else can have the lock.
         file.unlink(missing_ok=True)
         raise
 

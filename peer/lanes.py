@@ -45,7 +45,6 @@ class Lane:
         """Take an encoded vector to write or to read.
 
         Args:
-            layout: Its layout.
             stored: u8 [`stored_size`].
             parts: What is encoded or decoded together, at least one part.
             dense: Most values of a tensor that needs `dense`.

@@ -532,7 +532,7 @@ class Run:
         return optimizer
 
     def tell(self, topic: messages.Topic, line: str) -> None:
-        """Let the daemon's `status` show a line on `training` or `checkpoints`, in place of the topic's last line."""
+        """Let the daemon's `status` show a line on a topic, in place of the topic's last line; none if it is empty."""
         with self._lock:
             self._told[topic] = line
             self._link.start(messages.TellStatus(self.name, topic, line))

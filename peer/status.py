@@ -44,7 +44,7 @@ class RunStatus(msgspec.Struct, frozen=True):
         rounds_failed: Rounds that did not.
         accumulated: Weight accumulated towards the next step.
         transfer: The state that is being fetched or served, and the reason, in one line; empty if none is.
-        told: Lines of the training script, by topic: `training`, `checkpoints`; one line each.
+        told: Lines of the training script, by topic: `training`, `checkpoints`, `places`; one line each.
         last: Outcome of the last round.
         strategy: Strategy of the run.
         exchanges: Exchanges of a run whose peers meet in pairs; None for others.

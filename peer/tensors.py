@@ -247,9 +247,8 @@ def stepped_tensors(tensors: Tensors) -> dict[str, torch.Tensor]:
 
 def persistent_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The floating-point buffers in the module's state_dict, such as BatchNorm's statistics; no counters."""
-    kept = {
-        id(one) for one in module.state_dict(keep_vars=True).values()
-    }  # Hooks of wrappers rename its entries.
+    # Hooks of wrappers rename its entries.
+    kept = {id(one) for one in module.state_dict(keep_vars=True).values()}
     named = {name: one for name, one in module.named_buffers() if one.is_floating_point() and id(one) in kept}
     return _without_wrappers(module, named)
 

@@ -8,13 +8,7 @@ from equipoise.averaging.allreduce.messages import MAX_LATE_SECONDS, Late
 
 
 class Deliveries:
-    """When the other members' contributions and means came.
-
-    Args:
-        me: This member's index.
-        size: Number of members.
-        began: When the round began, in monotonic seconds.
-    """
+    """When the other members' contributions and means came, in monotonic seconds; the round `began` at such a time."""
 
     def __init__(self, me: int, size: int, began: float) -> None:
         self._me, self._size, self._began = me, size, began

@@ -36,12 +36,8 @@ class RoundBuffers:
     Whatever is kept stays in the buffer that it came in, which is of one frame and nobody writes to any more.
 
     Args:
-        group: The round.
         me: This member's index.
-        layout: Which codec carries which part.
         vectors: This member's contribution, and the memory for the mean.
-        pool: Lends the memory.
-        rule: Makes one vector of the contributions.
         reducer: Computes means on a device; without one, and for other rules than the mean, a CPU does.
     """
 

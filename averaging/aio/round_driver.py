@@ -106,7 +106,6 @@ def metrics_of(
 
     Args:
         spec: The run: it says whether the averages are means or medians, and how much one weight may count.
-        manifest: The group.
         counted: PeerID -> counted weight of each contributor.
     """
     robust = not isinstance(spec.rule, Mean)
@@ -164,8 +163,6 @@ class RoundDriver:
     """One round at one member, from the manifest to the last straggler.
 
     Args:
-        task: The round.
-        sessions: Sends frames.
         closed: Called with its id when the round can be forgotten.
         keep: Called with the encoded mean, if the round succeeds.
         reducer: Reduces parts on a device, one after another, in its thread. Without one the loop does: a CPU takes
@@ -424,10 +421,6 @@ class RoundDriver:
 
 class Rounds:
     """The rounds of one daemon.
-
-    Args:
-        sessions: Sends their frames.
-        reducer: Reduces parts; see `RoundDriver`.
 
     Attributes:
         open: The rounds that take frames, by id. Some of them are over, and answer other members.

@@ -60,12 +60,7 @@ class RunDriver:
     """This daemon's part in one run.
 
     Args:
-        spec: The terms that all peers of the run have alike.
-        sessions: Sends frames.
-        directory: Knows the peers of the run.
-        identity: Signs joins.
         bandwidth: Bytes per second that this peer can send, as its user says; 0 to measure it.
-        rounds: Begins rounds.
         runs: The runs that the daemon takes part in, which share what it may keep.
 
     Attributes:

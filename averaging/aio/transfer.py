@@ -16,6 +16,7 @@ from blake3 import blake3
 
 from equipoise.averaging.aio.round_driver import Rounds, group_of, mean_outcome
 from equipoise.averaging.aio.sessions import Sessions
+from equipoise.averaging.counts import count
 from equipoise.averaging.layout import EncodedVector
 from equipoise.averaging.manifest import TICKET_BYTES, Manifest, Verify
 from equipoise.averaging.matchmaking.membership import Membership
@@ -65,13 +66,7 @@ def flow_of(ticket: bytes, peer: str) -> bytes:
 
 
 class Download:
-    """One download of a run's state.
-
-    Args:
-        request: The state or the mean that is wanted.
-        sessions: Sends frames.
-        timeout: Seconds for everything.
-        room: Makes memory for the image.
+    """One download of a run's state, or of a mean, within `timeout` seconds.
 
     Attributes:
         machine: Decides which donor is asked for which chunks.
@@ -194,9 +189,6 @@ class Transfer:
     """Gives and takes the state of one run, and the means that led to it.
 
     Args:
-        spec: The run.
-        sessions: Sends frames.
-        directory: Knows the other peers of the run.
         verify: Checks the signatures of the joins of a mean's round.
         rounds: The daemon's rounds, which go before what is served.
         runs: The runs of the daemon, which share what means may be kept.
@@ -266,9 +258,7 @@ class Transfer:
         Returns at once, unless the digest of the one before is still being computed: so a trainer that offers too often
         waits, and no images queue.
 
-        Args:
-            state: The state that it is a snapshot of.
-            image: Its bytes, not to be changed; kept until nobody downloads it any more.
+        The image's bytes must not change; they are kept until nobody downloads them any more.
 
         Raises:
             ValueError: It is empty, or larger than can be served.
@@ -294,13 +284,11 @@ class Transfer:
     ) -> FetchOutcome:
         """Download a snapshot of epoch `at_least` or later from all peers that have it.
 
+        `Request` describes the other arguments; `among` is its circle.
+
         Args:
-            at_least: The first epoch that is of use.
-            limit: Most bytes of the image.
             timeout: Seconds for everything; the outcome fails with a reason when they are over.
             room: Makes memory for the image.
-            among: PeerIDs of the only peers to take it from, while any of them is there.
-            barred: PeerIDs of peers to take nothing from.
 
         Raises:
             ValueError: A download of this run is going on already.
@@ -311,7 +299,7 @@ class Transfer:
         if got.state is None:
             log.info("run %s: no state fetched: %s", run, got.reason)
         else:
-            what = f"{got.size / 1e6:.1f} MB from {len(got.sources)} peers in {got.seconds:.2f} s"
+            what = f"{got.size / 1e6:.1f} MB from {count(len(got.sources), 'peer')} in {got.seconds:.2f} s"
             log.info("run %s: fetched the state of epoch %d, %s (%s)", run, got.state.epoch, what, got.reason)
         return got
 
@@ -343,15 +331,12 @@ class Transfer:
     ) -> FetchOutcome:
         """Get the mean that the group applied to the state `after`, where this peer missed it.
 
+        `Request` describes the other arguments. Unless the mean is `proved`, this peer stands at that state.
+
         Args:
-            after: A state.
             timeout: Seconds for everything.
             result: Makes room for the encoded mean, u8 [`size`], once it is here; called in a thread. It raises
                 ValueError if there is no room.
-            circle: PeerIDs of the peers that vouch for that state.
-            proved: True if the caller will know by its digest whether it is the group's. If not, this peer stands at
-                that state, and more than half of the circle that can be reached must offer the same mean.
-            patient: True to wait for the peers that are not as far, if no other peer has it.
 
         Raises:
             ValueError: A download of this run is going on already.
@@ -564,8 +549,6 @@ def unpack(
     """Take the image of a mean apart, for a thread; its digest was checked. Returns the outcome of the mean's round.
 
     Args:
-        image: Its bytes.
-        spec: The run.
         after: The state that the mean must lead on from.
         verify: Checks the signatures of the members' joins.
         room: Makes room for the encoded mean, u8 [`stored_size`]; its content is undefined if this raises.

@@ -26,14 +26,7 @@ from equipoise.averaging.timing import HEARTBEAT_SECONDS
 
 
 class Endpoint:
-    """One member's end of a round.
-
-    Args:
-        group: The round as all members know it.
-        me: This member's index.
-        now: Monotonic seconds.
-        timeout: Seconds until the round fails at the latest.
-        make: Makes the round machine of the other arguments.
+    """One member's end of a round; `make` makes its machine of the other arguments, which are those of `AllReduce`.
 
     Attributes:
         machine: The round machine, which decides the round's result.

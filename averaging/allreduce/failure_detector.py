@@ -44,10 +44,7 @@ class FailureDetector:
     """Tells the members that are heard from the members that are silent.
 
     A pause of this process itself shows as a gap between two checks. It is subtracted from every member's silence.
-
-    Args:
-        members: The members to watch.
-        now: Monotonic seconds.
+    Times are monotonic seconds.
     """
 
     def __init__(self, members: Iterable[int], now: float) -> None:
@@ -124,9 +121,7 @@ class Awaited:
 class Attendance:
     """The members that can be reached or are waited for, and the time that one member gives them in each step.
 
-    Args:
-        group: The round.
-        now: Monotonic seconds.
+    Times are monotonic seconds.
 
     Attributes:
         lost: Bitmask of the members that are out of reach now.

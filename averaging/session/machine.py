@@ -56,11 +56,8 @@ class _Sent(Generic[F]):
 class Session(Generic[F]):
     """One end of a session.
 
-    Args:
-        id: Random bytes that name it.
-
     Attributes:
-        id: Its name.
+        id: Its name: random bytes.
         partner: The other end's session; empty until its first hello.
         delivered: Number of the last frame of the other end that was delivered here; 0 before the first.
         numbered: Frames that were given a number, acknowledged or not.

@@ -66,9 +66,6 @@ class Outbox:
 
     A heartbeat waits behind no part, a round behind no more than it must, a download behind both.
 
-    Args:
-        id: Random bytes that name the session.
-
     Attributes:
         session: The session.
         beats: Headers that are sent once, without a number, as soon as a channel is open.

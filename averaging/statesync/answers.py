@@ -6,6 +6,7 @@ from collections.abc import Iterable, Set
 from dataclasses import dataclass
 from statistics import median_low
 
+from equipoise.averaging.counts import count
 from equipoise.averaging.state import StateId
 from equipoise.averaging.statesync.messages import Answer, Offer
 
@@ -147,9 +148,4 @@ class Answers:
             barred = "; ".join(f"{peer[-8:]}: {why}" for peer, why in self.barred.items())
             unknown = "no other peer of this run is known"
             return f"no other peer can be asked ({barred})" if barred else unknown
-        return "" if self._answers else f"none of {counted(len(self.peers))} has answered"
-
-
-def counted(peers: int) -> str:
-    """The number of peers in words: `1 peer`, `2 peers`."""
-    return f"{peers} peer" if peers == 1 else f"{peers} peers"
+        return "" if self._answers else f"none of {count(len(self.peers), 'peer')} has answered"

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 
+from equipoise.averaging.counts import count
 from equipoise.averaging.outcome import FetchOutcome
 from equipoise.averaging.statesync import events, messages
 from equipoise.averaging.statesync.answers import Agreement, Request
@@ -68,11 +69,11 @@ class Fetch:
         what = "state" if self._request.after is None else "mean"
         if self._agreement is None:
             return f"fetching a {what}: {self._poll.standing}"
-        offer, count = self._agreement.offer, len(self._sources.donors)
+        offer, donors = self._agreement.offer, count(len(self._sources.donors), "peer")
         done = offer.image.chunks - self._sources.left if self._digests_known else 0
         return (
             f"fetching the {what} of epoch {offer.state.epoch}: {done} of {offer.image.chunks} MiB "
-            f"from {count} peers ({self._agreement.reason})"
+            f"from {donors} ({self._agreement.reason})"
         )
 
     def expects(self, peer: str, message: Item) -> bool:

@@ -13,10 +13,10 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from equipoise.averaging.counts import count
 from equipoise.averaging.matchmaking.messages import MAX_PATIENCE
 from equipoise.averaging.state import StateId
 from equipoise.averaging.statesync import events
-from equipoise.averaging.statesync.answers import counted
 from equipoise.averaging.statesync.chunks import ImageId
 from equipoise.averaging.statesync.messages import Answer, Ask, AskItems, Finished, Item, Offer, Refusal
 from equipoise.averaging.statesync.upload_queue import Serving
@@ -106,12 +106,10 @@ class Server:
         """The service to others, in one line; empty while no newcomer is served or waits."""
         if readers := self._serving.readers:
             epochs = " and ".join(str(offer.state.epoch) for offer in self._snapshots)
-            return f"serving the state of epoch {epochs} to {counted(readers)}"
+            return f"serving the state of epoch {epochs} to {count(readers, 'peer')}"
         if (wanted := self.wanted) is not None:
-            what = f"the state of epoch {wanted}: waiting for the trainer's snapshot"
-            return (
-                f"1 peer wants {what}" if len(self._askers) == 1 else f"{len(self._askers)} peers want {what}"
-            )
+            want = "1 peer wants" if len(self._askers) == 1 else f"{len(self._askers)} peers want"
+            return f"{want} the state of epoch {wanted}: waiting for the trainer's snapshot"
         return ""
 
     def handle(self, event: events.DonorEvent, now: float) -> list[events.DonorAction]:

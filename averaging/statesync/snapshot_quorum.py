@@ -15,8 +15,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Set
 
+from equipoise.averaging.counts import count
 from equipoise.averaging.state import MAX_EPOCH
-from equipoise.averaging.statesync.answers import ANSWER_SECONDS, LONE_SECONDS, Agreement, Answers, counted
+from equipoise.averaging.statesync.answers import ANSWER_SECONDS, LONE_SECONDS, Agreement, Answers
 from equipoise.averaging.statesync.messages import Answer, Offer
 
 PATIENCE_SECONDS = 5.0
@@ -103,24 +104,24 @@ class SnapshotQuorum(Answers):
         if not tally:
             return None
         offer = max(tally, key=lambda one: (tally[one], one.state.epoch, one.image.digest))
-        count = tally[offer]
-        patience = ANSWER_SECONDS if count > 1 else LONE_SECONDS
-        if 2 * count <= len(self.peers) and not self._settled(now, patience):
+        offering = tally[offer]
+        patience = ANSWER_SECONDS if offering > 1 else LONE_SECONDS
+        if 2 * offering <= len(self.peers) and not self._settled(now, patience):
             return None
         moving = [peer for peer in voters if not self._stuck(peer, offer.state.epoch, now)]
         # If most peers stand still, steps take long, and the few that are ahead may lie about their epoch.
-        if len(voters) - len(moving) <= count:
+        if len(voters) - len(moving) <= offering:
             voters = moving
-        if 2 * count > len(voters):
-            why = f"{count} of {counted(len(voters))} with a state offer it"
+        if 2 * offering > len(voters):
+            why = f"{offering} of {count(len(voters), 'peer')} with a state offer it"
             return self._agreed(offer, why, self._heard_or_late)
         others = [n for one, n in tally.items() if one.state.epoch == offer.state.epoch and one != offer]
-        if count < 2 or count <= max(others, default=0) or now < self._since[offer] + PATIENCE_SECONDS:
+        if offering < 2 or offering <= max(others, default=0) or now < self._since[offer] + PATIENCE_SECONDS:
             return None
         # A peer below this epoch may still offer another image, so two peers that invent a future epoch do not win.
         if 2 * sum(self._has_reached(peer, offer) for peer in voters) <= len(voters):
             return None
-        why = f"{counted(count)} of {len(self._voters)} offer it, the others none in time"
+        why = f"{count(offering, 'peer')} of {len(self._voters)} offer it, the others none in time"
         return self._agreed(offer, why, self._heard_or_late)
 
     def wish(self, now: float) -> bool:
@@ -156,11 +157,11 @@ class SnapshotQuorum(Answers):
             return self._nobody
         voters = self._voters
         if not voters:
-            heard = f"{len(self._answers)} of {counted(len(self.peers))} answered"
+            heard = f"{len(self._answers)} of {count(len(self.peers), 'peer')} answered"
             return f"{heard}, and none holds a state of use"
-        count = sum(any(map(self._useful, one.offers)) for one in voters.values())
-        offering = f"{count} of {counted(len(voters))} with a state offer"
-        if count:
+        useful = sum(any(map(self._useful, one.offers)) for one in voters.values())
+        offering = f"{useful} of {count(len(voters), 'peer')} with a state offer"
+        if useful:
             return f"{offering} one, and they do not agree"
         wanted = self.wanted[0] if self.wanted else f"{self._at_least} or later"
         return f"{offering} a snapshot of epoch {wanted}"

@@ -21,7 +21,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Set
 
-from equipoise.averaging.statesync.answers import LONE_SECONDS, Agreement, Answers, Request, counted
+from equipoise.averaging.counts import count
+from equipoise.averaging.statesync.answers import LONE_SECONDS, Agreement, Answers, Request
 from equipoise.averaging.statesync.messages import Answer, Offer
 
 
@@ -72,7 +73,7 @@ class UpdateQuery(Answers):
             voters = voters - {peer for peer in voters if self._waits(peer)}
         if 2 * near <= len(voters) and not (self._request.proved and self._settled(now)):
             return None
-        return self._agreed(offer, f"{tally[offer]} of {counted(len(self.peers))} offer it")
+        return self._agreed(offer, f"{tally[offer]} of {count(len(self.peers), 'peer')} offer it")
 
     def hopeless(self, now: float) -> str:
         """Why the mean cannot come, one line; empty while it may come."""
@@ -109,11 +110,12 @@ class UpdateQuery(Answers):
             return self._nobody
         tally, what = self._tally, f"the mean after epoch {self._after.epoch}"
         if not tally:
-            return f"none of {counted(len(self._answers))} that answered keeps {what}"
+            return f"none of {count(len(self._answers), 'peer')} that answered keeps {what}"
         if self._request.proved:
-            return f"{tally.total()} of {counted(len(self.peers))} offer {what}"
+            return f"{tally.total()} of {count(len(self.peers), 'peer')} offer {what}"
         near = max(self.rank(offer)[-1] for offer in tally)
-        return f"{near} of the {counted(len(self._circle))} that vouch for this peer's state offer the same as {what}"
+        circle = count(len(self._circle), "peer")
+        return f"{near} of the {circle} that vouch for this peer's state offer the same as {what}"
 
     def _offer_in(self, answer: Answer) -> Offer | None:
         """The mean that an answer offers."""

@@ -208,10 +208,7 @@ class StopFetch(RunRequest[None], frozen=True):
 class FetchMean(RunRequest[FetchOutcome], frozen=True):
     """Get the mean that the group applied to the state `after`, into the `size` bytes of shared memory, encoded.
 
-    Attributes:
-        circle: PeerIDs of the peers that vouch for that state.
-        proved: Whether the client will know by its digest whether it is the group's.
-        patient: Whether to wait for peers that are not as far, where nobody has it.
+    `Run.recover` describes the other fields.
     """
 
     after: StateId

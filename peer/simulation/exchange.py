@@ -42,10 +42,7 @@ def exchange(
     """Combine the encoded contributions of a group as its owners would: reduced in member order, and encoded.
 
     Args:
-        spec: The run.
-        manifest: The group.
         contributions: The encoded vector of each member with a weight above 0, by PeerID.
-        pool: Lends the memory.
     """
     group = group_of(spec, manifest)
     mean = memoryview(bytearray(spec.layout.stored_size))

@@ -406,9 +406,6 @@ def keep_checkpoints(member: Member, run: Run, checkpoints: Checkpoints, scores:
     """Start a replica from its newest sound checkpoint, if it should resume, and write others until the run is left.
 
     Args:
-        member: The replica.
-        run: Its run.
-        checkpoints: When, how many, where.
         scores: Whether the caller will tell the keeper how states are evaluated, which `Checkpoints.best` needs.
 
     Returns:

@@ -113,23 +113,10 @@ class Written(msgspec.Struct, frozen=True):
     reason: str
 
 
-Event = (
-    RoundEnded
-    | ImageFetched
-    | FetchFailed
-    | MeanFetched
-    | RecoveryFailed
-    | OthersBegun
-    | Overdue
-    | Deserted
-    | Stopped
-    | Ending
-    | Due
-    | SteppedAlone
-    | Checked
-    | Interrupted
-    | Written
-)
+OthersEvent = RoundEnded | OthersBegun | Overdue | Deserted
+DownloadEvent = ImageFetched | FetchFailed | MeanFetched | RecoveryFailed | Stopped
+OwnEvent = Due | Ending | SteppedAlone | Checked | Interrupted | Written
+Event = OthersEvent | DownloadEvent | OwnEvent
 
 
 class Apply(msgspec.Struct, frozen=True):

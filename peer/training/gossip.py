@@ -90,10 +90,7 @@ class Gossip(LocalTraining[Outcome]):
     def finish(self, timeout: float = END_SECONDS) -> Outcome:
         """End with one all-reduce among the peers that end too, so that they have one model. `with` calls this.
 
-        It begins when all live peers end, or `END_GRACE` seconds after two do.
-
-        Args:
-            timeout: Seconds for all of that.
+        It begins when all live peers end, or `END_GRACE` seconds after two do. It ends within `timeout` seconds.
 
         Returns:
             The outcome of the all-reduce; not ok if no other peer ends.

@@ -150,9 +150,6 @@ class Member:
         """Take part.
 
         Args:
-            run: The run.
-            subject: The model that is trained.
-            options: This peer's own options.
             target: Samples, of all peers together, that make an update. Without a target, the loop's steps decide when
                 a round is due. Then this peer also attends rounds while it fetches missed means: only the end of a
                 round tells at which step the others are.
@@ -263,11 +260,8 @@ class Member:
         self._hear(events.Written(self._subject.state.digest(), reason))
 
     def finish(self, timeout: float = FINISH_SECONDS) -> Finished:
-        """End together with the others: collect the open round, catch up with means that this peer missed, and stay
-        while others are not as far, because they may have missed a mean.
-
-        Args:
-            timeout: Seconds for all of that.
+        """End together with the others, within `timeout` seconds: collect the open round, catch up with means that this
+        peer missed, and stay while others are not as far, because they may have missed a mean.
         """
         deadline = self.clock() + timeout
         while not self.ends(deadline):
@@ -709,23 +703,14 @@ def require_places(run: Run, others: int) -> None:
 
 def wait_for(runs: Sequence[Run], peers: int) -> None:
     """Wait until `peers` others have joined each run on equal terms, at most `WAIT_SECONDS`; late peers come later."""
-    deadline = runs[0].clock() + WAIT_SECONDS
+    deadline, others = runs[0].clock() + WAIT_SECONDS, count(peers, "other peer")
     for run in runs if peers else ():
         if run.wait_for(peers, min(NOTICE_SECONDS, max(deadline - run.clock(), LEAST_SECONDS))):
             continue
-        log.warning(
-            "run %s: waits for %s: %s",
-            run.name,
-            count(peers, "other peer"),
-            getattr(run.state, "reason", run.state),
-        )
+        log.warning("run %s: waits for %s: %s", run.name, others, getattr(run.state, "reason", run.state))
         if not run.wait_for(peers, max(deadline - run.clock(), LEAST_SECONDS)):
-            log.warning(
-                "run %s: after %g s it goes on without waiting for %s",
-                run.name,
-                WAIT_SECONDS,
-                count(peers, "other peer"),
-            )
+            told = "run %s: after %g s it goes on without waiting for %s"
+            log.warning(told, run.name, WAIT_SECONDS, others)
 
 
 def affordable(size: int, available: int) -> int:

@@ -246,11 +246,9 @@ class SwarmOptimizer(torch.optim.Optimizer):
         return loss
 
     def finish(self, timeout: float = FINISH_SECONDS) -> Finished:
-        """End together with the others, after the last step: apply the mean of an open round, catch up, and stay while
-        others are not as far. Leaving the run calls this, unless it was called before or an error was raised.
-
-        Args:
-            timeout: Seconds for all of that.
+        """End together with the others, after the last step and within `timeout` seconds: apply the mean of an open
+        round, catch up, and stay while others are not as far. Leaving the run calls this, unless it was called before
+        or an error was raised.
 
         Returns:
             Whether this peer ends with the group's state, and why not.

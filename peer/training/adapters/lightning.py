@@ -59,9 +59,8 @@ class SwarmCallback(Callback):  # type: ignore[misc]
         """
         _check(trainer, pl_module)
         self._end = self._epochs or trainer.estimated_stepping_batches
-        trainer.fit_loop.max_epochs = (
-            trainer.fit_loop.epoch_loop.max_steps
-        ) = -1  # They count this peer's own batches.
+        # Both count this peer's own batches.
+        trainer.fit_loop.max_epochs = trainer.fit_loop.epoch_loop.max_steps = -1
         schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
         options: dict[str, Any] = {
             "batch_size": self._batch_size * trainer.accumulate_grad_batches,
