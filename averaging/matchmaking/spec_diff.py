@@ -9,6 +9,7 @@ as a line of text.
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -207,10 +208,10 @@ def differences(here: RunSpec, there: wire.SpecAnswer) -> str:
     ours, theirs = _table(here, there.place), dict(there.table)
     names = [name for name in ours | theirs if ours.get(name) != theirs.get(name)]
     whole = f"tensor {there.place}"  # Its name may be long, and must be whole.
-    found = [_differs(name, ours, theirs, name == whole) for name in names[:MAX_DIFFERENCES]]
-    if PLACES in names[:MAX_DIFFERENCES] and PLACES in ours and PLACES in theirs:
-        at = names.index(PLACES)
-        found[at] = _elsewhere(here, ours[PLACES], theirs[PLACES]) or found[at]
+    found = [
+        (name == PLACES and _elsewhere(here, ours, theirs)) or _differs(name, ours, theirs, name == whole)
+        for name in names[:MAX_DIFFERENCES]
+    ]
     more = len(names) - MAX_DIFFERENCES
     return "; ".join(found) + (f"; and {more} more" if more > 0 else "")
 
@@ -233,18 +234,16 @@ def _settings(text: str) -> dict[str, str]:
     return dict(one.partition("=")[::2] for one in re.split(r", (?=\w+=)", text))
 
 
-def _elsewhere(spec: RunSpec, here: str, there: str) -> str:
-    """The first parameter with another place, by two terms `PLACES`; empty if they do not tell."""
-    ours, theirs = here.split(" ")[-1], there.split(" ")[-1]
-    names = [one.name for one in spec.schema.tensors if not one.buffer]
-    several = -(-len(names) // max(len(ours), 1))
-    at = next(
-        (at * several for at, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), len(names)
-    )
-    if at >= len(names) or len(ours) != len(theirs):
+def _elsewhere(spec: RunSpec, here: Mapping[str, str], there: Mapping[str, str]) -> str:
+    """The first parameter with another place, by the terms `PLACES`; empty if they do not tell."""
+    ours, theirs = (terms.get(PLACES, "").split(" ")[-1] for terms in (here, there))
+    if len(ours) != len(theirs) or ours == theirs:
         return ""
+    at = next(at for at, (own, other) in enumerate(zip(ours, theirs, strict=True)) if own != other)
+    names = [one.name for one in spec.schema.tensors if not one.buffer]
+    several = math.ceil(len(names) / len(ours))
     more = f" or one of the {several - 1} after it" if several > 1 else ""
-    return f"{PLACES}: {names[at]!a}{more} has another place there"
+    return f"{PLACES}: {names[at * several]!a}{more} has another place there"
 
 
 def _around(text: str, place: int) -> str:

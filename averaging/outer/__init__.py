@@ -6,9 +6,8 @@ mean of the differences takes those one step further, on every peer the same one
 
 from __future__ import annotations
 
-from equipoise.averaging.outer.adaptive import FedAdagrad, FedAdam, FedYogi
-from equipoise.averaging.outer.momentum import Average, FedAvgM, Nesterov
 from equipoise.averaging.outer.step import OuterStep
+from equipoise.averaging.outer.steps import Average, FedAdagrad, FedAdam, FedAvgM, FedYogi, Nesterov
 from equipoise.compression.grammar import Registry, decimal
 from equipoise.compression.plugins import Plugins
 

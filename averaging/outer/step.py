@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from types import UnionType
 from typing import Any
 
 import torch
@@ -77,15 +78,19 @@ def root(values: torch.Tensor) -> torch.Tensor:
 
 def above_zero(name: str, value: float) -> float:
     """Return a hyperparameter that is a finite number above 0; raise ValueError for any other."""
-    return _in_range(name, value, math.ulp(0.0), math.inf, "a finite number above 0")
+    require_in_range(name, value, math.ulp(0.0), math.inf, "a finite number above 0")
+    return float(value)
 
 
 def below_one(name: str, value: float) -> float:
     """Return a hyperparameter that is a number from 0 to below 1; raise ValueError for any other."""
-    return _in_range(name, value, 0.0, 1.0, "a number from 0 to below 1")
-
-
-def _in_range(name: str, value: float, least: float, below: float, expected: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < below:
-        raise ValueError(f"{name}: expected {expected}, got {value!r}")
+    require_in_range(name, value, 0.0, 1.0, "a number from 0 to below 1")
     return float(value)
+
+
+def require_in_range(
+    name: str, value: object, least: float, below: float, expected: str, kind: type | UnionType = int | float
+) -> None:
+    """Raise ValueError, which says what is `expected`, unless a value is a number from `least` to below `below`."""
+    if isinstance(value, bool) or not isinstance(value, kind) or not least <= value < below:  # type: ignore[operator]
+        raise ValueError(f"{name}: expected {expected}, got {value!r}")

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from equipoise.averaging.rules.mean import Mean
 from equipoise.averaging.rules.ranking import Median, Trimmed
-from equipoise.averaging.rules.rule import Reduced, Rule, RuleError
+from equipoise.averaging.rules.rule import Mean, Reduced, Rule, RuleError
 from equipoise.compression.grammar import Registry, decimal
 from equipoise.compression.plugins import Plugins
 

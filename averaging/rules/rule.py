@@ -1,7 +1,8 @@
-"""The interface of a rule, which makes one vector of the contributions to a round."""
+"""The interface of a rule, which makes one vector of the contributions to a round, and the weighted mean."""
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from typing import NamedTuple
 
@@ -56,3 +57,22 @@ def require_rows(spec: str, rows: torch.Tensor) -> None:
     """Raise RuleError if a rule got no rows."""
     if not len(rows):
         raise RuleError(f"the rule {spec} needs at least 1 contributions, got 0")
+
+
+class Mean(Rule):
+    """Adds the rows, times their weights, in member order, and divides by the sum of the weights.
+
+    It is the rule of FedAvg (McMahan et al. 2017, arXiv:1602.05629). `Codec.reduce` computes the same from payloads in
+    one pass, and rounds use that.
+    """
+
+    name = spec = "mean"
+
+    def reduce(self, rows: torch.Tensor, weights: torch.Tensor) -> Reduced:
+        """See `Rule.reduce`."""
+        require_rows(self.spec, rows)
+        total = torch.zeros_like(rows[0])
+        for row, own in zip(rows, weights.to(rows.dtype), strict=True):
+            total += row * own
+        weight = math.fsum(weights.tolist())  # torch adds in an order of its own.
+        return Reduced(total / rows.new_tensor(weight), weights / weight)

@@ -6,12 +6,12 @@ import difflib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
-from types import UnionType
 from typing import Any, Required, TypedDict, TypeVar
 
 import torch
 from blake3 import blake3
 
+from equipoise.averaging.outer.step import above_zero, below_one, require_in_range
 from equipoise.peer.training.history import REPLICATED_ROUNDS
 from equipoise.peer.training.image import Stateful
 from equipoise.peer.training.replica import Alone, Trust
@@ -87,11 +87,11 @@ class CommonOptions:
             cls.__doc__ = f"{cls.__doc__.rstrip()}{CommonOptions.__doc__.split('Attributes:')[1]}"
 
     def __post_init__(self) -> None:
-        _require_number("wait_for", self.wait_for, 0, math.inf, "a whole number of peers >= 0", int)
-        _require_positive("timeout", self.timeout)
+        require_in_range("wait_for", self.wait_for, 0, math.inf, "a whole number of peers >= 0", int)
+        above_zero("timeout", self.timeout)
         _require("alone", self.alone, self.alone in ("train", "wait"), "'train' or 'wait'")
         _require("trust", self.trust, self.trust in ("known", "heads"), "'known' or 'heads'")
-        _require_number("patience", self.patience, 0, math.inf, "seconds >= 0")
+        require_in_range("patience", self.patience, 0, math.inf, "seconds >= 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,9 +128,9 @@ class Options(CommonOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("target_batch_size", "batch_size"):
-            _require_positive(name, getattr(self, name))
+            above_zero(name, getattr(self, name))
         if self.clip is not None:
-            _require_positive("clip", self.clip)
+            above_zero("clip", self.clip)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,14 +156,14 @@ class LocalOptions(CommonOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _require_number("every", self.every, 1, math.inf, "a whole number of steps >= 1", int)
+        require_in_range("every", self.every, 1, math.inf, "a whole number of steps >= 1", int)
         most = min(MAX_FRAGMENTS, self.every)
         expected = f"1 to {most}, and no more than `every`"
-        _require_number("fragments", self.fragments, 1, most + 1, expected, int)
+        require_in_range("fragments", self.fragments, 1, most + 1, expected, int)
         gap = self.every // self.fragments
-        _require_number("delay", self.delay, 0, gap, f"0 to {gap - 1} steps: below every / fragments", int)
-        _require_number("merge", self.merge, 0, 1, "a number from 0 to below 1")
-        _require_positive("weight", self.weight)
+        require_in_range("delay", self.delay, 0, gap, f"0 to {gap - 1} steps: below every / fragments", int)
+        below_one("merge", self.merge)
+        above_zero("weight", self.weight)
 
 
 class FederatedKeywords(TypedDict, total=False):
@@ -208,12 +208,14 @@ class FederatedOptions:
 
     def __post_init__(self) -> None:
         if self.rounds is not None:
-            _require_number("rounds", self.rounds, 1, math.inf, "a whole number of rounds >= 1, or None", int)
+            require_in_range(
+                "rounds", self.rounds, 1, math.inf, "a whole number of rounds >= 1, or None", int
+            )
         expected = f"a whole number of rounds >= 0, below {REPLICATED_ROUNDS}"
-        _require_number("patience", self.patience, 0, REPLICATED_ROUNDS, expected, int)
+        require_in_range("patience", self.patience, 0, REPLICATED_ROUNDS, expected, int)
         _require("patience", self.patience, bool(self.until) or not self.patience, "0 without `until`")
-        _require_number("proximal", self.proximal, 0, math.inf, "a finite number >= 0")
-        _require_number("wait_for", self.wait_for, 0, math.inf, "a whole number of peers >= 0", int)
+        require_in_range("proximal", self.proximal, 0, math.inf, "a finite number >= 0")
+        require_in_range("wait_for", self.wait_for, 0, math.inf, "a whole number of peers >= 0", int)
 
 
 def from_keywords(
@@ -248,22 +250,6 @@ def short(told: str) -> str:
     if plain == told and len(told) <= MAX_VALUE_CHARS:
         return told
     return f"{plain[:MAX_VALUE_CHARS]} blake3 {blake3(told.encode()).hexdigest()[:16]}".strip()
-
-
-def _require_positive(name: str, value: float) -> None:
-    _require_number(name, value, math.ulp(0.0), math.inf, "a finite number above 0")
-
-
-def _require_number(
-    name: str,
-    value: object,
-    least: float,
-    below: float,
-    expected: str,
-    kind: type[int] | UnionType = int | float,
-) -> None:
-    valid = isinstance(value, kind) and not isinstance(value, bool) and least <= value < below
-    _require(name, value, valid, expected)
 
 
 def _require(name: str, value: object, valid: bool, expected: str) -> None:

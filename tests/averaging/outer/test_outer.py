@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from equipoise.averaging.outer import Average, Nesterov, OuterStep, parse_outer
-from equipoise.averaging.outer.adaptive import FedAdam, _power
-from equipoise.averaging.outer.momentum import FedAvgM
+from equipoise.averaging.outer.steps import FedAdam, FedAvgM, _power
 from equipoise.averaging.rules import parse_rule
 from oracles.federated import OUTER, RULES
 
