@@ -129,17 +129,13 @@ class RunDriver:
         metrics: Values | None = None,
         evaluation: Report | None = None,
     ) -> Outcome:
-        """Take part in one round.
+        """Take part in one round; `Join` describes the other arguments.
 
         Args:
             vectors: The encoded contribution, which should not be changed until this returns, and the memory for the
                 mean, which holds it if the outcome is ok. What no encoder writes fails the round here, when it is met:
                 to look for it before would read the vector twice.
-            weight: A finite number >= 0; 0 observes.
             timeout: Seconds for everything; the outcome fails with a reason when they are over.
-            state: Which state of the run this peer holds; the group is told, signed. None says nothing.
-            metrics: What this peer's training measured; the group averages it by the counted weights.
-            evaluation: What the state that this peer holds scores on its data; None says nothing.
 
         Raises:
             ValueError: The weight, the metrics, or a vector's size, is not valid, or a round is going on already.

@@ -35,10 +35,8 @@ class VoteSignatures:
     """Signs one member's own votes in a round, and checks the votes that other members report.
 
     Args:
-        round_id: The round.
         me: This member's index.
         peers: PeerIDs by member.
-        identity: Signs as this member, and checks every member's signatures.
     """
 
     def __init__(self, round_id: bytes, me: int, peers: Sequence[str], identity: Identity) -> None:

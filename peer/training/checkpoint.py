@@ -492,9 +492,7 @@ def read_checkpoint(path: Path, own: Subject, limit: int) -> tuple[Manifest, mem
     manifest = read_manifest(path)
     if manifest.spec != manifest.subject.spec:
         raise Damaged(f"checkpoint {path} is damaged: {MANIFEST_FILE} does not agree with its own hash")
-    misfit = _misfit(manifest.subject, own)
-    if misfit:
-        raise Misfit(f"checkpoint {path} {misfit[0]}", misfit[1])
+    _require_fit(path, manifest.subject, own)
     if manifest.size > limit:
         raise Misfit(
             f"checkpoint {path} has an image of {manifest.size} bytes; expected at most {limit} for this model",
@@ -539,18 +537,17 @@ _versions = msgspec.json.Decoder(_Version)
 _manifests = msgspec.json.Decoder(Manifest)
 
 
-def _misfit(found: Subject, own: Subject) -> tuple[str, str] | None:
-    """The reason why a checkpoint of `found` is unusable for `own`, and what to do; None if it is usable."""
+def _require_fit(path: Path, found: Subject, own: Subject) -> None:
+    """Raise `Misfit` if a checkpoint of `found` is unusable for `own`."""
     if found.run != own.run:
-        return f"is of run {found.run!r}, not of {own.run!r}", "give the directory of this run"
+        told = f"checkpoint {path} is of run {found.run!r}, not of {own.run!r}"
+        raise Misfit(told, "give the directory of this run")
     for term in sorted(found.terms.keys() | own.terms.keys()):
         there, here = found.terms.get(term, "not set"), own.terms.get(term, "not set")
         if there != here:
-            return (
-                f"was written with another {term}: {there[:MAX_SHOWN]!r} there, {here[:MAX_SHOWN]!r} here",
-                "resume with the same, or give the run a new name",
-            )
-    return None
+            told = f"another {term}: {there[:MAX_SHOWN]!r} there, {here[:MAX_SHOWN]!r} here"
+            hint = "resume with the same, or give the run a new name"
+            raise Misfit(f"checkpoint {path} was written with {told}", hint)
 
 
 def _write(path: Path, content: memoryview) -> str:

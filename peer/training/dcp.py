@@ -7,7 +7,6 @@ with an image from another peer, before anything changes. `Checkpoints` do not n
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -33,7 +32,15 @@ class SwarmState:
         yet must name its moments too. On loading, `about` tells which of them count.
         """
         tensors, about = unpack(self._optimizer.image())
-        return {**_remembered(self._optimizer.inner, self._optimizer.parameters), **tensors, ABOUT: about}
+        inner, parameters = self._optimizer.inner, self._optimizer.parameters
+        has_all = all(parameter in inner.state for parameter in parameters.values())
+        future = {
+            f"optimizer/state/{name}/{key}": torch.zeros_like(value)
+            for name, kept in ({} if has_all else remembered(inner, parameters)).items()
+            for key, value in kept.items()
+            if isinstance(value, torch.Tensor)
+        }
+        return {**future, **tensors, ABOUT: about}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take on the state.
@@ -47,17 +54,3 @@ class SwarmState:
         if not isinstance(about, dict) or not are_tensors:
             raise ImageError("expected what SwarmState.state_dict returned, got something else")
         self._optimizer.load(pack(tensors, about))
-
-
-def _remembered(
-    inner: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    """Zeros in the place of every tensor of the optimizer's future state, by its path in an image."""
-    if all(parameter in inner.state for parameter in parameters.values()):
-        return {}
-    return {
-        f"optimizer/state/{name}/{key}": torch.zeros_like(value)
-        for name, kept in remembered(inner, parameters).items()
-        for key, value in kept.items()
-        if isinstance(value, torch.Tensor)
-    }
