@@ -28,7 +28,6 @@ from equipoise.dht.dialer import GREETING, direct_hosts, probe, told
 from equipoise.dht.direct.listener import ask_origin
 from equipoise.dht.direct.sockets import connect
 from equipoise.dht.direct.transport import DirectTransport
-from equipoise.dht.limits import LruDict, RateLimit
 from equipoise.dht.p2pd_client import CallHandler, P2pdClient, StreamListener
 from equipoise.dht.protocol import RecordProtocol, Versioned, decode, encode
 from equipoise.dht.records import Readiness
@@ -36,6 +35,7 @@ from equipoise.dht.relay.client import MAX_CANDIDATES, RelayClient
 from equipoise.dht.relay.service import HOP_PROTOCOL, RelayService
 from equipoise.dht.sanitize import Malformed, printable
 from equipoise.dht.state import ReachStatus
+from equipoise.limits import LruDict, RateLimit
 from equipoise.tasks import TaskSet, sleep_until
 
 WITNESSES = 3

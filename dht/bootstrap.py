@@ -20,10 +20,10 @@ from humanfriendly.text import pluralize
 
 from equipoise.dht.address import Address
 from equipoise.dht.dialer import Unreached
-from equipoise.dht.limits import backoff
 from equipoise.dht.p2pd_client import P2pdClient, P2pdClientError
 from equipoise.dht.protocol import CallError, RecordProtocol, VersionError
 from equipoise.dht.state import AddressState, BootstrapStatus
+from equipoise.limits import backoff
 from equipoise.tasks import TaskSet, sleep_until
 
 FIRST_RETRY_SECONDS = 0.3

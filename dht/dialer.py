@@ -18,10 +18,10 @@ from dataclasses import replace
 
 from equipoise.dht.address import Address, is_relayed, well_formed
 from equipoise.dht.dialpolicy import DialPolicy
-from equipoise.dht.limits import LruDict
 from equipoise.dht.p2pd_client import P2pdClient, P2pdClientError
 from equipoise.dht.sanitize import printable
 from equipoise.dht.state import AddressState
+from equipoise.limits import LruDict
 from equipoise.tasks import end
 
 PROBE_SECONDS = 2.0

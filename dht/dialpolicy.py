@@ -17,7 +17,8 @@ from dataclasses import dataclass
 
 import psutil
 
-from equipoise.dht.limits import Failure, LruDict, backoff
+from equipoise.dht.limits import Failure
+from equipoise.limits import LruDict, backoff
 
 Place = tuple[str, int]
 """IP address or name, and TCP port."""

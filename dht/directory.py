@@ -241,7 +241,6 @@ class RunDirectory:
             peer=self._identity.peer,
             run=run,
             sequence=next(self._sequence),
-            issued=protocol.clock.now(),
             reach=reach.state,
             why=reach.reason[: records.MAX_WHY_CHARACTERS],
             addresses=protocol.addresses,

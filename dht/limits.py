@@ -1,17 +1,15 @@
-"""Bounds on the memory and work that peers can cause: entries remembered, calls, bytes carried, records verified."""
+"""Bounds on the work that peers can cause: calls under way, bytes carried, records verified."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TypeVar
 
-CALLS_PER_SECOND = 100.0
-"""Most calls of one peer; a mate in a run of nine or fewer stores 10 records a second, and looks up every 2 s."""
-BURST = 200.0
+from equipoise.limits import MAX_PEERS, LruDict, RateLimit
+
 SIGNATURES_PER_SECOND = 100.0
 SIGNATURES_BURST = 300.0
 """Most records of one sender that are verified, at 0.15 ms each; a run-mate sends 10 a second in each run."""
@@ -25,27 +23,8 @@ UNKNOWN_BURST = 600.0
 tells its own. Strangers that pass on any number, or come with many PeerIDs, must not crowd out the known."""
 DISTRUST_SECONDS = 60.0
 """Time for which a peer that has sent a forged record is ignored."""
-MAX_PEERS = 4096
-"""Most peers with a bucket. The least recently seen is forgotten: its bucket has long been full again."""
 BURST_SECONDS = 0.25
 """Longest time over which unused rate adds up, so that control messages do not wait for bulk."""
-
-_K = TypeVar("_K")
-_V = TypeVar("_V")
-
-
-class LruDict(OrderedDict[_K, _V]):
-    """Keeps the `limit` keys that were set last."""
-
-    def __init__(self, limit: int) -> None:
-        super().__init__()
-        self._limit = limit
-
-    def __setitem__(self, key: _K, value: _V) -> None:
-        super().__setitem__(key, value)
-        self.move_to_end(key)
-        if len(self) > self._limit:
-            self.popitem(last=False)
 
 
 @dataclass(frozen=True)
@@ -55,11 +34,6 @@ class Failure:
     reason: str
     retry: float
     pause: float
-
-
-def backoff(pause: float, first: float, most: float, growth: float = 2.0) -> float:
-    """Return the pause after one more failure: `first`, then `growth` times the `pause` before, `most` at most."""
-    return min(pause * growth or first, most)
 
 
 class Tally(Counter[str]):
@@ -76,23 +50,6 @@ class Tally(Counter[str]):
                 self[name] -= 1
                 if self[name] <= 0:
                     del self[name]
-
-
-class RateLimit:
-    """Token buckets by peer."""
-
-    def __init__(self, rate: float = CALLS_PER_SECOND, burst: float = BURST) -> None:
-        self._rate = rate
-        self._burst = burst
-        self._buckets: LruDict[str, tuple[float, float]] = LruDict(MAX_PEERS)
-
-    def allow(self, peer: str, now: float) -> bool:
-        """Take one token of `peer` at `now` (seconds, monotonic); False if it has none."""
-        tokens, since = self._buckets.get(peer, (self._burst, now))
-        tokens = min(self._burst, tokens + (now - since) * self._rate)
-        allowed = tokens >= 1
-        self._buckets[peer] = (tokens - 1 if allowed else tokens, now)
-        return allowed
 
 
 class Scrutiny:

@@ -11,9 +11,9 @@ from typing import Annotated
 import msgspec
 
 from equipoise.dht.address import well_formed
-from equipoise.dht.limits import LruDict
 from equipoise.dht.records import Addresses
 from equipoise.dht.sanitize import read_regular
+from equipoise.limits import LruDict
 
 MEMORY_FILE = "swarm.json"
 MAX_FILE_BYTES = 256 * 1024

@@ -22,15 +22,15 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 from equipoise.dht import sanitize
-from equipoise.dht.clock import SwarmClock
 from equipoise.dht.dialer import Dialer
 from equipoise.dht.hivemind_imports import DHTID, RoutingTable, traverse_dht
 from equipoise.dht.identity import public_key_of
-from equipoise.dht.limits import LruDict, RateLimit, Scrutiny, Tally
+from equipoise.dht.limits import Scrutiny, Tally
 from equipoise.dht.p2pd_client import CallHandler, P2pdClient
 from equipoise.dht.records import Addresses, Entry, Envelope, Forged, Kept, Readiness, RecordStore, check
 from equipoise.dht.sanitize import Malformed, printable
 from equipoise.dht.state import PROTOCOL_VERSION
+from equipoise.limits import LruDict, RateLimit
 from equipoise.tasks import TaskSet
 
 MAX_KEYS = 16
@@ -40,8 +40,6 @@ MAX_RECORDS = 512
 MAX_PEER_CHARACTERS = 64
 """Longest PeerID; an Ed25519 PeerID has 52 characters."""
 MAX_INSTANCE_BYTES = 16
-MAX_TIME = 2**40
-"""Latest time that a peer's clock may show, in seconds since 1970; infinity and NaN are refused too."""
 MAX_NEAREST = 20
 """Most peers named as nearest to a key: Kademlia's k."""
 MAX_MESSAGE_BYTES = 128 * 1024
@@ -51,6 +49,8 @@ PAGE_BYTES = 64 * 1024
 
 CALL = "equipoise.dht.ping"
 """Name of the only call. Daemons of earlier versions have it too, so each side is told that their versions differ."""
+CALLS_PER_SECOND, CALLS_BURST = 100.0, 200.0
+"""Most calls of one peer; a mate in a run of nine or fewer stores 10 records a second, and looks up every 2 s."""
 MAX_PEERS = 1024
 """Most peers of which it is remembered when they were heard, and their instances: the peers heard last."""
 MAX_FORMER = 4
@@ -111,7 +111,6 @@ class Message(Versioned, frozen=True, kw_only=True):
 
     Attributes:
         serves: Whether the author answers look-ups (False in client mode).
-        time: The author's clock, seconds since 1970.
         addresses: Addresses where the author listens.
         relays: Whether it relays for peers that cannot be dialled.
         instance: Random bytes drawn at the author's start; see `Instances`.
@@ -124,7 +123,6 @@ class Message(Versioned, frozen=True, kw_only=True):
     """
 
     serves: bool
-    time: Annotated[float, msgspec.Meta(ge=0, le=MAX_TIME)]
     addresses: Addresses = ()
     relays: bool = False
     instance: Annotated[bytes, msgspec.Meta(max_length=MAX_INSTANCE_BYTES)] = b""
@@ -217,7 +215,6 @@ class RecordProtocol:
         self.peer = peer
         self.node_id = node_id_of(peer)
         self.routing_table = RoutingTable(self.node_id, MAX_NEAREST, BUCKET_DEPTH_MODULO)
-        self.clock = SwarmClock()
         self.record_store = RecordStore()
         self.acquainted: set[str] = set()
         self.addresses: tuple[str, ...] = ()
@@ -232,7 +229,7 @@ class RecordProtocol:
         self._instances = Instances()
         self._link = link
         self.dialer = dialer
-        self._limit = RateLimit()
+        self._limit = RateLimit(CALLS_PER_SECOND, CALLS_BURST)
         self._scrutiny = Scrutiny()
         self._verifier = ThreadPoolExecutor(1, "signatures")
         self._held = Tally()
@@ -317,7 +314,7 @@ class RecordProtocol:
     def keep(self, own: Kept) -> None:
         """Put a record of this peer itself into the record store, unless a later one of the same identity is there."""
         with _refusing(own):
-            record, _ = self.record_store.examine(own, self.clock.now())
+            record, _ = self.record_store.examine(own)
             self._tell(own, self.record_store.enter(own, record, time.monotonic()))
 
     async def take(self, records: Iterable[Kept], sender: str) -> int:
@@ -331,7 +328,7 @@ class RecordProtocol:
                 accepted += 1
             elif self._scrutiny.admits(sender, kept.subkey, self.record_store.has(kept.subkey), now):
                 with _refusing(kept):
-                    news.append((kept, *self.record_store.examine(kept, self.clock.now())))
+                    news.append((kept, *self.record_store.examine(kept)))
         if not news:
             return accepted
         loop = asyncio.get_running_loop()
@@ -353,7 +350,7 @@ class RecordProtocol:
     async def _call(self, peer: str, keys: Sequence[bytes] = (), records: Sequence[Kept] = ()) -> Message:
         """Ask `peer`; return its answer. Raises CallError without a usable one."""
         question = self._message(peer, keys=tuple(keys), records=tuple(records))
-        asked, began = time.time(), time.monotonic()
+        began = time.monotonic()
         if not self._link.attached:
             raise CallError("p2pd is not running")
         if self._scrutiny.distrusts(peer, time.monotonic()):
@@ -370,7 +367,6 @@ class RecordProtocol:
         except (ConnectionError, Malformed) as error:
             self.lose(peer)
             raise CallError(f"{peer}: {str(error).removeprefix(f'call {peer}: ')}") from error
-        self.clock.learn(peer, answer.time, asked, time.time())
         self._meet(peer, answer)
         return answer
 
@@ -403,7 +399,6 @@ class RecordProtocol:
         """Return a message to `peer`, with what it must know of this peer."""
         return Message(
             serves=self.serves,
-            time=time.time(),
             addresses=self.addresses,
             relays=self.relays,
             instance=self._instance,

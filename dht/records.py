@@ -5,8 +5,8 @@ fields are ignored. The signature covers a domain, the run and the payload. Noth
 beyond its author's own state: shapes, weights and manifests are agreed elsewhere.
 
 `RecordStore` keeps the newest per author and run, void a bounded time after its first arrival. Clocks of a swarm may be
-off by a day, so a record's life is counted from when it first arrived here, on this machine's monotonic clock; `issued`
-only bounds how old a replay can be once its successor is forgotten. Pure: `now` and the swarm's clock are arguments.
+off by any amount: a record's life is counted from when it first arrived here, on this machine's monotonic clock. Pure:
+`now` is an argument.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from typing import Annotated, TypeVar
 import msgspec
 
 from equipoise.dht.address import MAX_ADDRESS_CHARACTERS
-from equipoise.dht.clock import MAX_OFFSET_SECONDS
 from equipoise.dht.identity import Identity, verify
 from equipoise.dht.sanitize import Malformed, decode, printable
 from equipoise.dht.state import PROTOCOL_VERSION, Part, ReachState, Tags
@@ -45,11 +44,9 @@ SHARDS = 4
 """A run's records are spread over so many keys: one key with 300 records takes 0.3 s to read."""
 MAX_BYTES = 10 * 1024 * 1024
 """Most memory of all records: about 3,600 usual ones. The record renewed longest ago goes first. Void records stay as
-long as there is memory: their sequences refuse replays, and without them `issued` refuses replays of some days ago."""
+long as there is memory: their sequences refuse replays. A replayed record only names a peer, which must answer."""
 ENTRY_BYTES = 1700
 """Memory of one record besides its own bytes: its names, and its places in three indices."""
-CLOCK_TOLERANCE_SECONDS = 2 * MAX_OFFSET_SECONDS + 600.0
-"""Most that an author's idea of the swarm's clock may be off this peer's: a day off here and a day off there."""
 
 Addresses = Annotated[
     tuple[Annotated[str, msgspec.Meta(max_length=MAX_ADDRESS_CHARACTERS)], ...],
@@ -86,7 +83,6 @@ class Readiness(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         reach: How others reach it, as far as it knows.
         why: Why it believes that, one line.
         addresses: Where it listens, in the form that `--join` takes.
-        issued: The author's idea of the swarm's clock, seconds since 1970.
         name: What people call it.
         credential: Where others open direct channels with it (`direct.credential`); decoded when it is used.
         tags: Properties of its machine, in its user's words.
@@ -98,7 +94,6 @@ class Readiness(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     run: str
     sequence: _Count
     state: Part
-    issued: _Finite
     spec: Annotated[str, msgspec.Meta(max_length=MAX_SPEC_CHARACTERS)] = ""
     round: _Count = 0
     accumulated: _Finite = 0.0
@@ -232,19 +227,16 @@ class RecordStore:
         self._keys: dict[bytes, set[tuple[str, str]]] = {}
         self._bytes = 0
 
-    def examine(self, found: Kept, swarm_time: float) -> tuple[Readiness, Envelope]:
+    def examine(self, found: Kept) -> tuple[Readiness, Envelope]:
         """Decode a record, and check everything that is cheaper than its signature, which `check` verifies.
 
-        `swarm_time` is the swarm's time, in seconds since 1970. Raises Malformed if the record is another peer's,
-        replayed or void.
+        Raises Malformed if the record is another peer's, replayed or void.
         """
         if not 0 < found.remaining <= TTL_SECONDS:
             raise Malformed(f"expected 0 to {TTL_SECONDS:.0f} s left to live, got {found.remaining}")
         record, envelope = unseal(found.data)
         if record.peer != found.subkey:
             raise Malformed("expected the subkey to be the record's author")
-        if abs(record.issued - swarm_time) > CLOCK_TOLERANCE_SECONDS:
-            raise Malformed(f"issued {record.issued - swarm_time:+.0f} s from now by the swarm's clock")
         self._check_sequence(record)
         return record, envelope
 

@@ -129,11 +129,10 @@ class SwarmStatus(msgspec.Struct, frozen=True):
         p2pd_pid: Process id of p2pd; None while it is not running.
         p2pd_restarts: How often p2pd has been started again.
         p2pd_log: The last lines that p2pd printed.
-        clock_offset: Seconds that the median of the swarm's clocks is ahead of this machine's.
         streams: Number of open streams.
         reach: How others reach this peer.
         direct: Its direct channels.
-        warnings: What a person should put right, one line each with its next step: a clock that is off, say.
+        warnings: What a person should put right, one line each with its next step.
     """
 
     state: State
@@ -146,7 +145,6 @@ class SwarmStatus(msgspec.Struct, frozen=True):
     p2pd_pid: int | None
     p2pd_restarts: int
     p2pd_log: tuple[str, ...]
-    clock_offset: float
     streams: int
     direct: DirectStatus
     reach: ReachStatus

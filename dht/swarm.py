@@ -110,7 +110,6 @@ class Swarm:
         )
         self._supervisor.on_addresses = self._on_addresses
         self._tasks = TaskSet()
-        self._clock_warned = False
         self._ranks: dict[str, Rank] = {}
 
     def _build(self) -> None:
@@ -275,11 +274,10 @@ class Swarm:
             p2pd_pid=self._supervisor.pid,
             p2pd_restarts=self._supervisor.restarts,
             p2pd_log=self._supervisor.log,
-            clock_offset=self._protocol.clock.offset,
             streams=len(self.transport.channels),
             direct=self.direct.status(),
             reach=self._reach.status(),
-            warnings=tuple(filter(None, [*self._moved, *self._twins(), self._protocol.clock.warning])),
+            warnings=(*self._moved, *self._twins()),
         )
 
     def _standing(self) -> tuple[State, str]:
@@ -364,10 +362,6 @@ class Swarm:
     async def _keep_house(self) -> None:
         while True:
             await asyncio.sleep(HOUSEKEEPING_SECONDS)
-            warning = self._protocol.clock.warning
-            if bool(warning) != self._clock_warned:
-                self._clock_warned = bool(warning)
-                _log.warning("%s", warning or "this machine's clock is in step with the others' again")
             for peer in sorted(self._contacts.alive.intersection(self._protocol.peers)):
                 self._memory.remember(peer, self._dialer.addresses_of(peer))
             self._memory.save()

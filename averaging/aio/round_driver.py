@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -31,6 +31,7 @@ from equipoise.averaging.statesync.update import EncodedMean
 from equipoise.averaging.weights import ATTENDANCE_LIMIT, cap_of, contributing, counted_weights
 from equipoise.compression import CodecError
 from equipoise.compression.device_reduce import DeviceReducer
+from equipoise.limits import LruDict
 from equipoise.tasks import Driver
 
 ROUND_FRAME = b"R"
@@ -430,8 +431,8 @@ class Rounds:
         self._reducer = reducer
         self.open: dict[bytes, RoundDriver] = {}
         self._sessions = sessions
-        self._closed: OrderedDict[bytes, None] = OrderedDict()
-        self._early: OrderedDict[str, deque[bytes]] = OrderedDict()
+        self._closed: LruDict[bytes, None] = LruDict(MAX_CLOSED_ROUNDS)
+        self._early: LruDict[str, deque[bytes]] = LruDict(MAX_EARLY_PEERS)
 
     @property
     def busy(self) -> bool:
@@ -461,19 +462,14 @@ class Rounds:
         if round_id in self._closed:
             return False
         # By peer, so that a peer that floods this daemon pushes out only its own frames.
-        frames = self._early.setdefault(peer, deque(maxlen=MAX_EARLY_FRAMES))
-        self._early.move_to_end(peer)
+        frames = self._early[peer] = self._early.get(peer) or deque(maxlen=MAX_EARLY_FRAMES)
         if len(header) <= MAX_EARLY_BYTES:
             frames.append(header)
-        if len(self._early) > MAX_EARLY_PEERS:
-            self._early.popitem(last=False)
         return True
 
     def _forget(self, round_id: bytes) -> None:
         self.open.pop(round_id, None)
         self._closed[round_id] = None
-        if len(self._closed) > MAX_CLOSED_ROUNDS:
-            self._closed.popitem(last=False)
 
 
 def _message(header: bytes) -> wire.RoundMessage:

@@ -23,7 +23,6 @@ from equipoise.averaging.matchmaking.membership import Membership
 from equipoise.averaging.matchmaking.messages import MAX_DETAIL_CHARS
 from equipoise.averaging.outcome import FetchOutcome, Outcome
 from equipoise.averaging.ports import Candidate, Directory, FrameRefused
-from equipoise.averaging.rate_limit import Allowance
 from equipoise.averaging.session.outbox import Frame
 from equipoise.averaging.spec import RunSpec
 from equipoise.averaging.state import StateId
@@ -34,6 +33,7 @@ from equipoise.averaging.statesync.client import Fetch
 from equipoise.averaging.statesync.messages import Ask, AskItems, Item, TransferMessage, encode
 from equipoise.averaging.statesync.server import Server
 from equipoise.averaging.statesync.update import MAX_MANIFEST_BYTES, EncodedMean, read_head
+from equipoise.limits import Allowance
 from equipoise.tasks import Driver, TaskSet
 
 TRANSFER_FRAME = b"T"

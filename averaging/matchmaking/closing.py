@@ -13,6 +13,7 @@ from equipoise.averaging.matchmaking.group_builder import GroupBuilder, Limit
 from equipoise.averaging.state import StateId
 from equipoise.averaging.timing import HOLD_SECONDS, KEEPALIVE, PATIENT_KEEPALIVE, REDRAWN_SECONDS
 from equipoise.averaging.weights import contributing
+from equipoise.limits import LruDict
 
 if TYPE_CHECKING:
     from equipoise.averaging.strategy import Federated
@@ -120,7 +121,7 @@ class QuorumAndGrace(ClosePolicy):
         super().__init__(context)
         self.hold, self.reserve = strategy.grace + HOLD_SECONDS, strategy.reserve
         self._strategy = strategy
-        self._draws: dict[StateId | None, _Draw] = {}
+        self._draws: LruDict[StateId | None, _Draw] = LruDict(MAX_DRAWS)
         self._begun = False
 
     def awaited(self, gathering: GroupBuilder, now: float) -> tuple[Set[str], Set[str]]:
@@ -146,7 +147,7 @@ class QuorumAndGrace(ClosePolicy):
         """See `ClosePolicy.draw`."""
         strategy, live = self._strategy, self._context.membership.live(self._strategy.tags)
         self._begun = self._begun or len(live) >= strategy.available
-        drawn, since = self._draws.pop(state, _Draw(Drawn((), ()), {}))
+        drawn, since = self._draws.get(state, _Draw(Drawn((), ()), {}))
         if live != drawn.live:
             # Fewer than the quorum could only fail. Where peers die, others take their places.
             minimum = max(strategy.minimum, strategy.quorum, len(drawn.peers))
@@ -157,8 +158,6 @@ class QuorumAndGrace(ClosePolicy):
             stay = dict.fromkeys((*drawn.peers, *(peer for peer in since if peer in live)))
             since = {peer: since.get(peer, now) for peer in stay}
         self._draws[state] = _Draw(drawn, since)
-        if len(self._draws) > MAX_DRAWS:
-            del self._draws[next(iter(self._draws))]
         return drawn
 
     def holds(self, gathering: GroupBuilder, now: float) -> bool:

@@ -14,9 +14,9 @@ from equipoise.averaging.matchmaking.events import Action, Send
 from equipoise.averaging.matchmaking.group_builder import StragglerWait
 from equipoise.averaging.matchmaking.membership import LEAP, MAX_JUMP, Membership
 from equipoise.averaging.outcome import Outcome
-from equipoise.averaging.rate_limit import Allowance
 from equipoise.averaging.strategy import Needs
 from equipoise.averaging.weights import ATTENDANCE_LIMIT
+from equipoise.limits import Allowance, LruDict
 
 JOINS_SECONDS, MAX_JOINS, MAX_JOINS_OF_ONE = 1.0, 2000, 100
 """Time, and most joins checked within it, in all and of one peer: each signature costs 0.15 ms. A run has at most some
@@ -74,7 +74,7 @@ class Context:
     _looked_at: Allowance = field(
         default_factory=lambda: Allowance(JOINS_SECONDS, MAX_JOINS, MAX_JOINS_OF_ONE)
     )
-    _forgers: dict[str, float] = field(default_factory=dict)
+    _forgers: LruDict[str, float] = field(default_factory=lambda: LruDict(MAX_FORGERS))
 
     def __post_init__(self) -> None:
         self.membership = Membership(self.peer, self.spec, self.needs.group_size, self.needs.places)
@@ -111,10 +111,7 @@ class Context:
         if not self._looked_at.admits(peer, now):
             return Objection("more joins have come than are looked at in a second", wait=1.0)
         if join.peer != peer or not join.genuine(self.verify):
-            self._forgers.pop(peer, None)
             self._forgers[peer] = now + FORGER_SECONDS
-            if len(self._forgers) > MAX_FORGERS:
-                del self._forgers[next(iter(self._forgers))]
             return Objection(f"expected a join signed by {peer}")
         return None
 

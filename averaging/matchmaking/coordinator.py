@@ -18,6 +18,7 @@ from equipoise.averaging.matchmaking.group_builder import Closing, GroupBuilder,
 from equipoise.averaging.matchmaking.topology import rank
 from equipoise.averaging.state import StateId
 from equipoise.averaging.timing import MAX_WAIT
+from equipoise.limits import LruDict
 
 MAX_GATHERINGS = 4
 """Most rounds gathered at once: this round, and later rounds of groups that are ahead."""
@@ -71,7 +72,7 @@ class Coordinator:
         self._gatherings: dict[int, GroupBuilder] = {}
         self._closed: dict[int, _Closed] = {}
         self._ended: dict[int, _Ended] = {}
-        self._owed: dict[str, None] = {}
+        self._owed: LruDict[str, None] = LruDict(MAX_OWED)
         self._elsewhere: str | None = None
         self._redirects = True
         self._seen_at = float("-inf")
@@ -409,8 +410,6 @@ class Coordinator:
         for join in closing.members:
             self._owed.pop(join.peer, None)
         self._owed.update(dict.fromkeys(join.peer for join in closing.left_over))
-        while len(self._owed) > MAX_OWED:
-            del self._owed[next(iter(self._owed))]
 
     def _gathering(self, round: int, now: float) -> GroupBuilder:
         if round not in self._gatherings:

@@ -22,8 +22,8 @@ from equipoise.averaging.matchmaking.coordinator import Coordinator
 from equipoise.averaging.matchmaking.joiner import Joiner
 from equipoise.averaging.matchmaking.matchmaker import Matchmaker
 from equipoise.averaging.outcome import Gathering
-from equipoise.averaging.rate_limit import Allowance
 from equipoise.averaging.state import StateId
+from equipoise.limits import Allowance
 
 DOUBTS_SECONDS, MAX_DOUBTS = 1.0, 4
 """Time, and most manifests of shunned peers checked within it, one of each: up to 64 signatures each, a twentieth of a

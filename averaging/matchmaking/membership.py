@@ -15,6 +15,7 @@ import msgspec
 from equipoise.averaging.matchmaking.topology import Groups, plan, rank, ranked, seats
 from equipoise.averaging.ports import Candidate
 from equipoise.averaging.timing import SILENT_SECONDS
+from equipoise.limits import LruDict
 
 MAX_PEERS = 4096
 """Most peers of one run that are considered; a directory that shows more is flooded."""
@@ -121,8 +122,8 @@ class Membership:
         self._made: tuple[int, frozenset[str]] = (0, frozenset())
         self._vacated: frozenset[str] = frozenset()
         self._others: dict[str, _Other] = {}
-        self._early: dict[str, float] = {}
-        self._shunned: dict[str, _Shun] = {}
+        self._early: LruDict[str, float] = LruDict(MAX_PEERS)
+        self._shunned: LruDict[str, _Shun] = LruDict(MAX_SHUNNED)
         self._plans: dict[int, Groups] = {}
 
     def see(self, candidates: Iterable[Candidate], now: float) -> None:
@@ -201,8 +202,6 @@ class Membership:
         if other is None:
             # The peer's record may be on the way; the peer counts as met once the record is here.
             self._early[peer] = now
-            if len(self._early) > MAX_PEERS:
-                del self._early[next(iter(self._early))]
             return
         first, other.heard_at = not other.met, now
         if other.losses:
@@ -233,11 +232,9 @@ class Membership:
 
     def shun(self, peer: str, now: float, *, excused: bool = False) -> None:
         """Ask others before this peer for a while, alive or not; `excused` if it may call once in that time."""
-        before = self._shunned.pop(peer, None)
+        before = self._shunned.get(peer)
         may_call = before.may_call if before is not None and now < before.until else excused
         self._shunned[peer] = _Shun(now + SHUN_SECONDS, may_call)
-        if len(self._shunned) > MAX_SHUNNED:
-            del self._shunned[next(iter(self._shunned))]
 
     def shuns(self, peer: str, now: float) -> bool:
         """True if others are asked before the peer for now."""

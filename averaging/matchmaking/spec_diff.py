@@ -20,9 +20,9 @@ from equipoise.averaging.matchmaking import messages as wire
 from equipoise.averaging.matchmaking.events import CandidatesSeen, Event, MessageReceived, PeerLost, Send
 from equipoise.averaging.matchmaking.topology import rank
 from equipoise.averaging.ports import Candidate
-from equipoise.averaging.rate_limit import Allowance
 from equipoise.averaging.spec import MARK_BYTES, MAX_TERM_VALUE_CHARS, PLACES, PROTOCOL_VERSION, RunSpec
 from equipoise.averaging.timing import SILENCE_SECONDS
+from equipoise.limits import Allowance
 
 MAX_STRANGERS = 16
 """Most peers of other specs that are asked. One answer shows the difference, the others how many live peers have it."""

@@ -16,8 +16,8 @@ import msgspec
 from equipoise.dht.address import is_host
 from equipoise.dht.dialpolicy import Place
 from equipoise.dht.direct.errors import Refused
-from equipoise.dht.limits import LruDict
 from equipoise.dht.sanitize import Malformed, decode
+from equipoise.limits import LruDict
 
 MAX_CREDENTIAL_BYTES = 1024
 """Equal to `averaging.ports.MAX_CREDENTIAL_BYTES`, checked by a test: the packages do not know each other."""

@@ -17,10 +17,10 @@ from equipoise.dht.direct.listener import ORIGIN_QUESTION, Gate, Listener, endpo
 from equipoise.dht.direct.sockets import connect, keep_alive, receive_exactly, said, shown, tune
 from equipoise.dht.direct.tls import make_context
 from equipoise.dht.identity import Identity
-from equipoise.dht.limits import LruDict
 from equipoise.dht.state import DirectStatus
 from equipoise.dht.streams import Stream
 from equipoise.dht.transport import FramedChannel, Handler, OpenChannels
+from equipoise.limits import LruDict
 from equipoise.tasks import TaskSet
 
 OPEN_SECONDS = 10.0

@@ -23,13 +23,13 @@ from equipoise.dht.dialpolicy import Place
 from equipoise.dht.direct.listener import ask_origin
 from equipoise.dht.direct.sockets import said, shown
 from equipoise.dht.direct.transport import DirectTransport
-from equipoise.dht.limits import LruDict, RateLimit, backoff
 from equipoise.dht.p2pd_client import P2pdClient, StreamListener
 from equipoise.dht.punch import candidates
 from equipoise.dht.punch.candidates import Candidates, End, Go, Message, Probe
 from equipoise.dht.sanitize import Malformed, printable
 from equipoise.dht.streams import Acceptor, Stream, StreamClosed
 from equipoise.dht.transport import FramedChannel
+from equipoise.limits import LruDict, RateLimit, backoff
 from equipoise.tasks import TaskSet, sleep_until
 
 WANTED_SECONDS = 600.0

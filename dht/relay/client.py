@@ -17,10 +17,11 @@ from typing import Any
 
 from equipoise.dht.address import Address, is_relayed, well_formed
 from equipoise.dht.dialer import Dialer
-from equipoise.dht.limits import Failure, LruDict, backoff
+from equipoise.dht.limits import Failure
 from equipoise.dht.p2pd_client import P2pdClient
 from equipoise.dht.relay.service import HOP_PROTOCOL, Hop, Kind, Status, describe, receive, send
 from equipoise.dht.sanitize import Malformed
+from equipoise.limits import LruDict, backoff
 from equipoise.tasks import sleep_until
 
 WANTED = 2

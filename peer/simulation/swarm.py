@@ -31,6 +31,7 @@ from equipoise.averaging.state import StateId
 from equipoise.averaging.statesync.server import KEPT_MEANS
 from equipoise.averaging.strategy import Federated
 from equipoise.averaging.timing import GRACE
+from equipoise.limits import LruDict
 from equipoise.peer.control.messages import StartRound
 from equipoise.peer.errors import Refused
 from equipoise.peer.simulation.downloads import Download
@@ -159,7 +160,7 @@ class SimulatedRun:
     def __init__(self, spec: RunSpec, time: VirtualTime, chance: Random, pool: BufferPool) -> None:
         self.spec = spec
         self.members: dict[str, Member] = {}
-        self.kept: dict[StateId, Kept] = {}
+        self.kept: LruDict[StateId, Kept] = LruDict(KEPT_MEANS)
         self.downloads: list[Download] = []
         self._time = time
         self._chance = chance
@@ -179,7 +180,7 @@ class SimulatedRun:
         self._policy = spec.strategy.policy(context)
         self._round = 0
         self._builder = self._gather()
-        self._beyond: dict[StateId, Exchange] = {}
+        self._beyond: LruDict[StateId, Exchange] = LruDict(ENDED_KEPT)
         self._looks_at = math.inf
 
     # ---- peers that come and go ----
@@ -198,12 +199,8 @@ class SimulatedRun:
         name, most = self.spec.name, self.spec.options.group_size
         if len(self.present) >= most and not isinstance(self.spec.strategy, Federated):
             told = f"expected at most group_size={most} simulated peers in run {name!r}, all in one group"
-            larger = (
-                f"give a group_size of up to {MAX_GROUP_SIZE}"
-                if most < MAX_GROUP_SIZE
-                else "give fewer peers"
-            )
-            raise Refused(told, f"{larger}, or a federated strategy")
+            larger = f"a group_size of up to {MAX_GROUP_SIZE}" if most < MAX_GROUP_SIZE else "fewer peers"
+            raise Refused(told, f"give {larger}, or a federated strategy")
         self.members[member.peer] = member
         self._time.progressed()
         self._look_soon()
@@ -272,9 +269,8 @@ class SimulatedRun:
             self.stop(member, f"too late by {late:.3g} s: {told}", late)
             return
         parked = Parked(join, self._time.now, search.request.timeout, MAX_HOPS, answered=True)
-        if (
-            not self._builder.park(parked) and join.bound is not None
-        ):  # Observers make room, and follow by downloads.
+        # Observers make room, and follow by downloads.
+        if not self._builder.park(parked) and join.bound is not None:
             idle = (peer for peer, one in self._builder.parked.items() if one.join.bound is None)
             self._builder.drop(next(idle, ""))
             self._builder.park(parked)
@@ -385,8 +381,6 @@ class SimulatedRun:
         found = exchange(self.spec, manifest, contributions, self._pool)
         if found.before is not None:
             self._beyond[found.before] = going
-            for oldest in list(self._beyond)[:-ENDED_KEPT]:
-                del self._beyond[oldest]
         self._time.at(self._time.now + EXCHANGE_SECONDS, lambda: self._end(going, searches, found))
         for join in closing.left_over:  # Contributions to another state, and observers beyond the group.
             member = self.members[join.peer]
@@ -400,8 +394,6 @@ class SimulatedRun:
             self._time.progressed()
         if before is not None:
             self.kept[before] = Kept(outcome, mean, tuple(self.members[peer] for peer in outcome.group))
-            for oldest in list(self.kept)[:-KEPT_MEANS]:
-                del self.kept[oldest]
         for peer, search in searches.items():
             member = self.members[peer]
             member.exchange = None

@@ -39,7 +39,7 @@ from equipoise.averaging.counts import count
 from equipoise.averaging.outcome import Outcome
 from equipoise.averaging.state import StateId, group_state
 from equipoise.averaging.weights import ATTENDANCE_LIMIT, LEAST_CONTRIBUTION
-from equipoise.dht.limits import LruDict, backoff
+from equipoise.limits import LruDict, backoff
 from equipoise.peer.training import events, lineage
 from equipoise.peer.training.events import Action, Event
 

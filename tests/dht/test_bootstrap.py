@@ -91,7 +91,7 @@ async def test_another_peer_at_the_address(members, until, stranger) -> None:
 
 async def test_another_protocol_version(members, until) -> None:
     first = await members.start("first")
-    later = wire.Message(version=PROTOCOL_VERSION + 1, serves=True, time=0.0)
+    later = wire.Message(version=PROTOCOL_VERSION + 1, serves=True)
     first._protocol._message = lambda peer, **content: later
     member = await members.start("member", join=first.addresses)
     await until(lambda: member.status().bootstrap[0].state == "other version")
@@ -103,7 +103,7 @@ async def test_a_newer_caller_is_told_which_side_is_older(members, until) -> Non
     first = await members.start("first")
     member = await members.start("member", join=first.addresses)
     await until(lambda: first.peer in member.status().connected)
-    newer = wire.encode(wire.Message(version=PROTOCOL_VERSION + 1, serves=True, time=0.0))
+    newer = wire.encode(wire.Message(version=PROTOCOL_VERSION + 1, serves=True))
     answer = await member._link.call(first.peer, wire.CALL, newer)
     assert msgspec.msgpack.decode(answer) == {"version": PROTOCOL_VERSION}
 

@@ -94,7 +94,6 @@ def record_of(identity: Identity, sequence: int) -> Kept:
         run="digits",
         sequence=sequence,
         state="joined",
-        issued=time.time(),
     )
     return Kept(identity.peer, seal(record, identity), 15.0)
 
@@ -345,7 +344,7 @@ async def test_a_late_answer_loses_only_a_peer_that_says_nothing_meanwhile(
     tmp_path: Path, identity: Identity, stranger: Identity, monkeypatch, heard: bool
 ) -> None:
     _, protocol = directory_of(tmp_path, identity)
-    said = Message(serves=True, time=time.time())
+    said = Message(serves=True)
     protocol._meet(stranger.peer, said)
 
     async def reach(peer: str) -> None:

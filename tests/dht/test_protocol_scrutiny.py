@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from pathlib import Path
 
 import pytest
@@ -106,13 +105,12 @@ def store(identity: Identity, author: str, sequence: int = 1) -> Kept:
         run="digits",
         sequence=sequence,
         state="ready",
-        issued=time.time(),
     )
     return Kept(author, seal(record, identity), 15.0)
 
 
 async def send(protocol: RecordProtocol, sender: str, kept: list[Kept]) -> int:
-    request = wire.encode(wire.Message(serves=False, time=time.time(), records=tuple(kept)))
+    request = wire.encode(wire.Message(serves=False, records=tuple(kept)))
     answer = await protocol.handlers[wire.CALL](sender, request)
     return wire.decode(answer, wire.messages).accepted
 

@@ -12,7 +12,6 @@ from equipoise.dht import records
 from equipoise.dht.address import MAX_ADDRESS_CHARACTERS
 from equipoise.dht.identity import Identity, load_or_create, peer_of
 from equipoise.dht.records import (
-    CLOCK_TOLERANCE_SECONDS,
     MAX_ADDRESSES,
     MAX_CREDENTIAL_BYTES,
     MAX_NAME_CHARACTERS,
@@ -36,7 +35,6 @@ from equipoise.dht.sanitize import Malformed, decode, printable
 from equipoise.dht.state import MAX_TAG_CHARACTERS, MAX_TAGS, PROTOCOL_VERSION
 
 NOW = 1000.0
-SWARM_TIME = 1.8e9
 
 
 def verified(data: bytes) -> Readiness:
@@ -52,7 +50,6 @@ def record(identity: Identity, **changes) -> Readiness:
         "run": "digits",
         "sequence": 1,
         "state": "ready",
-        "issued": SWARM_TIME,
     }
     return Readiness(**(values | changes))
 
@@ -69,11 +66,11 @@ def forged(identity: Identity, payload: bytes, run: str = "digits") -> bytes:
     return msgspec.msgpack.encode({"payload": payload, "signature": signature})
 
 
-def accept(record_store: RecordStore, found: Kept, now: float, swarm_time: float) -> Entry | None:
+def accept(record_store: RecordStore, found: Kept, now: float) -> Entry | None:
     """Take a record as the protocol does; None if it is known already."""
     if record_store.knows(found, now):
         return None
-    one, envelope = record_store.examine(found, swarm_time)
+    one, envelope = record_store.examine(found)
     check(one, envelope)
     return record_store.enter(found, one, now)
 
@@ -166,7 +163,6 @@ def test_signed_by_another_is_refused(identity: Identity, stranger: Identity) ->
         {"accumulated": math.inf},
         {"accumulated": -1.0},
         {"bandwidth": math.inf},
-        {"issued": math.nan},
         {"round": -1},
         {"sequence": 2**63},
         {"why": "x" * 161},
@@ -250,9 +246,9 @@ def test_what_is_cut_off_or_goes_on_is_malformed(identity: Identity) -> None:
 
 def test_ledger_keeps_the_newest(identity: Identity, stranger: Identity) -> None:
     record_store = RecordStore()
-    assert accept(record_store, kept(identity, sequence=5), NOW, SWARM_TIME)
-    assert accept(record_store, kept(stranger, sequence=1), NOW, SWARM_TIME)
-    assert accept(record_store, kept(identity, sequence=6, state="joined"), NOW, SWARM_TIME)
+    assert accept(record_store, kept(identity, sequence=5), NOW)
+    assert accept(record_store, kept(stranger, sequence=1), NOW)
+    assert accept(record_store, kept(identity, sequence=6, state="joined"), NOW)
     assert states(record_store) == {identity.peer: (6, "joined"), stranger.peer: (1, "ready")}
     assert [entry.record.peer for entry in record_store.current("digits", NOW)] == sorted(
         states(record_store)
@@ -262,31 +258,31 @@ def test_ledger_keeps_the_newest(identity: Identity, stranger: Identity) -> None
 def test_replays_and_equivocation_are_refused(identity: Identity) -> None:
     record_store = RecordStore()
     old, new = kept(identity, sequence=1), kept(identity, sequence=2)
-    accept(record_store, old, NOW, SWARM_TIME)
-    accept(record_store, new, NOW, SWARM_TIME)
-    assert accept(record_store, new, NOW, SWARM_TIME) is None
+    accept(record_store, old, NOW)
+    accept(record_store, new, NOW)
+    assert accept(record_store, new, NOW) is None
     for replayed in (old, kept(identity, sequence=2, round=7)):
         with pytest.raises(Malformed, match="is not after"):
-            accept(record_store, replayed, NOW, SWARM_TIME)
+            accept(record_store, replayed, NOW)
     assert states(record_store) == {identity.peer: (2, "ready")}
 
 
 def test_life_counts_from_the_first_arrival(identity: Identity) -> None:
     record_store = RecordStore()
     one = kept(identity)
-    accept(record_store, one, NOW, SWARM_TIME)
-    accept(record_store, one, NOW + TTL_SECONDS - 1, SWARM_TIME)
+    accept(record_store, one, NOW)
+    accept(record_store, one, NOW + TTL_SECONDS - 1)
     assert states(record_store, NOW + TTL_SECONDS - 0.1)
     assert not states(record_store, NOW + TTL_SECONDS + 0.1)
-    accept(record_store, one, NOW + TTL_SECONDS + 1, SWARM_TIME)
+    accept(record_store, one, NOW + TTL_SECONDS + 1)
     assert not states(record_store, NOW + TTL_SECONDS + 1)
 
 
 def test_what_is_left_travels_and_cannot_be_understated_for_good(identity: Identity) -> None:
     record_store = RecordStore()
-    accept(record_store, kept(identity, remaining=2.0), NOW, SWARM_TIME)
+    accept(record_store, kept(identity, remaining=2.0), NOW)
     assert not states(record_store, NOW + 3)
-    accept(record_store, kept(identity, remaining=TTL_SECONDS), NOW, SWARM_TIME)
+    accept(record_store, kept(identity, remaining=TTL_SECONDS), NOW)
     assert states(record_store, NOW + TTL_SECONDS - 1)
     assert not states(record_store, NOW + TTL_SECONDS + 1)
 
@@ -294,38 +290,29 @@ def test_what_is_left_travels_and_cannot_be_understated_for_good(identity: Ident
 @pytest.mark.parametrize("remaining", [0.0, -1.0, TTL_SECONDS + 1, math.nan, math.inf])
 def test_absurd_lives_are_refused(identity: Identity, remaining: float) -> None:
     with pytest.raises(Malformed, match="left to live"):
-        accept(RecordStore(), kept(identity, remaining=remaining), NOW, SWARM_TIME)
+        accept(RecordStore(), kept(identity, remaining=remaining), NOW)
 
 
 def test_a_foreign_subkey_is_refused(identity: Identity, stranger: Identity) -> None:
     good = kept(identity)
     with pytest.raises(Malformed, match="subkey"):
-        accept(RecordStore(), Kept(stranger.peer, good.data, 15.0), NOW, SWARM_TIME)
-
-
-def test_clocks_a_day_off_take_part_and_old_replays_do_not(identity: Identity) -> None:
-    assert accept(RecordStore(), kept(identity), NOW, SWARM_TIME - 2 * 86_400)
-    assert accept(RecordStore(), kept(identity), NOW, SWARM_TIME + 2 * 86_400)
-    with pytest.raises(Malformed, match="swarm's clock"):
-        accept(RecordStore(), kept(identity), NOW, SWARM_TIME + CLOCK_TOLERANCE_SECONDS + 1)
+        accept(RecordStore(), Kept(stranger.peer, good.data, 15.0), NOW)
 
 
 def test_nothing_void_can_be_revived(identity: Identity) -> None:
     record_store = RecordStore()
-    accept(record_store, kept(identity, sequence=1), NOW, SWARM_TIME)
-    accept(record_store, kept(identity, sequence=2), NOW, SWARM_TIME)
+    accept(record_store, kept(identity, sequence=1), NOW)
+    accept(record_store, kept(identity, sequence=2), NOW)
     for replayed in (kept(identity, sequence=1), kept(identity, sequence=2)):
         with pytest.raises(Malformed, match="is not after 2"):
-            record_store.examine(replayed, SWARM_TIME + CLOCK_TOLERANCE_SECONDS)
-        with pytest.raises(Malformed, match="swarm's clock"):
-            RecordStore().examine(replayed, SWARM_TIME + CLOCK_TOLERANCE_SECONDS + 1)
+            record_store.examine(replayed)
 
 
 def test_the_departed_are_gone_at_once_but_their_farewell_is_passed_on(identity: Identity) -> None:
     record_store = RecordStore()
-    accept(record_store, kept(identity, sequence=1), NOW, SWARM_TIME)
+    accept(record_store, kept(identity, sequence=1), NOW)
     farewell = kept(identity, sequence=2, state="offline")
-    accept(record_store, farewell, NOW, SWARM_TIME)
+    accept(record_store, farewell, NOW)
     assert not states(record_store)
     assert [one.data for one in record_store.under(key_of("digits", shard_of(identity.peer)), NOW)] == [
         farewell.data
@@ -335,19 +322,19 @@ def test_the_departed_are_gone_at_once_but_their_farewell_is_passed_on(identity:
 def test_runs_per_author_are_bounded(identity: Identity) -> None:
     record_store = RecordStore()
     for number in range(MAX_RUNS_PER_PEER):
-        accept(record_store, kept(identity, run=f"run {number}"), NOW, SWARM_TIME)
+        accept(record_store, kept(identity, run=f"run {number}"), NOW)
     with pytest.raises(Malformed, match="maximum"):
-        accept(record_store, kept(identity, run="one more"), NOW, SWARM_TIME)
-    accept(record_store, kept(identity, run="run 0", sequence=2), NOW, SWARM_TIME)
+        accept(record_store, kept(identity, run="one more"), NOW)
+    accept(record_store, kept(identity, run="run 0", sequence=2), NOW)
 
 
 def test_a_run_that_was_left_makes_room_for_another(identity: Identity) -> None:
     record_store = RecordStore()
     for number in range(MAX_RUNS_PER_PEER):
-        accept(record_store, kept(identity, run=f"run {number}"), NOW, SWARM_TIME)
-    accept(record_store, kept(identity, run="run 7", sequence=2, state="offline"), NOW, SWARM_TIME)
-    assert accept(record_store, kept(identity, run="one more"), NOW, SWARM_TIME)
-    assert accept(record_store, kept(identity, run="and another"), NOW + TTL_SECONDS + 1, SWARM_TIME)
+        accept(record_store, kept(identity, run=f"run {number}"), NOW)
+    accept(record_store, kept(identity, run="run 7", sequence=2, state="offline"), NOW)
+    assert accept(record_store, kept(identity, run="one more"), NOW)
+    assert accept(record_store, kept(identity, run="and another"), NOW + TTL_SECONDS + 1)
     assert len(record_store._entries) == MAX_RUNS_PER_PEER
 
 
@@ -376,7 +363,7 @@ def test_the_memory_of_records_is_bounded(
             peer = peer_of(number.to_bytes(32, "big"))
             run = f"run {number}, " + "x" * 100
             sent = msgspec.msgpack.encode(kept(author, peer=peer, run=run, **contents))
-            accept(record_store, msgspec.msgpack.decode(sent, type=Kept), NOW, SWARM_TIME)
+            accept(record_store, msgspec.msgpack.decode(sent, type=Kept), NOW)
         taken = tracemalloc.get_traced_memory()[0] - before
     finally:
         tracemalloc.stop()
@@ -386,12 +373,12 @@ def test_the_memory_of_records_is_bounded(
 def test_records_of_a_peer_that_is_gone_are_void_until_it_says_more(identity: Identity) -> None:
     record_store = RecordStore()
     first = kept(identity)
-    accept(record_store, first, NOW, SWARM_TIME)
+    accept(record_store, first, NOW)
     record_store.bury(identity.peer, NOW + 1)
     assert not states(record_store, NOW + 1)
-    assert accept(record_store, first, NOW + 2, SWARM_TIME) is None, "others still pass it on"
+    assert accept(record_store, first, NOW + 2) is None, "others still pass it on"
     assert not states(record_store, NOW + 2)
-    again = accept(record_store, kept(identity, sequence=2), NOW + 3, SWARM_TIME)
+    again = accept(record_store, kept(identity, sequence=2), NOW + 3)
     assert again is not None
     assert again.newcomer
     assert states(record_store, NOW + 3)
@@ -399,7 +386,7 @@ def test_records_of_a_peer_that_is_gone_are_void_until_it_says_more(identity: Id
 
 def test_one_that_has_left_and_still_serves_is_found_and_says_so(identity: Identity) -> None:
     record_store = RecordStore()
-    accept(record_store, kept(identity, state="left"), NOW, SWARM_TIME)
+    accept(record_store, kept(identity, state="left"), NOW)
     (entry,) = record_store.current("digits", NOW)
     assert entry.record.left
     assert not entry.record.ready

@@ -14,7 +14,6 @@ import itertools
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -47,7 +46,6 @@ def records(run: str, port: int, count: int, home: Path, round: int, accumulated
             run=run,
             sequence=1,
             state="ready",
-            issued=time.time(),
             round=round,
             accumulated=accumulated,
             dialable=True,

@@ -174,7 +174,6 @@ class FakeSwarm:
             p2pd_pid=None,
             p2pd_restarts=0,
             p2pd_log=(),
-            clock_offset=0.0,
             streams=0,
             direct=DirectStatus(channel="aead"),
             reach=self.reach(self.peer),

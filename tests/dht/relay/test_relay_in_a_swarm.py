@@ -110,7 +110,6 @@ def record(reach: str, dialable: bool) -> Readiness:
         run="r",
         sequence=1,
         state="joined",
-        issued=0.0,
         reach=reach,
         dialable=dialable,
     )

@@ -71,7 +71,6 @@ def a_status(runs: int = 2, entries: int = 1, warnings: int = 1) -> Status:
             p2pd_pid=4712,
             p2pd_restarts=0,
             p2pd_log=(),
-            clock_offset=0.0,
             streams=0,
             direct=DirectStatus(channel="aead"),
             reach=ReachStatus("direct", f"dialled by {OTHER}"),
