@@ -4,7 +4,8 @@ The endpoint joins three things: the round machine, the failure detector, and th
 
 The member sends a heartbeat every `HEARTBEAT_SECONDS` until all living members hold the mean. From then on it answers
 the heartbeats of members that do not know that yet, and waits for nobody. Until then the failure detector tells the
-machine which members have fallen silent.
+machine which members have fallen silent. A beat that comes late shows that this process itself stood still: nobody is
+blamed for that time.
 
 The endpoint keeps values back until the receiving member has sent a frame of this round. That frame proves that the
 receiver knows the round by the same manifest and has buffers for it. The endpoint also keeps control messages back from
@@ -22,7 +23,7 @@ from equipoise.averaging.allreduce.events import Action, Event, Group
 from equipoise.averaging.allreduce.failure_detector import FailureDetector
 from equipoise.averaging.allreduce.machine import AllReduce
 from equipoise.averaging.allreduce.paxos import members_of
-from equipoise.averaging.timing import HEARTBEAT_SECONDS
+from equipoise.averaging.timing import HEARTBEAT_SECONDS, SILENCE_SECONDS
 
 
 class Endpoint:
@@ -81,8 +82,11 @@ class Endpoint:
             case events.PeerLost(member):
                 self._detector.lose(member)
             case events.Woke():
-                beats = not self.machine.released and now >= self._beats_at
-                actions = self._beat(now) if beats else []
+                actions: list[Action] = []
+                if not self.machine.released and now >= self._beats_at:
+                    if now - self._beats_at > SILENCE_SECONDS / 2:
+                        self.machine.excuse(now - self._beats_at, now)
+                    actions = self._beat(now)
                 return actions + (self._tell(event, now) if now >= self.machine.deadline else [])
         return self._tell(event, now)
 

@@ -197,6 +197,12 @@ class Attendance:
             self._step, self._step_began = step, now
             self.ends_at, self._spent = float("inf"), False
 
+    def excuse(self, seconds: float, now: float) -> None:
+        """Count no time of the last `seconds`, in which this process stood still."""
+        times = self._progress_at, self._step_began, self._lost_at
+        self._progress_at, self._step_began, self._lost_at = (min(at + seconds, now) for at in times)
+        self.ends_at += seconds
+
     def progress(self, now: float) -> None:
         """Note progress: the level is 0 again, and bytes are counted anew."""
         self._progress_at = now

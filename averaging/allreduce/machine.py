@@ -152,6 +152,10 @@ class AllReduce:
                 self._on_woke(now)
         return self._advance(now)
 
+    def excuse(self, seconds: float, now: float) -> None:
+        """Blame no member for the last `seconds`: this process stood still, and what came meanwhile is unread."""
+        self._attendance.excuse(seconds, now)
+
     # ---- taking in ----
 
     def _on_message(self, sender: int, message: wire.RoundMessage, now: float) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from typing import TypeVar
 
 MAX_PEERS = 4096
@@ -52,9 +52,20 @@ class Allowance:
     """Admits `each` requests of a peer within `seconds`, and `count` requests of all peers together."""
 
     def __init__(self, seconds: float, count: int, each: int = 1) -> None:
-        self._peers = RateLimit(each / seconds, each)
-        self._all = RateLimit(count / seconds, count)
+        self._seconds = seconds
+        self._count = count
+        self._each = each
+        self._since = float("-inf")
+        self._left = count
+        self._peers: Counter[str] = Counter()
 
     def admits(self, peer: str, now: float) -> bool:
         """Return whether a request of this peer is admitted now; if so, it counts."""
-        return self._peers.allow(peer, now) and self._all.allow("", now)
+        if now - self._since >= self._seconds:
+            self._since, self._left = now, self._count
+            self._peers.clear()
+        if self._peers[peer] >= self._each or not self._left:
+            return False
+        self._peers[peer] += 1
+        self._left -= 1
+        return True

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import pytest
+
 from equipoise.averaging.allreduce import messages as wire
-from equipoise.averaging.allreduce.events import BytesReceived, PeerLost
+from equipoise.averaging.allreduce.endpoint import Endpoint
+from equipoise.averaging.allreduce.events import BytesReceived, PeerLost, Woke
 from equipoise.averaging.allreduce.failure_detector import (
     GRACE_SECONDS,
     MIN_BYTES_PER_SECOND,
     SLOWNESS,
 )
-from equipoise.averaging.timing import STALL_SECONDS
+from equipoise.averaging.allreduce.machine import AllReduce
+from equipoise.averaging.timing import HEARTBEAT_SECONDS, STALL_SECONDS
 from fakes.one_member import ALL, TIMEOUT, A, B, C, Table, ends, recipients, sent
+from simulator.scenario import group_of
 
 ENOUGH = int(MIN_BYTES_PER_SECOND * STALL_SECONDS)
 
@@ -98,3 +103,18 @@ def test_a_partner_that_stops_within_a_part_is_given_up_when_it_is_silent() -> N
         table.now += 0.1
         fallen = ends(table.tell(PeerLost(B, "why", silent=silent)))
         assert bool(fallen) == silent, "a broken channel may be opened again"
+
+
+@pytest.mark.parametrize("pause", [0.0, 1.5, 3.0, 20.0])
+def test_time_in_which_this_process_stood_still_blames_nobody(pause: float) -> None:
+    endpoint = Endpoint(group_of((A, B), (1, 1, 1)), A, 0.0, TIMEOUT, AllReduce)
+    now = HEARTBEAT_SECONDS
+    endpoint.start(0.0)
+    endpoint.handle(Woke(), now)
+    now += HEARTBEAT_SECONDS + pause
+    endpoint.handle(Woke(), now)  # Before the frames that came meanwhile are read.
+    assert endpoint.machine.notes == []
+    while not endpoint.machine.notes:  # From then on, silence is noticed as fast as ever.
+        now = endpoint.deadline
+        endpoint.handle(Woke(), now)
+    assert now == pytest.approx(STALL_SECONDS + pause)
