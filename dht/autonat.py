@@ -168,7 +168,7 @@ class Reach:
         mates: Returns the records of all others in this peer's runs.
         relays: The relays in use.
         handlers: The unary handlers to register with p2pd.
-        listeners: The listener that takes the streams of relayed peers from p2pd.
+        listener: Takes the streams of relayed peers from p2pd.
     """
 
     def __init__(
@@ -195,7 +195,7 @@ class Reach:
         self._offers: LruDict[str, None] = LruDict(MAX_CANDIDATES)
         self.relays = RelayClient(link, protocol.dialer, protocol.peer, lambda: tuple(self._offers))
         self.relays.on_change = lambda: self.on_change()
-        self.listeners = (StreamListener(HOP_PROTOCOL, folder / "hop.sock", MAX_HOPS, self._service.handle),)
+        self.listener = StreamListener(HOP_PROTOCOL, folder / "hop.sock", MAX_HOPS, self._service.handle)
         self.handlers: dict[str, CallHandler] = {DIALBACK: self._answer}
         self._met = asyncio.Event()
         self._tasks = TaskSet()

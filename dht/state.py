@@ -64,7 +64,7 @@ class DirectStatus(msgspec.Struct, frozen=True, kw_only=True):
     """A snapshot of direct channels.
 
     Attributes:
-        channel: How this peer has frames carried where it dials: `aead`, `tls`, or `plain` (measurements only).
+        channel: How this peer has frames carried where it dials: `aead` or `tls`.
         cipher: The cipher that this peer offers where a channel is `aead`, and why it is no better one.
         listening: Where others reach this peer's direct channels, `host:port`; empty in client mode.
         channels: Number of open ones.

@@ -58,7 +58,7 @@ class SwarmOptions:
         client_mode: Whether to listen nowhere: this peer contributes and receives, but cannot be dialled.
         upnp: Whether to ask the router for a port mapping; None: where this machine has private addresses only.
         direct_listen: Multiaddrs to accept direct channels on; by default any free port of the hosts of `listen`.
-        channel: How direct channels carry frames; `plain` does not encrypt, and is refused beyond loopback.
+        channel: How direct channels carry frames.
         relay: Bytes a second to relay for peers that cannot be dialled; None: nothing.
     """
 
@@ -89,7 +89,7 @@ class Swarm:
         """Check everything that can be checked without a network.
 
         Raises AddressError if an address is malformed, IdentityError if the identity file in `home` cannot be used,
-        OSError without a directory for sockets, ValueError if the channel `plain` is asked for beyond loopback.
+        OSError without a directory for sockets.
         """
         self._options = options or SwarmOptions()
         self._join = [multiaddr.parse_address(text) for text in dict.fromkeys(self._options.join)]
@@ -142,7 +142,7 @@ class Swarm:
         self._bootstrap.remembered = self._remembered
         self._puncher = Puncher(link, dialer, direct, reach, self._runtime)
         direct.on_meet = self._puncher.want
-        self._listeners = (self.transport.listener, *reach.listeners, self._puncher.listener)
+        self._listeners = (self.transport.listener, reach.listener, self._puncher.listener)
 
     @property
     def addresses(self) -> list[str]:

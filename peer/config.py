@@ -46,8 +46,6 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 
 CHANNELS = ("aead", "tls")
 """Encryptions of bulk data on direct channels: larger records of our own after a TLS handshake, or TLS' own."""
-UNENCRYPTED = "plain"
-"""A third one, for measurements only: it is no flag, and is refused wherever another machine could connect."""
 
 CPU = "cpu"
 """Name of the device on which a daemon reduces by default."""
@@ -165,8 +163,6 @@ def load(
         problem = "a daemon in client mode cannot relay: nobody can dial it"
         raise _wrong(origins, problem, "leave out one of them")
     malformed = _malformed(config, settings, tolerant=not flags.get("join"))
-    if config.channel == UNENCRYPTED:
-        _check_loopback(config, settings["channel"].origin)
     for key in KEYS:
         settings.setdefault(key, Setting(key, getattr(config, key), "default"))
     bad = {one.address for one in malformed}
@@ -243,7 +239,7 @@ def _checked(key: str, value: Any, origin: str) -> Any:
             raise ValueError("not finite")
         if key == "name" and not checked.isprintable():
             raise ValueError("not printable")
-        if choices and checked not in choices and (key, checked) != ("channel", UNENCRYPTED):
+        if choices and checked not in choices:
             hint = _closest(checked, choices)
             raise ValueError("not one of them")
         return checked
@@ -324,19 +320,6 @@ def _malformed(
                 raise _wrong(origin, str(error)) from error
             found.append(BootstrapStatus(address, "malformed", f"{origin}: {error}", 0))
     return tuple(found)
-
-
-def _check_loopback(config: Config, origin: str) -> None:
-    """Refuse to send anything unencrypted that could leave this machine."""
-    from equipoise.dht.address import is_loopback, parse_listen
-
-    hosts = [parse_listen(address).host for address in (*config.listen, *config.direct_listen)]
-    if config.client_mode or not hosts or not all(map(is_loopback, hosts)):
-        raise _wrong(
-            origin,
-            f"channel {UNENCRYPTED!r} encrypts nothing and proves nobody's identity",
-            "it is for measurements with --listen on loopback addresses only; leave it out",
-        )
 
 
 def _lookalikes(environ: Mapping[str, str]) -> tuple[str, ...]:

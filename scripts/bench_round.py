@@ -320,9 +320,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error(f"--systems: {told}")
     if len(options.shape) > 1 and options.peers != [len(options.shape)]:
         parser.error(f"--shape names {len(options.shape)} links: give --peers {len(options.shape)}")
-    plain = [name for name in options.systems if "plain" in name.split("/")]
-    if options.shape and plain:
-        parser.error(f"--shape: shaped links have no loopback addresses, and {plain[0]} is for those only")
     if options.shape and available():
         parser.error(f"--shape: {available()}")
     if options.shape:

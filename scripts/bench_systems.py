@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import torch
 
 from equipoise.compression.choice import ENVIRONMENT, NAMES
-from equipoise.peer.config import CHANNELS, UNENCRYPTED
+from equipoise.peer.config import CHANNELS
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
@@ -49,7 +49,7 @@ BYTES_PER_VALUE = {"fp32": 4.0, "none": 4.0, "fp16": 2.0, "bf16": 2.0, "int8": 1
 
 
 WORDS = {
-    **dict.fromkeys((*CHANNELS, UNENCRYPTED), "EQUIPOISE_CHANNEL"),
+    **dict.fromkeys(CHANNELS, "EQUIPOISE_CHANNEL"),
     **dict.fromkeys(NAMES, ENVIRONMENT),
 }
 """The words that follow the codec of ours, each with the variable that it sets; a device follows, too."""

@@ -100,11 +100,10 @@ class ClosePolicy:
         contributors = contributing(weights, needs.least).bit_count()
         if len(weights) < 2 or contributors >= needs.quorum:
             return ""
+        needed = f"{needs.quorum} contributors are needed"
         if not any(weights):
-            return f"all observe: {needs.quorum} contributors are needed, and all weights are 0"
-        return (
-            f"{needs.quorum} contributors are needed, {contributors} of {len(weights)} have a weight above 0"
-        )
+            return f"all observe: {needed}, and all weights are 0"
+        return f"{needed}, {contributors} of {len(weights)} have a weight above 0"
 
 
 class QuorumAndGrace(ClosePolicy):

@@ -16,13 +16,11 @@ Why = Literal[
     "impostor",
     "malformed credential",
     "tls failure",
-    "plain",
     "timeout",
     "too many",
     "went away",
 ]
-"""`other peer`: the caller wanted to dial another peer. `impostor`: the other side does not hold the expected key.
-`plain`: only one side wants no encryption."""
+"""`other peer`: the caller wanted to dial another peer. `impostor`: the other side does not hold the expected key."""
 
 LINE_SECONDS = 1.0
 """Shortest time between two lines of the log about one reason: refusals may come thousands of times a second."""

@@ -28,8 +28,8 @@ from equipoise.dht.direct.tls import TlsSession
 from equipoise.dht.identity import peer_of, public_key_of
 from equipoise.dht.streams import Stream
 
-Layer = Literal["tls", "aead", "plain"]
-"""The carrier of frames once TLS has proved both PeerIDs; `plain` neither proves nor encrypts, for measurements."""
+Layer = Literal["tls", "aead"]
+"""The carrier of frames once TLS has proved both PeerIDs."""
 
 VERSION = 5
 _MAGIC = b"EQPD"
@@ -77,13 +77,10 @@ async def secure(
     """Prove both PeerIDs to the two sides, and return the stream of the layer in the preface.
 
     Takes over the connection, which is non-blocking and past the preface, and closes it on failure. `context` is this
-    side's (`tls.make_context`); the other side must be the peer that the preface names. The layer `plain` proves
-    nothing: the caller has checked that the connection stays on this machine. Raises Refused if the other side is
-    another peer, refuses this side, or ends the connection.
+    side's (`tls.make_context`); the other side must be the peer that the preface names. Raises Refused if the other
+    side is another peer, refuses this side, or ends the connection.
     """
     connection = socket.socket(fileno=connection.detach())
-    if preface.layer == "plain":
-        return await _accepted(Stream(connection, buffer_bytes=0), dialler)
     loop = asyncio.get_running_loop()
     with _closed_if_refused(connection):
         tls = TlsSession(context, server=not dialler)
@@ -122,7 +119,7 @@ async def secure(
 
 
 @contextlib.contextmanager
-def _closed_if_refused(opened: socket.socket | Stream) -> Iterator[None]:
+def _closed_if_refused(opened: socket.socket) -> Iterator[None]:
     """Close `opened` if the context fails; raises Refused if the connection broke."""
     try:
         yield
@@ -134,13 +131,3 @@ def _closed_if_refused(opened: socket.socket | Stream) -> Iterator[None]:
         if isinstance(error, OSError) and not isinstance(error, Refused):
             raise Refused("went away", said(error)) from None
         raise
-
-
-async def _accepted(stream: Stream, dialler: bool) -> Stream:
-    """Have the accepting side of a plain stream accept it, by one byte."""
-    with _closed_if_refused(stream):
-        if dialler:
-            await stream.receive_into(memoryview(bytearray(1)))
-        else:
-            await stream.send(b"\0")
-        return stream

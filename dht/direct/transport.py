@@ -7,7 +7,7 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from equipoise.dht.address import ListenAddress, is_loopback
+from equipoise.dht.address import ListenAddress
 from equipoise.dht.dialpolicy import DialPolicy, Place, private_networks
 from equipoise.dht.direct import ciphers, handshake
 from equipoise.dht.direct.credential import Allowlist, issue
@@ -56,13 +56,11 @@ class DirectTransport:
         layer: Layer = DEFAULT_LAYER,
         policy: DialPolicy | None = None,
     ) -> None:
-        """Make the TLS context; raises ValueError if unencrypted channels would be offered to other machines.
+        """Make the TLS context.
 
         Without `listen` addresses no peer can dial this one (client mode). `layer` carries the frames once both sides
         have proved their PeerIDs. `policy` decides which addresses of credentials are dialled, and how often.
         """
-        if layer == "plain" and not all(is_loopback(one.host) for one in listen):
-            raise ValueError("channels without encryption are for measurements on loopback addresses only")
         self.peer = identity.peer
         self.dialable = bool(listen)
         self._layer = layer
@@ -192,7 +190,7 @@ class DirectTransport:
             preface = parse_preface(await receive_exactly(connection, PREFACE_BYTES))
             if preface.dialler != peer:
                 raise Refused("other peer", f"{preface.dialler} is where {peer} was expected")
-            return await self._introduce(connection, address[0], preface)
+            return await self._introduce(connection, preface)
         finally:
             connection.close()
 
@@ -205,8 +203,6 @@ class DirectTransport:
         """Send the preface on a connection that this peer has opened, and prove its PeerID."""
         preface = Preface(self._layer, self.peer, peer)
         try:
-            if self._layer == "plain" and not is_loopback(address[0]):
-                raise Refused("plain", "channels without encryption are for loopback addresses only")
             tune(connection)
             await asyncio.get_running_loop().sock_sendall(connection, preface.encode())
             return await handshake.secure(connection, self._context, preface, dialler=True)
@@ -236,7 +232,7 @@ class DirectTransport:
                     return
                 if self.channels.handler is None:
                     return
-                channel = await self._introduce(connection, host, parse_preface(opening))
+                channel = await self._introduce(connection, parse_preface(opening))
         except TimeoutError:
             self._refuse("timeout", f"{host} did not prove who it is in {HANDSHAKE_SECONDS:.0f} s")
             return
@@ -247,13 +243,10 @@ class DirectTransport:
             self._gate.leave(task)
         await self.channels.handle(channel)
 
-    async def _introduce(self, connection: socket.socket, host: str, preface: Preface) -> FramedChannel:
+    async def _introduce(self, connection: socket.socket, preface: Preface) -> FramedChannel:
         tune(connection)
         if preface.acceptor != self.peer:
             raise Refused("other peer", f"{preface.dialler} wants to reach {preface.acceptor}")
-        plain = self._layer == "plain"
-        if (preface.layer == "plain") != plain or (plain and not is_loopback(host)):
-            raise Refused("plain", f"{preface.dialler} wants channels as {preface.layer}, not {self._layer}")
         await self._allowlist.expect(preface.dialler, ADMIT_SECONDS)
         stream = await handshake.secure(connection, self._context, preface, dialler=False)
         try:

@@ -11,6 +11,8 @@ from collections.abc import Callable, Collection, Coroutine, Sequence
 from contextvars import ContextVar
 from typing import Any, Generic, Protocol, TypeVar
 
+from equipoise.limits import backoff
+
 _T = TypeVar("_T")
 _Event = TypeVar("_Event", contravariant=True)
 _Action = TypeVar("_Action", covariant=True)
@@ -34,11 +36,9 @@ class Failures:
 
     def note(self, name: str, error: BaseException) -> None:
         """Note that the task `name` has failed; of the errors of a task, the first is shown."""
-        now, kind = time.monotonic(), f"{type(error).__name__}: {error}"
-        _, before = self._noted.get(
-            name, (now, f"the task {name} failed ({kind[:MAX_CHARACTERS]}); see the log")
-        )
-        self._noted[name] = now, before
+        why = f"{type(error).__name__}: {error}"[:MAX_CHARACTERS]
+        _, first = self._noted.get(name, (0.0, f"the task {name} failed ({why}); see the log"))
+        self._noted[name] = time.monotonic(), first
 
     def warnings(self) -> tuple[str, ...]:
         """Return a line for each."""
@@ -87,9 +87,9 @@ class TaskSet:
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
+        if not task.cancelled() and (error := task.exception()) is not None:
             # Only a bug of ours, or a machine that has run out of something, ends a task by an exception.
-            _failed(_name(task.get_coro()), task.exception())
+            _failed(task.get_coro(), error)
 
 
 async def _kept(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -99,18 +99,15 @@ async def _kept(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         try:
             return await running
         except Exception as error:
-            _failed(_name(running), error)
-            pause = 0.0 if loop.time() - began > MAX_RESTART_SECONDS else pause
-        pause = min(max(2 * pause, FIRST_RESTART_SECONDS), MAX_RESTART_SECONDS)
+            _failed(running, error)
+            if loop.time() - began > MAX_RESTART_SECONDS:
+                pause = 0.0
+        pause = backoff(pause, FIRST_RESTART_SECONDS, MAX_RESTART_SECONDS)
         await asyncio.sleep(pause)
 
 
-def _name(work: object) -> str:
-    return str(getattr(work, "__qualname__", work))
-
-
-def _failed(name: str, error: BaseException | None) -> None:
-    assert error is not None
+def _failed(work: object, error: BaseException) -> None:
+    name = str(getattr(work, "__qualname__", work))
     _log.error("the task %s failed", name, exc_info=error)
     failures.get().note(name, error)
 

@@ -325,9 +325,8 @@ class Replica:
         # Newcomers have met only each other, though an older group may exist.
         if beginning and missing > 0 and self._introductions < MAX_INTRODUCTIONS:
             self._introductions += 1
-            self.reason = (
-                f"it has met some that begin as it does; {count(missing, 'other peer')} may know more"
-            )
+            others = count(missing, "other peer")
+            self.reason = f"it has met some that begin as it does; {others} may know more"
             return []
         if group == self.state:
             actions = self._forget_all()

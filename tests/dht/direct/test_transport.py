@@ -1,4 +1,4 @@
-"""Frames over real sockets, in all three layers."""
+"""Frames over real sockets, in both layers."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ import pytest
 
 from equipoise.averaging import ports
 from equipoise.dht import records, transport
-from equipoise.dht.address import ListenAddress
 from equipoise.dht.direct import aead, credential, handshake, streams
 from equipoise.dht.direct.transport import MAX_OPENING
 from fakes.direct import introduce
 
-LAYERS = ("plain", "tls", "aead")
+LAYERS = ("tls", "aead")
 LARGE = 4 * 1024 * 1024
 
 
@@ -213,18 +212,6 @@ async def test_few_channels_are_opened_at_once(peers, monkeypatch) -> None:
     channels = await asyncio.gather(*(first.open(other.peer) for other in others))
     assert len(channels) == len(others)
     assert 1 < most <= MAX_OPENING
-
-
-async def test_unencrypted_channels_stay_on_loopback(peers) -> None:
-    with pytest.raises(ValueError, match="loopback"):
-        peers.make("open", "plain", (ListenAddress("/ip4/0.0.0.0/tcp/0", "0.0.0.0", 0),))
-    plain, secure = peers.make("plain", "plain"), peers.make("secure")
-    introduce(plain, secure)
-    with pytest.raises(ConnectionError):
-        await plain.open(secure.peer)
-    with pytest.raises(ConnectionError):
-        await secure.open(plain.peer)
-    assert plain.status().refused["plain"] == secure.status().refused["plain"] == 1
 
 
 async def test_frames_sent_at_once_after_the_greeting_are_not_swallowed(peers) -> None:

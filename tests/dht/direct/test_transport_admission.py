@@ -19,7 +19,6 @@ from equipoise.dht.direct.handshake import PREFACE_BYTES, Preface, parse_preface
 from equipoise.dht.direct.sockets import receive_exactly
 from equipoise.dht.direct.tls import TlsSession, make_context
 from equipoise.dht.identity import Identity
-from equipoise.dht.streams import Stream
 from fakes.certificates import certify, presenting
 from fakes.direct import port_of, refused
 
@@ -154,36 +153,6 @@ async def test_who_alters_the_layer_asked_for_is_found_out_before_a_frame(peers,
             await first.open(second.peer)
     assert refused(second) == {"tls failure": 1}
     assert "does not confirm the layer" in second.status().last_refusal
-
-
-@pytest.mark.parametrize("dialler", [True, False])
-@pytest.mark.parametrize("cancelled", [True, False])
-async def test_who_forgoes_encryption_leaves_no_socket_behind(monkeypatch, dialler, cancelled) -> None:
-    made: list[Stream] = []
-
-    def make(connection: socket.socket, buffer_bytes: int) -> Stream:
-        made.append(Stream(connection, buffer_bytes))
-        return made[-1]
-
-    monkeypatch.setattr(handshake, "Stream", make)
-    own, other = socket.socketpair()
-    with own, other:
-        if not dialler:
-            own.setblocking(False)
-            with contextlib.suppress(BlockingIOError):
-                while True:
-                    own.send(bytes(65536))  # Until its own byte has to wait.
-        context = make_context(Identity(Ed25519PrivateKey.generate(), Path()))
-        plain = Preface("plain", "", "")
-        forgoing = asyncio.ensure_future(handshake.secure(own, context, plain, dialler=dialler))
-        await asyncio.sleep(0)
-        if cancelled:
-            forgoing.cancel()
-        else:
-            other.close()
-        with pytest.raises(asyncio.CancelledError if cancelled else Refused):
-            await forgoing
-    assert [stream.closed for stream in made] == [True]
 
 
 async def shaken(layer) -> tuple[asyncio.Task, TlsSession, socket.socket]:

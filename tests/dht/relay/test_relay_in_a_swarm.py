@@ -262,7 +262,7 @@ async def test_who_says_nothing_to_a_relay_is_let_go(members, until, monkeypatch
     relay = await members.start("relay", relay=RATE)
     client = await members.start("client", join=relay.addresses, client_mode=True)
     await until(lambda: relayed(client))
-    listener = relay._reach.listeners[0]
+    listener = relay._reach.listener
     streams = [await client._link.open_stream(relay.peer, HOP_PROTOCOL) for _ in range(40)]
     for stream in streams:
         with pytest.raises(StreamClosed):
