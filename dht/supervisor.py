@@ -86,10 +86,10 @@ class Supervisor:
         try:
             await self._attach()
             await self._launched()
-        except P2pdClientError as error:
+        except OSError as error:  # It does not answer, or this process has no descriptor left for its streams.
             await self._link.detach()
             await p2pd.stop()
-            raise P2pdError(f"p2pd started but does not answer: {error}") from error
+            raise P2pdError(f"p2pd started but cannot be used: {error}") from error
 
     async def _attach(self) -> None:
         await self._link.attach(self._calls)

@@ -1,0 +1,23 @@
+from __future__ import annotations
+
+import errno
+from types import SimpleNamespace
+from unittest.mock import AsyncMock
+
+import pytest
+
+from equipoise.dht.p2pd import P2pd, P2pdError
+from equipoise.dht.supervisor import Supervisor
+
+
+async def test_a_p2pd_whose_streams_cannot_be_taken_is_ended_and_started_again(monkeypatch) -> None:
+    """Without descriptors the listeners cannot be named to it: it must not stay, and look like one that works."""
+    started = SimpleNamespace(stop=AsyncMock(), lines=[])
+    link = SimpleNamespace(attach=AsyncMock(), detach=AsyncMock(), identify=AsyncMock(return_value=[]))
+    monkeypatch.setattr(P2pd, "start", AsyncMock(return_value=started))
+    launched = AsyncMock(side_effect=OSError(errno.EMFILE, "Too many open files"))
+    supervisor = Supervisor(link, SimpleNamespace(), {}, launched)
+    with pytest.raises(P2pdError, match="Too many open files"):
+        await supervisor.start(SimpleNamespace())
+    started.stop.assert_awaited_once()
+    link.detach.assert_awaited_once()
