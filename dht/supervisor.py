@@ -86,7 +86,8 @@ class Supervisor:
         try:
             await self._attach()
             await self._launched()
-        except OSError as error:  # It does not answer, or this process has no descriptor left for its streams.
+        except OSError as error:
+            # It does not answer, or this process has no descriptor left for its streams.
             await self._link.detach()
             await p2pd.stop()
             raise P2pdError(f"p2pd started but cannot be used: {error}") from error
