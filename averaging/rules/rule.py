@@ -33,12 +33,10 @@ class Rule(ABC):
     Attributes:
         name: What specs call it.
         spec: The canonical spec: all options, in the documented order.
-        scope: The contributions from which the rule makes one value: "value", those to that value alone.
     """
 
     name: str
     spec: str
-    scope: str = "value"
 
     @abstractmethod
     def reduce(self, rows: torch.Tensor, weights: torch.Tensor) -> Reduced:

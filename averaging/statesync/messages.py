@@ -65,7 +65,6 @@ class Ask(_Message, frozen=True, tag=True):
         spec: Hash of the newcomer's RunSpec; only peers of the same spec are answered.
         at_least: The first epoch that is of use.
         wanted: Epochs of which the donor should take a snapshot when it reaches them; may be empty.
-        after: A state: the newcomer wants the mean that the group applied to it, not a snapshot.
     """
 
     spec: SpecHash

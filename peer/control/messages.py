@@ -108,15 +108,11 @@ class AgreeRun(RunRequest[None], frozen=True):
 
 
 class StartRound(RunRequest[Outcome], frozen=True):
-    """Average the content of the shared memory.
+    """Average the content of the shared memory; `Run.step` describes the other fields.
 
     Attributes:
         purpose: Whether it is encoded tensors or gradients.
         weight: Of the contribution; 0 observes.
-        timeout: Seconds for everything.
-        state: The state of the run that this peer holds.
-        metrics: The metrics of its training.
-        evaluation: The scores of that state on its data.
         clamped: Number of values that were clamped when the contribution was encoded.
     """
 
