@@ -403,6 +403,6 @@ def _hand_back(tensor: torch.Tensor, mean: torch.Tensor, sparse: bool) -> None:
 def _require_unchanged(what: str, before: Schema, now: Schema) -> None:
     if now == before:
         return
-    pairs = zip(before.tensors, now.tensors, strict=False)
-    changed = next((old.name for old, new in pairs if old != new), "their number")
+    both = (*now.tensors, *before.tensors)
+    changed = next((one.name for one in both if both.count(one) == 1), "their order")
     raise SchemaError(f"the {what} have changed since join: {changed}; join again")

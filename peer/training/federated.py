@@ -44,6 +44,7 @@ from equipoise.peer.run import Run
 from equipoise.peer.tensors import copies_of, stepped_tensors
 from equipoise.peer.training import image
 from equipoise.peer.training.checkpoint import Checkpoints, Keeper, keep_checkpoints
+from equipoise.peer.training.guard import require_same_tensors
 from equipoise.peer.training.history import Ending, History, Record, Until
 from equipoise.peer.training.member import FINISH_SECONDS, Finished, Member, Subject, wait_for
 from equipoise.peer.training.options import (
@@ -428,12 +429,18 @@ class Federated:
         told = f"it trains; the round fails at {ends}, unless its quorum is there"
         self._run.tell("training", f"round {state.epoch + 1}: {told}")
         self._return_to_agreed()
-        weight, metrics = _returned("fit", self._fit(self._task(state.epoch + 1)))
+        try:
+            weight, metrics = _returned("fit", self._fit(self._task(state.epoch + 1)))
+            require_same_tensors(self._run.source, self._local)
+            with torch.no_grad():
+                values = {name: self._began(name) - own for name, own in self._local.items()}
+        except BaseException:  # Ctrl-C too leaves the model as it was.
+            self._model.restore()
+            raise
+        finally:
+            self._return_to_agreed()
         self._trained = state
         self._deadline = max(self._deadline, self._clock() + LEAST_WAIT_SECONDS)
-        with torch.no_grad():
-            values = {name: self._began(name) - own for name, own in self._local.items()}
-        self._return_to_agreed()
         self._result, self._nothing = Result(state, values, weight, dict(metrics)), ""
         if weight < LEAST_CONTRIBUTION:
             self._give_up_training(f"this peer's `fit` returned the weight {weight:g}")

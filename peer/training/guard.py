@@ -6,6 +6,7 @@ the id of the state, so this module compares the state itself at each step.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 
 from equipoise.averaging.schema import SchemaError
 from equipoise.peer.errors import Refused
-from equipoise.peer.tensors import Tensors, stepped_tensors
+from equipoise.peer.tensors import Tensors, named_tensors, parameters_of
 from equipoise.peer.training.image import Stateful, split
 from equipoise.peer.training.safetensors_io import ImageError
 
@@ -33,12 +34,14 @@ class Guard:
         source: Tensors,
         parameters: Mapping[str, torch.Tensor],
         optimizer: torch.optim.Optimizer,
+        scheduler: Stateful | None,
         extra: Mapping[str, Stateful],
     ) -> None:
         self._source = source
         self._parameters = parameters
         self._kinds = {name: (one.dtype, one.device) for name, one in parameters.items()}
         self._optimizer = optimizer
+        self._scheduler = scheduler
         self._extra = extra
         self._remembered: list[int] = []
         self._sums: dict[str, int] = {}
@@ -54,18 +57,19 @@ class Guard:
             {key: _kept(value) for key, value in group.items() if key != "params"}
             for group in self._optimizer.param_groups
         ]
+        if self._scheduler is not None:
+            schedule = self._scheduler.state_dict()
+            self._schedule = f"{schedule}", copy.deepcopy(schedule)
         self._extras = {name: _told(name, what) for name, what in self._extra.items()}
 
     def require_same_tensors(self) -> None:
         """Raise SchemaError if a parameter has another dtype or device than at the start, or is another tensor."""
-        present = stepped_tensors(self._source)
+        require_same_tensors(self._source, self._parameters)
         for name, one in self._parameters.items():
             was, kind = self._kinds[name], (one.dtype, one.device)
             if kind != was:
                 told = f"expected {was[0]} on {was[1]}, as at the start, got {kind[0]} on {kind[1]}"
                 raise SchemaError(f"tensor {name!r}: {told}; convert or move the model before join")
-            if present.get(name, one) is not one:
-                raise SchemaError(f"tensor {name!r} is another tensor than at the start: join again with it")
 
     def written(self) -> str:
         """The first part of the state that the script has written to since `note`; empty if there is none."""
@@ -85,6 +89,9 @@ class Guard:
                 if f"{group.get(key)}" != f"{value}":
                     lines.append(f"group {at}: {key}: {value} became {group.get(key)}")
                     group[key] = _kept(value)
+        if self._scheduler is not None and f"{self._scheduler.state_dict()}" != self._schedule[0]:
+            lines.append("scheduler: its epoch")
+            self._scheduler.load_state_dict(copy.deepcopy(self._schedule[1]))
         return lines
 
     def changed_extras(self) -> list[str]:
@@ -101,6 +108,14 @@ class Guard:
         state = self._optimizer.state
         kept = [value for one in self._parameters.values() if one in state for value in state[one].values()]
         return list(bit_sums(dict(enumerate(one for one in kept if isinstance(one, torch.Tensor)))).values())
+
+
+def require_same_tensors(source: Tensors, parameters: Mapping[str, torch.Tensor]) -> None:
+    """Raise SchemaError if a parameter of the start has made room for another tensor: updates would miss that."""
+    present = parameters_of(source) if isinstance(source, torch.nn.Module) else named_tensors(source)
+    for name, one in parameters.items():
+        if present.get(name, one) is not one:
+            raise SchemaError(f"tensor {name!r} is another tensor than at the start: join again with it")
 
 
 def is_probe(optimizer: torch.optim.Optimizer) -> bool:

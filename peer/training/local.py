@@ -32,7 +32,7 @@ from equipoise.peer.run import Run
 from equipoise.peer.tensors import copies_of, stepped_tensors
 from equipoise.peer.training import image
 from equipoise.peer.training.checkpoint import Checkpoints, keep_checkpoints
-from equipoise.peer.training.guard import is_probe
+from equipoise.peer.training.guard import is_probe, require_same_tensors
 from equipoise.peer.training.member import FINISH_SECONDS, Finished, Member, Subject, require_places, wait_for
 from equipoise.peer.training.options import LocalKeywords, LocalOptions, from_keywords, number
 from equipoise.peer.training.replica import ATTENDANCE
@@ -40,6 +40,9 @@ from equipoise.peer.training.replica import ATTENDANCE
 End = TypeVar("End")
 
 Named = Mapping[str, torch.Tensor]
+
+Reference = Callable[[], torch.optim.Optimizer | None]
+"""A weak reference to an optimizer."""
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +57,8 @@ RETRIES = 10
 class LocalTraining(ABC, Generic[End]):
     """A `with` block that follows the steps of the loop's optimizer. It ends with `finish`, unless an error ends it.
 
-    The loop's optimizer is the first one that makes a step and holds any of the run's parameters.
+    The loop's optimizer is the first one that makes a step and holds any of the run's parameters. Another one takes its
+    place by two steps in a row: the script has made a new one.
 
     Attributes:
         steps: Steps of the loop's optimizer.
@@ -74,7 +78,8 @@ class LocalTraining(ABC, Generic[End]):
         if not any(parameter.requires_grad and parameter.is_leaf for parameter in parameters):
             told = f"no optimizer steps the tensors of run {run.name!r}: they are detached or frozen"
             raise Refused(told, "give the module or its parameters to join")
-        self._counted: weakref.ref[torch.optim.Optimizer] | None = None
+        self._counted: Reference = _none
+        self._last: Reference = _none
 
     @abstractmethod
     def finish(self) -> End:
@@ -97,7 +102,7 @@ class LocalTraining(ABC, Generic[End]):
             _watching.remove(self)
             if not _watching:
                 _hook.pop().remove()
-        if kind is None and self._counted is None:
+        if kind is None and self._counted is _none:
             told = "run %s: no optimizer over the joined tensors has made a step: make it from those"
             log.warning(told, self._run.name)
         if kind is None and self.finished is None:
@@ -105,13 +110,22 @@ class LocalTraining(ABC, Generic[End]):
 
     def _follow(self, optimizer: torch.optim.Optimizer) -> None:
         """Note that an optimizer of this process has made a step."""
-        if self._counted is None or self._counted() is None:
+        if is_probe(optimizer):
+            return
+        counted, last = self._counted(), self._last()
+        if optimizer is not counted:
             held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
             if not held & self._followed:
                 return
-            self._counted = weakref.ref(optimizer)
-        if self._counted() is optimizer and not is_probe(optimizer):
+        self._last = weakref.ref(optimizer)
+        if counted is None or optimizer is last:
+            self._counted = self._last
+        if self._counted() is optimizer:
             self._stepped(optimizer)
+
+
+def _none() -> None:
+    """A reference to no optimizer."""
 
 
 @_disable_dynamo
@@ -167,7 +181,7 @@ class DiLoCo(LocalTraining[Finished]):
         parameters = stepped_tensors(run.source)
         super().__init__(run, parameters.values())
         run.trained_by = type(self).__name__
-        self._names = parameters.keys()
+        self._parameters = parameters
         buffers = image.averaged_buffers(run, self._options.buffers)
         parts = [(run, parameters)]
         if self._options.fragments > 1:
@@ -239,20 +253,24 @@ class DiLoCo(LocalTraining[Finished]):
         Returns:
             Whether this peer ends with the group's state, and why not: the loop may have made steps of its own since.
         """
+        require_same_tensors(self._run.source, self._parameters)
         deadline = self.members[0].clock() + timeout
         open_ = self.members
         while open_:
             open_ = tuple(member for member in open_ if not member.ends(deadline))
         self.finished = min((fragment.ended() for fragment in self._fragments), key=lambda end: end.in_step)
-        if self.epoch and not self.finished.in_step:
+        met = self.epoch or any(fragment.run.rounds_ok for fragment in self._fragments)
+        if met and not self.finished.in_step:
             log.warning("run %s: it does not end with the group: %s", self._run.name, self.finished.reason)
         return self.finished
 
     def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
         self.steps += 1
         self.members[0].show(f"step {self.steps % self._options.every} of {self._options.every}")
-        if self.steps % self._options.every == 0 and stepped_tensors(self._run.source).keys() != self._names:
-            raise SchemaError("the parameters that require gradients have changed since join; join again")
+        if self.steps % self._options.every == 0:
+            require_same_tensors(self._run.source, self._parameters)
+            if stepped_tensors(self._run.source).keys() != self._parameters.keys():
+                raise SchemaError("the parameters that require gradients have changed since join; join again")
         for fragment in self._fragments:
             caught_up = fragment.tick(self.steps)
             if caught_up is not None:

@@ -64,9 +64,10 @@ class SwarmOptimizer(torch.optim.Optimizer):
     The next mean overwrites the wrapped optimizer's gradients: an optimizer that keeps some of them must keep copies.
 
     Only updates, and `Options.on_update`, may change parameters and hyperparameters. `step` takes changed
-    hyperparameters back, with a warning. If the script has written to a parameter, this peer says so, and takes on the
-    group's state again. Writes to `state` are not noticed. A step whose gradients are exact zeros at a rate of 0 is a
-    probe, as torch.distributed.checkpoint makes it: it does nothing.
+    hyperparameters, and a scheduler that the loop stepped too, back, with a warning. If the script has written to a
+    parameter, this peer says so, and takes on the group's state again. Writes to `state` are not noticed. A step
+    whose gradients are exact zeros at a rate of 0 is a probe, as torch.distributed.checkpoint makes it: it does
+    nothing.
 
     Attributes:
         inner: The optimizer that makes the steps.
@@ -101,7 +102,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
         all_sparse = isinstance(inner, torch.optim.SparseAdam)
         self._sparse = frozenset(parameters) if all_sparse else sparse_gradients(module)
         buffers = image.averaged_buffers(run, options.buffers)
-        self._guard = Guard(run.source, parameters, inner, options.extra)
+        self._guard = Guard(run.source, parameters, inner, self.scheduler, options.extra)
         model = image.ModelPart(parameters, buffers, self._guard.note)
         parts: dict[str, image.Part] = {
             image.EXTRA + name: image.UserPart(what) for name, what in options.extra.items()
@@ -271,7 +272,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
             self._warn_once(
                 changed.rpartition(": ")[0],
                 f"the script changed a hyperparameter, {changed}, and it is taken back: peers would drift apart. "
-                "a scheduler may do so, if it is given as scheduler=, and on_update= may",
+                "a scheduler may do so, if it is given as scheduler= and not stepped by the loop, and on_update= may",
             )
         written = self._guard.written()
         if not written:
@@ -434,7 +435,7 @@ def _check_inner(run: Run, inner: torch.optim.Optimizer) -> dict[str, torch.Tens
         raise TypeError(f"{told}: `DiLoCo` takes it")
     run.refuse_if_trained()
     other = _runs[inner]() if inner in _runs else None
-    if other is not None and not other.left:
+    if other not in (None, run) and not other.left:
         told = f"expected an optimizer of its own, got the one that steps run {other.name!r}"
         raise Refused(told, "make another optimizer, over parameters that no other run steps")
     _refuse_writing_modules(run.source)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from equipoise.averaging.draw import Drawn
+from equipoise.averaging.schema import SchemaError
 from equipoise.averaging.state import StateId
 from equipoise.peer import Refused, Run
 from equipoise.peer.training import Checkpoints, Federated
@@ -743,3 +745,64 @@ def test_places_are_told_only_while_more_peers_live_than_have_one(monkeypatch: p
     assert "20 peers share 16 places: each round draws anew, and the others follow" in told
     assert told[-2:] == ["", ""]  # Once at each peer.
     assert told.count("") == 2
+
+
+def test_a_training_that_raises_leaves_the_model_as_it_was_and_may_be_tried_again() -> None:
+    swarm = FederatedSwarm()
+    peers = [Client(swarm, index, rounds=2) for index in range(2)]
+    peer = peers[0]
+    peer.model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
+    peers[1].model = copy.deepcopy(peer.model)
+    for one in peers:
+        one.fit = _fits_batches(one)  # type: ignore[method-assign]
+        one.evaluate = lambda task: (1.0, {})  # type: ignore[method-assign]
+    fit, seen = peer.fit, list[Any]()
+
+    def raises(task: Task) -> tuple[float, dict[str, float]]:
+        fit(task)
+        raise OSError("no data")
+
+    def work() -> None:
+        peer.fit = raises  # type: ignore[method-assign]
+        peer.join()
+        before = copy.deepcopy(peer.model.state_dict())
+        with pytest.raises(OSError, match="no data"):
+            peer.trained.run()
+        seen.append(
+            [name for name, one in peer.model.state_dict().items() if not torch.equal(one, before[name])]
+        )
+        peer.trained._fit = fit
+        peer.trained.run()
+
+    peer.work = work  # type: ignore[method-assign]
+    for one in peers:
+        one.begin()
+    swarm.run()
+    assert seen == [["1.num_batches_tracked"]]
+    assert peers[0].image() == peers[1].image()
+    assert peer.trained.epoch == 2
+
+
+def test_other_tensors_that_fit_puts_into_the_model_are_refused() -> None:
+    swarm, told = FederatedSwarm(), list[str]()
+    peers = [Client(swarm, index) for index in range(2)]
+    for peer in peers:
+        peer.model = torch.nn.Linear(2, 3)
+
+        def fit(task: Task, model: torch.nn.Module = peer.model) -> tuple[float, dict[str, float]]:
+            swarm.compute(1.0)
+            moved = {name: one + 1 for name, one in model.state_dict().items()}
+            model.load_state_dict(moved, assign=task.number == 2)
+            return 1.0, {}
+
+        def work(peer: Client = peer) -> None:
+            peer.join()
+            with pytest.raises(SchemaError) as error:
+                peer.trained.run()
+            told.append(str(error.value))
+
+        peer.fit, peer.work = fit, work  # type: ignore[method-assign]
+        peer.evaluate = lambda task: (1.0, {})  # type: ignore[method-assign]
+        peer.begin()
+    swarm.run()
+    assert told == ["tensor 'weight' is another tensor than at the start: join again with it"] * 2

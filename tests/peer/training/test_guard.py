@@ -432,7 +432,7 @@ def test_weights_clipped_in_on_update_stay_alike(fake: FakeSwarm, caplog: pytest
 
 
 def test_one_torch_optimizer_for_two_runs_is_refused(fake: FakeSwarm) -> None:
-    model = network()
+    model: Any = network()
     inner = adamw(model.parameters())
     first = fake.join("peer0", "first", model)
     first.optimizer(inner, target_batch_size=8)
@@ -440,3 +440,36 @@ def test_one_torch_optimizer_for_two_runs_is_refused(fake: FakeSwarm) -> None:
         fake.join("peer0", "second", model).optimizer(inner, target_batch_size=8)
     first.left = True
     fake.join("peer0", "third", model).optimizer(inner, target_batch_size=8)
+
+
+def falling(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    kinds = torch.optim.lr_scheduler
+    return kinds.ChainedScheduler([kinds.StepLR(optimizer, 3), kinds.ExponentialLR(optimizer, 0.99)])  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("scheduler", [halving, falling])
+def test_a_scheduler_that_the_loop_steps_too_is_taken_back(
+    fake: FakeSwarm, caplog: pytest.LogCaptureFixture, scheduler: Any
+) -> None:
+    """The rate need not change at that step: it used to change some epochs later, on this peer alone."""
+
+    def steps(trainer: Scripted) -> None:
+        assert trainer.opt.scheduler is not None
+        trainer.opt.scheduler.step()
+
+    trainers = two(fake, steps, scheduler=scheduler)
+    assert_alike(trainers)
+    assert trainers[0].opt.param_groups[0]["lr"] == trainers[1].opt.param_groups[0]["lr"] < 0.01
+    assert any("scheduler: its epoch, and it is taken back" in told for told in warned(caplog))
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_the_parameter_that_requires_gradients_only_now_or_no_more_is_named(
+    fake: FakeSwarm, later: bool
+) -> None:
+    model: Any = network()
+    model[2].weight.requires_grad_(not later)
+    run = fake.join("peer0", "text", model)
+    model[2].weight.requires_grad_(later)
+    with pytest.raises(SchemaError, match=r"have changed since join: 2\.weight; join again"):
+        run.accumulate(model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -109,6 +110,47 @@ def test_a_loop_whose_optimizer_holds_other_tensors_says_so(caplog: pytest.LogCa
     with group:
         torch.optim.SGD(masters).step()
     assert "run masters: no optimizer over the joined tensors has made a step" in caplog.text
+
+
+def replaced(swap: Callable[[torch.nn.Module, torch.optim.Optimizer], torch.optim.Optimizer]) -> list[Any]:
+    """Two loops of 21 steps, of which both replace something after the seventh; how each ended, and its parameter."""
+    swarm, found = FakeSwarm(), dict[int, Any]()
+
+    def work(index: int) -> None:
+        own = torch.nn.ParameterDict({"a": torch.nn.Parameter(torch.zeros(300))})
+        used: list[torch.optim.Optimizer] = [torch.optim.SGD(own.values(), lr=1.0)]
+        try:
+            with LocalSGD(swarm.join(f"peer{index}", "ends", own), every=5, clock=swarm.clock) as group:
+                for step in range(21):
+                    swarm.compute(0.5)
+                    if step == 7:
+                        used.append(swap(own, used[0]))
+                    own["a"].grad = torch.full_like(own["a"], -1.0 - 2 * index)
+                    used[-1].step()
+            found[index] = group.finished, float(own["a"].detach()[0]), group.epoch
+        except SchemaError as error:
+            found[index] = str(error)
+
+    for index in range(2):
+        swarm.peer(f"peer{index}", lambda index=index: work(index))
+    swarm.run()
+    return [found[index] for index in range(2)]
+
+
+def test_an_optimizer_that_replaces_the_loops_is_followed() -> None:
+    """The loop used to be followed no more, and made no exchange, as long as the first optimizer lived."""
+    ends = replaced(lambda own, used: torch.optim.SGD(own.parameters(), lr=1.0))
+    # Its first step tells two optimizers that step in turn from it, and is counted by none.
+    assert ends == [(Finished(True, "its state is the group's"), 42.0, 4)] * 2
+
+
+@pytest.mark.parametrize("renewed", [False, True])
+def test_other_tensors_in_the_place_of_the_followed_ones_are_refused(renewed: bool) -> None:
+    def swap(own: torch.nn.Module, used: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        own.load_state_dict({"a": torch.zeros(300)}, assign=True)
+        return torch.optim.SGD(own.parameters(), lr=1.0) if renewed else used
+
+    assert replaced(swap) == ["tensor 'a' is another tensor than at the start: join again with it"] * 2
 
 
 def statistics(swarm: FakeSwarm, averaged: bool, **options: Any) -> list[torch.nn.Module]:
