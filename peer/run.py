@@ -141,7 +141,8 @@ class Run:
                 characters of printable ASCII. They have no other effect.
             buffers: Whether the module's persistent floating-point buffers, such as BatchNorm's statistics, travel
                 behind the gradients, in fp32 with any codec. `step` sends their values at its call; collecting its
-                outcome overwrites them by their weighted mean. Integer buffers, such as counters, never travel.
+                outcome overwrites them by their weighted mean. Of short integer and bool buffers, such as counters,
+                copies travel, and the buffers stay as they are.
             observes: Whether this peer trains nothing: a federated run never draws it.
 
         Raises:
@@ -538,6 +539,15 @@ class Run:
             self._link.start(messages.TellStatus(self.name, topic, line))
 
     @property
+    def counters(self) -> dict[str, torch.Tensor]:
+        """The module's short integer and bool buffers, by name."""
+        return self._binding.counters
+
+    def averaged_buffers(self) -> dict[str, torch.Tensor]:
+        """The module's floating-point buffers, and shadows, fp32, of its counters: those travel in their place."""
+        return self._binding.averaged_buffers()
+
+    @property
     def schema(self) -> Schema:
         """The tensors of `step`: gradients, and the buffers that travel with them."""
         return self._binding.steps.layout.schema
@@ -557,6 +567,7 @@ class Run:
         """
         branch = self._join(structs.replace(self.options, **changes), name, tensors)
         branch._is_branch, branch._binding.carrier = True, self.source
+        branch._binding.shadows = self._binding.shadows
         self._branches.append(branch)
         return branch
 

@@ -20,6 +20,12 @@ from equipoise.peer.lanes import linked, prepare
 Tensors = torch.nn.Module | Mapping[str, torch.Tensor] | Sequence[torch.Tensor]
 Gradients = torch.nn.Module | Mapping[str, torch.Tensor | None] | Sequence[torch.Tensor | None]
 
+COUNTERS = frozenset((torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64))
+"""The dtypes of counters and flags."""
+
+MAX_COUNTERS = 1024
+"""Most values of an integer or bool buffer that travels. Longer ones are constants, such as positions or masks."""
+
 WRAPPED_AS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 """Names under which the wrappers of torch.compile, activation checkpoints and FSDP hold the module within."""
 
@@ -33,6 +39,7 @@ class Binding:
         schema: Schema of the tensors that `average` exchanges.
         gradients: Schema of the gradients that `step` exchanges.
         buffers: Schema of the buffers that travel behind them.
+        shadows: Copies of the integer and bool buffers, fp32, by name, that are averaged in place of those.
         averages: Encodes the contribution of `average`, and decodes its mean.
         steps: Encodes and decodes those of `step`.
         sparse: Names of the parameters whose `.grad` is sparse.
@@ -51,6 +58,7 @@ class Binding:
         self.schema = Schema.of(named_tensors(tensors), buffers)
         self.gradients = fp32_schema(stepped_tensors(tensors))
         self.buffers = Schema(())
+        self.shadows: dict[str, torch.Tensor] = {}
         self.averages = Encoder(Layout(self.schema, codec))
         self.steps = Encoder(Layout(self.gradients, codec))
         self.sparse = sparse_gradients(tensors) if isinstance(tensors, torch.nn.Module) else frozenset()
@@ -85,7 +93,7 @@ class Binding:
             SchemaError: The run was not joined with a module.
         """
         if isinstance(self.carrier, torch.nn.Module):
-            return _buffers_of(self.carrier)
+            return _buffers_of(self.averaged_buffers())
         kind = type(self.carrier).__name__
         raise SchemaError(
             f"expected an nn.Module, whose buffers are known, got {kind}: agree without buffers"
@@ -103,11 +111,27 @@ class Binding:
         Raises:
             SchemaError: The buffers' names, shapes or dtypes have changed.
         """
-        if not self.buffers.tensors or not isinstance(self.carrier, torch.nn.Module):
+        if not self.buffers.tensors:
             return {}
-        named = persistent_buffers(self.carrier)
-        _require_unchanged("buffers", self.buffers, _buffers_of(self.carrier))
+        named = self.averaged_buffers()
+        _require_unchanged("buffers", self.buffers, _buffers_of(named))
         return named
+
+    @property
+    def counters(self) -> dict[str, torch.Tensor]:
+        """The module's counters, whose shadows are among the averaged buffers."""
+        return counters_of(self.carrier) if isinstance(self.carrier, torch.nn.Module) else {}
+
+    def averaged_buffers(self) -> dict[str, torch.Tensor]:
+        """The module's floating-point buffers, and the shadows of its counters as those are now."""
+        if not isinstance(self.carrier, torch.nn.Module):
+            return {}
+        counters = self.counters
+        for name, counter in counters.items():
+            if name not in self.shadows or self.shadows[name].shape != counter.shape:
+                self.shadows[name] = uninitialised(counter.shape, counter.device)
+            self.shadows[name].copy_(counter)
+        return {**persistent_buffers(self.carrier), **{name: self.shadows[name] for name in counters}}
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The present tensors.
@@ -247,10 +271,19 @@ def stepped_tensors(tensors: Tensors) -> dict[str, torch.Tensor]:
 
 def persistent_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The floating-point buffers in the module's state_dict, such as BatchNorm's statistics; no counters."""
+    return {name: one for name, one in _kept_buffers(module).items() if one.is_floating_point()}
+
+
+def counters_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The short integer and bool buffers in the module's state_dict, such as BatchNorm's `num_batches_tracked`."""
+    kept = _kept_buffers(module).items()
+    return {name: one for name, one in kept if one.dtype in COUNTERS and 0 < one.numel() <= MAX_COUNTERS}
+
+
+def _kept_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     # Hooks of wrappers rename its entries.
     kept = {id(one) for one in module.state_dict(keep_vars=True).values()}
-    named = {name: one for name, one in module.named_buffers() if one.is_floating_point() and id(one) in kept}
-    return _without_wrappers(module, named)
+    return _without_wrappers(module, {name: one for name, one in module.named_buffers() if id(one) in kept})
 
 
 def sparse_gradients(module: torch.nn.Module) -> frozenset[str]:
@@ -289,8 +322,7 @@ def fp32_schema(tensors: Mapping[str, torch.Tensor]) -> Schema:
     return Schema(tuple(TensorSpec(name, tuple(one.shape), "float32") for name, one in tensors.items()))
 
 
-def _buffers_of(module: torch.nn.Module) -> Schema:
-    named = persistent_buffers(module)
+def _buffers_of(named: Mapping[str, torch.Tensor]) -> Schema:
     return Schema.of(named, named) if named else Schema(())
 
 

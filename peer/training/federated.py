@@ -479,7 +479,7 @@ class Federated:
     # ---- the replicated state ----
 
     def _join(self, buffers: Mapping[str, torch.Tensor]) -> Member:
-        self._model = image.ModelPart({**self._agreed}, buffers, self._return_to_agreed)
+        self._model = image.ModelPart({**self._agreed}, buffers, self._return_to_agreed, self._run.counters)
         parts: dict[str, image.Part] = {
             image.EXTRA + name: image.UserPart(what) for name, what in self._options.extra.items()
         }

@@ -13,6 +13,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
@@ -184,10 +185,12 @@ class ModelPart:
         tensors: Mapping[str, torch.Tensor],
         buffers: Mapping[str, torch.Tensor],
         loaded: Callable[[], None] = lambda: None,
+        counters: Mapping[str, torch.Tensor] = MappingProxyType({}),
     ) -> None:
-        """`loaded` is called after each `load`."""
+        """`loaded` is called after each `load`. Of `counters`, `buffers` has shadows, or none."""
         self.tensors = dict(tensors)
         self._buffers = dict(buffers)
+        self._counters = {name: one for name, one in counters.items() if name in buffers}
         self._loaded = loaded
         self._settled = {name: buffer.clone() for name, buffer in buffers.items()}
         held = sum(tensor.numel() * tensor.element_size() for tensor in {**tensors, **buffers}.values())
@@ -202,6 +205,19 @@ class ModelPart:
         """Make the buffers the group's again."""
         for name, buffer in self._buffers.items():
             buffer.copy_(self._settled[name])
+
+    def count(self) -> None:
+        """Note the counters of a peer that trains alone; beside others, a round does."""
+        for name, counter in self._counters.items():
+            self._buffers[name].copy_(counter)
+
+    def adopt(self) -> None:
+        """Make the counters the group's, rounded: beside the group's statistics, a newcomer's count of 0 would let its
+        first batch replace them. The mean in fp32 of large constants is off by a little: those stay."""
+        for name, counter in self._counters.items():
+            agreed = self._settled[name]
+            same = torch.isclose(agreed, counter.float(), rtol=1e-6, atol=0)
+            counter.copy_(torch.where(same, counter, agreed.round().to(counter.dtype)))
 
     def digest(self) -> str:
         """BLAKE3 in hex over names, dtypes, shapes and values of all parameters."""
@@ -221,6 +237,7 @@ class ModelPart:
             for name, tensor in {**self.tensors, **self._buffers}.items():
                 tensor.copy_(tree[name])
         self.settle()
+        self.adopt()
         self._loaded()
 
 
@@ -374,11 +391,13 @@ def digest(tensors: Mapping[str, torch.Tensor]) -> str:
 
 def averaged_buffers(run: Run, averaged: bool = True) -> dict[str, torch.Tensor]:
     """The buffers that travel with a run's steps; one line says so if the model has some, and they do not."""
+    if averaged:
+        return run.averaged_buffers()
     found = persistent_buffers(run.source) if isinstance(run.source, torch.nn.Module) else {}
-    if found and not averaged:
+    if found:
         told = "run %s: each peer keeps its own buffers (%d, such as %r): buffers=True averages them"
         log.warning(told, run.name, len(found), next(iter(found)))
-    return found if averaged else {}
+    return {}
 
 
 def frozen_term(module: object) -> dict[str, str]:

@@ -322,7 +322,7 @@ class Fragment:
         self._offset = (at + 1) * options.every // options.fragments
         self._retry_at: int | None = None
         self.diverged = self._gave = self._caught_up = False
-        self._model = image.ModelPart(self._agreed, buffers, self._follow_agreed)
+        self._model = image.ModelPart(self._agreed, buffers, self._follow_agreed, run.counters)
         parts: dict[str, image.Part] = {"outer": image.OuterPart(outer, self._agreed), "model": self._model}
         subject = Subject(self._local, buffers, self._model, image.TrainingState(parts), self._update)
         self.member = Member(run, subject, options)

@@ -618,6 +618,8 @@ class Member:
                     buffer.copy_(mean.buffers[name])
             self._subject.update(mean.values)
             self._subject.model.settle()
+            if self._run.peer not in mean.outcome.givers:
+                self._subject.model.adopt()
 
     def _step_alone(self) -> None:
         self.collect()
@@ -630,6 +632,7 @@ class Member:
         mean = own.mean()
         with self._changing():
             self._subject.update(mean)
+            self._subject.model.count()
             self._subject.model.settle()
         self._hear(events.SteppedAlone(digest(mean)))
         self.last = Outcome(ok=False, reason=self.reason, run=self._run.name)

@@ -103,7 +103,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
         self._sparse = frozenset(parameters) if all_sparse else sparse_gradients(module)
         buffers = image.averaged_buffers(run, options.buffers)
         self._guard = Guard(run.source, parameters, inner, self.scheduler, options.extra)
-        model = image.ModelPart(parameters, buffers, self._guard.note)
+        model = image.ModelPart(parameters, buffers, self._guard.note, run.counters)
         parts: dict[str, image.Part] = {
             image.EXTRA + name: image.UserPart(what) for name, what in options.extra.items()
         }

@@ -104,8 +104,9 @@ class Options(CommonOptions):
         clip: Largest norm, over all parameters, of the averaged gradient; a larger one is scaled down. None: no limit.
         scheduler: Makes a learning-rate scheduler of the optimizer; it steps once an epoch, and is part of the state.
         buffers: Whether BatchNorm's statistics and other persistent floating-point buffers are averaged too, in fp32.
-            If not, each peer has its own, and neither newcomers nor checkpoints get them. Counters always stay each
-            peer's own. A peer whose statistics hold NaN or Inf only observes that round.
+            If not, each peer has its own, and neither newcomers nor checkpoints get them. Integer and bool buffers of
+            at most 1,024 values stay each trained peer's own; a newcomer gets their mean, rounded. A peer whose
+            statistics hold NaN or Inf only observes that round.
         extra: Further state for newcomers, by name: objects with `state_dict` and `load_state_dict`, alike everywhere.
             They may change in `on_update` alone.
         on_update: Called once after each update, before a snapshot of the new state is taken, also for updates that

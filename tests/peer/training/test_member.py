@@ -86,7 +86,59 @@ def test_statistics_come_along_where_they_are_averaged(fake: FakeSwarm) -> None:
     assert_alike(trainers)
     late, early = trainers[2].model[0], trainers[0].model[0]
     assert torch.equal(late.running_var, early.running_var)
-    assert int(late.num_batches_tracked) < int(early.num_batches_tracked) == 12 + (trainers[0].calls - 12)
+    assert int(early.num_batches_tracked) == trainers[0].calls
+    assert trainers[2].calls + 3 <= int(late.num_batches_tracked) <= trainers[0].calls
+
+
+class Codebook(torch.nn.BatchNorm1d):
+    """Statistics over all batches, and what only the first batch of a training makes."""
+
+    def __init__(self) -> None:
+        super().__init__(64, momentum=None, affine=False)
+        self.register_buffer("initted", torch.tensor([False]))
+        self.register_buffer("seed", torch.tensor(2**40 + 1))
+        self.register_buffer("positions", torch.arange(2000))
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        self.initted.fill_(True)
+        return super().forward(batch)
+
+
+class Counting(Trainer):
+    """Features of mean 5 and variance 4; notes the error of the statistics' mean after each epoch."""
+
+    def join(self) -> None:
+        self.model = torch.nn.Sequential(Codebook(), torch.nn.Linear(64, 1))
+        self.errors: list[float] = []
+        super().join()
+
+    def backward(self) -> None:
+        chance = torch.Generator().manual_seed(1000 * self.index + self.calls)
+        self.model(torch.randn(16, 64, generator=chance) * 2 + 5).square().mean().backward()
+        self.errors += [float((self.model[0].running_mean - 5).square().mean().sqrt())] * (
+            self.opt.epoch + 1 - len(self.errors)
+        )
+
+
+@pytest.mark.parametrize(("others", "begins"), [(2, 3.0), (2, 20.0), (1, 20.0)])
+def test_a_newcomers_counter_is_the_groups(fake: FakeSwarm, others: int, begins: float) -> None:
+    """With a counter of 0, its first batches would replace the statistics that it has downloaded."""
+    trainers = [
+        Counting(fake, at, 50, buffers=True, target_batch_size=2 * SAMPLES) for at in range(others + 1)
+    ]
+    for trainer in trainers[:-1]:
+        trainer.begin()
+    late, early = trainers[-1].begin(at=begins), trainers[0]
+    fake.run()
+    assert_alike(trainers)
+    ours, theirs = late.model[0], early.model[0]
+    assert late.calls + 4 <= int(ours.num_batches_tracked)
+    assert abs(int(ours.num_batches_tracked) - int(theirs.num_batches_tracked)) <= 3
+    assert abs(int(theirs.num_batches_tracked) - early.calls) <= 3
+    assert bool(ours.initted)
+    assert int(ours.seed) == 2**40 + 1
+    first = next(epoch for epoch, reason in late.seen if "caught up" in reason or "is the" in reason)
+    assert max(early.errors[first + 1 :]) <= 1.1 * early.errors[first]
 
 
 def test_one_whose_round_failed_gets_its_mean_and_no_snapshot(fake: FakeSwarm) -> None:
