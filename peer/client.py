@@ -131,8 +131,8 @@ class Client:
         )
         return self._join(options, name, tensors)
 
-    def _join(self, options: RunOptions, name: str, tensors: Tensors) -> Run:
-        binding = Binding(tensors, parse_codec(options.codec))
+    def _join(self, options: RunOptions, name: str, tensors: Tensors, carrier: Tensors | None = None) -> Run:
+        binding = Binding(tensors, parse_codec(options.codec), carrier)
         options = RunSpec.create(swarm_name(name, AVERAGE), binding.schema, options).options
         request = JoinRun(name, options, binding.schema, binding.gradients, binding.size)
         link, key = self._link, (self.peer_id, name)

@@ -97,7 +97,7 @@ class Run:
         request: messages.JoinRun,
         binding: Binding,
         region: Region,
-        join: Callable[[RunOptions, str, Tensors], Run],
+        join: Callable[[RunOptions, str, Tensors, Tensors], Run],
     ) -> None:
         self.request = request
         self.name = request.run
@@ -565,9 +565,8 @@ class Run:
             Refused: The daemon takes part in the run already, or in too many.
             DaemonLost: The daemon has gone.
         """
-        branch = self._join(structs.replace(self.options, **changes), name, tensors)
-        branch._is_branch, branch._binding.carrier = True, self.source
-        branch._binding.shadows = self._binding.shadows
+        branch = self._join(structs.replace(self.options, **changes), name, tensors, self.source)
+        branch._is_branch, branch._binding.shadows = True, self._binding.shadows
         self._branches.append(branch)
         return branch
 

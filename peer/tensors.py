@@ -46,14 +46,15 @@ class Binding:
         devices: The GPUs that encode and decode, as the tensors lay at first.
     """
 
-    def __init__(self, tensors: Tensors, codec: Codec) -> None:
-        """Bind the tensors of a run.
+    def __init__(self, tensors: Tensors, codec: Codec, carrier: Tensors | None = None) -> None:
+        """Bind the tensors of a run; those of a branch with the tensors of its run, the `carrier`.
 
         Raises:
             SchemaError: There are no tensors, or one cannot be averaged; names it.
         """
         self.source: Tensors = unwrapped(tensors)
-        tensors = self.carrier = self.source
+        tensors = self.source
+        self.carrier = tensors if carrier is None else carrier
         buffers = persistent_buffers(tensors) if isinstance(tensors, torch.nn.Module) else ()
         self.schema = Schema.of(named_tensors(tensors), buffers)
         self.gradients = fp32_schema(stepped_tensors(tensors))
@@ -72,8 +73,10 @@ class Binding:
 
     @property
     def size(self) -> int:
-        """Bytes of the longer of the two encoded vectors."""
-        return max(self.averages.layout.stored_size, self.steps.layout.stored_size)
+        """Bytes of the longer of the two encoded vectors, with all buffers that may travel."""
+        carried = _buffers_of(self.averaged_buffers())
+        steps = Layout(Schema((*self.gradients.tensors, *carried.tensors)), self.steps.layout.codec)
+        return max(self.averages.layout.stored_size, steps.stored_size)
 
     def prepare(self) -> None:
         """Encode for the first time, which loads kernels and takes a second: the first round must not wait for that."""

@@ -101,8 +101,8 @@ class FakeSwarm:
     def makes(self) -> type[FakeRun]:
         return FakeRun
 
-    def join(self, peer: str, name: str, tensors: Tensors) -> FakeRun:
-        run = self.makes(self, peer, name, tensors)
+    def join(self, peer: str, name: str, tensors: Tensors, carrier: Tensors | None = None) -> FakeRun:
+        run = self.makes(self, peer, name, tensors, carrier)
         self.runs.setdefault(run.key, {})[peer] = run
         return run
 
@@ -254,9 +254,11 @@ class FakeSwarm:
 class FakeRun(Run):
     """A run whose daemon is the swarm above."""
 
-    def __init__(self, swarm: FakeSwarm, peer: str, name: str, tensors: Tensors) -> None:
+    def __init__(
+        self, swarm: FakeSwarm, peer: str, name: str, tensors: Tensors, carrier: Tensors | None = None
+    ) -> None:
         self.swarm, self.peer_name = swarm, peer
-        binding = Binding(tensors, swarm.codec)
+        binding = Binding(tensors, swarm.codec, carrier)
         options = RunOptions(group_size=swarm.group_size, strategy=parse_strategy(swarm.strategy).spec)
         link: Any = SimpleNamespace(
             welcome=SimpleNamespace(peer_id=peer, home=""),
@@ -270,8 +272,8 @@ class FakeRun(Run):
             link,
             JoinRun(name, options, binding.schema, binding.gradients, binding.size),
             binding,
-            Region.create(2 * binding.size + 4096),
-            lambda options, name, tensors: swarm.join(peer, name, tensors),
+            Region.create(binding.size),
+            lambda options, name, tensors, carrier: swarm.join(peer, name, tensors, carrier),
         )
         self._region.memory.close()
         self.terms: Mapping[str, str] = {}

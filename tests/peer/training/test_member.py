@@ -93,6 +93,8 @@ def test_statistics_come_along_where_they_are_averaged(fake: FakeSwarm) -> None:
 class Codebook(torch.nn.BatchNorm1d):
     """Statistics over all batches, and what only the first batch of a training makes."""
 
+    initted: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__(64, momentum=None, affine=False)
         self.register_buffer("initted", torch.tensor([False]))
