@@ -14,6 +14,7 @@ then the values of the second. The payload of a part is a slice of each plane of
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from functools import cached_property
@@ -33,6 +34,9 @@ PLANE_ALIGNMENT = 64
 
 EXACT_GRANULE = 4096
 """Granule of the cuts in the second region, in values: 16 KiB, about the cost of a frame."""
+
+SAMPLES, SAMPLE_BYTES = 256, 1024
+"""Pieces of a contribution whose bytes are compared, and their length: they take 0.3 ms."""
 
 EXACT = parse_codec("fp32")
 """Codec of the second region."""
@@ -166,6 +170,14 @@ class Vectors(NamedTuple):
     contribution: memoryview
     mean: memoryview
     clamped: int = 0
+
+
+def fingerprint(contribution: memoryview) -> bytes:
+    """8 bytes that tell encoded contributions, u8 [n], apart by a sample of them; empty if the sample is all zeros."""
+    step = max(len(contribution) // SAMPLES, SAMPLE_BYTES)
+    starts = range(0, len(contribution), step)
+    sample = b"".join(contribution[start : start + SAMPLE_BYTES] for start in starts)
+    return hashlib.blake2b(sample, digest_size=8).digest() if sample.strip(b"\0") else b""
 
 
 def _is_exact(tensor: TensorSpec) -> bool:

@@ -38,6 +38,7 @@ MAX_SIGNATURE_BYTES = 512
 """Longest signature: Ed25519 takes 64 bytes; RSA-4096 identities, which libp2p knows too, 512."""
 
 ROUND_ID_BYTES = 16
+FINGERPRINT_BYTES = 8
 TICKET_BYTES = 8
 """Length of a ticket: enough to tell one peer's few joins apart. No decision trusts a ticket."""
 
@@ -51,6 +52,7 @@ Bandwidth = Annotated[float, msgspec.Meta(ge=0.0, le=MAX_BANDWIDTH)]
 Nonce = Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
 Signature = Annotated[bytes, msgspec.Meta(min_length=1, max_length=MAX_SIGNATURE_BYTES)]
 Credential = Annotated[bytes, msgspec.Meta(max_length=MAX_CREDENTIAL_BYTES)]
+Fingerprint = Annotated[bytes, msgspec.Meta(max_length=FINGERPRINT_BYTES)]
 Ticket = Annotated[bytes, msgspec.Meta(min_length=TICKET_BYTES, max_length=TICKET_BYTES)]
 
 Sign = Callable[[bytes], bytes]
@@ -90,6 +92,7 @@ class Join(msgspec.Struct, frozen=True, array_like=True):
         signature: Signature over all other fields.
         fit: The metrics of its training; they count with the weight of its contribution.
         evaluation: The scores of the state that it holds on its data; None if it has not evaluated it.
+        fingerprint: `layout.fingerprint` of its contribution; empty if that is not compared with the others'.
     """
 
     peer: PeerName
@@ -104,6 +107,7 @@ class Join(msgspec.Struct, frozen=True, array_like=True):
     signature: Signature
     fit: Values = {}
     evaluation: Report | None = None
+    fingerprint: Fingerprint = b""
 
     def signed(self, sign: Sign) -> Join:
         """Return the join with its signature; the configuration and the transport bound the other values.
@@ -169,6 +173,14 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
     def before(self) -> StateId | None:
         """The group's state before the round; None if no member claims one."""
         return group_state(self.states.values())
+
+    @property
+    def twins(self) -> list[tuple[str, str]]:
+        """PeerIDs of members with equal contributions, by their fingerprints: the first of them with each other one."""
+        first: dict[bytes, str] = {}
+        given = (join for join in self.members if join.fingerprint)
+        pairs = ((first.setdefault(join.fingerprint, join.peer), join.peer) for join in given)
+        return [(one, other) for one, other in pairs if one != other]
 
     def peers_of(self, state: StateId | None) -> tuple[str, ...]:
         """PeerIDs of the members that claim this state, in member order; with None, of those that claim none."""

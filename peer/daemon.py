@@ -191,6 +191,7 @@ class Daemon:
         files = (full,) if full else (self._log_file.trouble, self.history.trouble)
         trouble = tuple(filter(None, (self._reducer.trouble if self._reducer else "", *files)))
         trouble += self._failures.warnings()
+        trouble += tuple(line for session in self.service.sessions for line in session.warnings)
         return msgspec.structs.replace(
             status, reason=reason, bootstrap=status.bootstrap + malformed, warnings=status.warnings + trouble
         )

@@ -170,6 +170,11 @@ class Session:
         self._told[topic] = line[:MAX_TEXT]
 
     @property
+    def warnings(self) -> tuple[str, ...]:
+        """What a person should know about the run, one line each."""
+        return tuple(line for run_driver in self._run_drivers.values() for line in run_driver.twins.values())
+
+    @property
     def leaving(self) -> bool:
         """True once `leave` was called."""
         return self._leaving is not None
@@ -355,7 +360,7 @@ class Session:
             return self._failed(self._stopped)
         size = self._specs[request.purpose].layout.stored_size
         vectors = Vectors(region.contribution[:size], region.mean[:size], request.clamped)
-        reported = request.metrics, request.evaluation
+        reported = request.metrics, request.evaluation, request.purpose == STEP
         outcome = await run_driver.average(vectors, request.weight, request.timeout, state, *reported)
         if state is not None and outcome.givers and outcome.state == state:
             transfer.reach(state.epoch + 1)

@@ -19,7 +19,7 @@ from equipoise.averaging.aio.transfer import Transfer
 from equipoise.averaging.allreduce import messages as wire
 from equipoise.averaging.claims import Claims
 from equipoise.averaging.draw import Drawn
-from equipoise.averaging.layout import Vectors
+from equipoise.averaging.layout import Vectors, fingerprint
 from equipoise.averaging.manifest import NONCE_BYTES, Identity, Join, Manifest
 from equipoise.averaging.matchmaking import events
 from equipoise.averaging.matchmaking import messages as matchmaking_messages
@@ -31,6 +31,7 @@ from equipoise.averaging.outcome import FetchOutcome, Gathering, NoPeers, Outcom
 from equipoise.averaging.ports import Directory
 from equipoise.averaging.spec import RunSpec
 from equipoise.averaging.state import StateId
+from equipoise.averaging.weights import ATTENDANCE_LIMIT
 from equipoise.tasks import Driver, TaskSet
 
 MATCHMAKING_FRAME = b"M"
@@ -38,6 +39,9 @@ MATCHMAKING_FRAME = b"M"
 
 MAX_HISTORY = 20
 """Most outcomes kept. A gossip run averages its spread over them: few, so that it shows the present spread."""
+
+MAX_TWINS = 8
+"""Most pairs of peers with equal contributions that are told of."""
 
 LEAST_WAIT_SECONDS, LEAST_WAIT_SHARE = 0.1, 0.1
 """Least wait for one peer that an outcome names, in seconds and as a share of the whole: less is jitter."""
@@ -73,6 +77,7 @@ class RunDriver:
         rounds_in_doubt: Those of them whose mean the others may hold.
         rounds_counted: Rounds in whose mean this peer's contribution counts.
         first_round: Number of this peer's first round; None before.
+        twins: By pair of peers that have made equal contributions, a line about them.
     """
 
     def __init__(
@@ -90,6 +95,7 @@ class RunDriver:
         self.history: deque[Outcome] = deque(maxlen=MAX_HISTORY)
         self.rounds_ok = self.rounds_failed = self.rounds_in_doubt = self.rounds_counted = 0
         self.first_round: int | None = None
+        self.twins: dict[tuple[str, str], str] = {}
         self._sessions = sessions
         self._directory = directory
         self._told_bandwidth = bandwidth
@@ -128,6 +134,7 @@ class RunDriver:
         state: StateId | None = None,
         metrics: Values | None = None,
         evaluation: Report | None = None,
+        compared: bool = False,
     ) -> Outcome:
         """Take part in one round; `Join` describes the other arguments.
 
@@ -136,6 +143,7 @@ class RunDriver:
                 mean, which holds it if the outcome is ok. What no encoder writes fails the round here, when it is met:
                 to look for it before would read the vector twice.
             timeout: Seconds for everything; the outcome fails with a reason when they are over.
+            compared: Whether a contribution that equals another peer's is worth a warning.
 
         Raises:
             ValueError: The weight, the metrics, or a vector's size, is not valid, or a round is going on already.
@@ -157,12 +165,14 @@ class RunDriver:
             signature=b"",
             fit=metrics or {},
             evaluation=evaluation,
+            fingerprint=fingerprint(vectors.contribution) if compared and weight > ATTENDANCE_LIMIT else b"",
         )
         manifest = await self._match(join, timeout)
         matched = self._loop.time() - began
         if isinstance(manifest, Outcome):
             outcome = manifest
         else:
+            self._note_twins(manifest)
             left = max(timeout - matched, 0.0)
             task = Task(self.spec, manifest, vectors, left, self._identity)
             outcome = await self._exchange(task)
@@ -356,6 +366,14 @@ class RunDriver:
                 await asyncio.wait({formed}, timeout=DIALABLE_SECONDS)
                 if formed.done():
                     return formed.result()
+
+    def _note_twins(self, manifest: Manifest) -> None:
+        for pair in manifest.twins:
+            if pair not in self.twins and len(self.twins) < MAX_TWINS:
+                gave = f"peers {' and '.join(pair)} made equal contributions to round {manifest.round}"
+                advice = "they may train on the same data in the same order: give each peer another seed"
+                self.twins[pair] = f"run {self.spec.name}: {gave}; {advice}"
+                log.warning(self.twins[pair])
 
     def _note_mean(self, found: FetchOutcome) -> None:
         """Keep the round whose mean came; end the search of a federated contribution that is late for it."""

@@ -66,6 +66,14 @@ def test_members_are_sorted_and_found_by_their_peer() -> None:
     check(one, own=join("b"))
 
 
+def test_members_with_equal_contributions_are_told_in_pairs() -> None:
+    given = {"a": b"1" * 8, "b": b"2" * 8, "c": b"1" * 8, "d": b"", "e": b"", "f": b"1" * 8}
+    one = manifest(*(join(peer, fingerprint=mark) for peer, mark in given.items()))
+    assert one.twins == [("a", "c"), ("a", "f")]
+    check(one, own=join("c", fingerprint=b"1" * 8), group_size=6)
+    assert join("c", fingerprint=b"1" * 8).content != join("c").content, "a fingerprint is signed"
+
+
 def test_the_id_follows_from_the_content_alone() -> None:
     one, same = manifest(join("a"), join("b")), manifest(join("b"), join("a"))
     assert one.id == same.id
@@ -112,6 +120,7 @@ def test_the_largest_manifest_fits_a_header() -> None:
         "state": StateId(MAX_EPOCH, "f" * 64),
         "fit": LARGEST_VALUES,
         "evaluation": Report(MAX_WEIGHT, LARGEST_VALUES),
+        "fingerprint": bytes(8),
     }
     signature = b"s" * MAX_SIGNATURE_BYTES
     joins = [msgspec.structs.replace(join(peer, **extremes), signature=signature) for peer in peers]

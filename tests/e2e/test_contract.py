@@ -6,8 +6,9 @@ import contextlib
 from collections.abc import Iterator
 
 import pytest
+import torch
 
-from contracts.run import Peers, RunContract
+from contracts.run import Peers, RunContract, join_all, together
 from contracts.state import StateContract
 from contracts.stepping import SteppingContract
 from e2e.swarm import DaemonProcess, Swarm
@@ -55,3 +56,17 @@ class TestState(StateContract):
 
 class TestStepping(SteppingContract):
     """All of it."""
+
+    def test_status_names_peers_whose_steps_are_equal_to_the_last_bit(self, peers: Peers) -> None:
+        clients = peers(2)
+        runs = join_all(clients, [[torch.ones(300)] for _ in clients])
+        assert all(together(*(run.average for run in runs)))
+        for values in ([1.0, 2.0], [3.0, 3.0]):
+            assert not any("equal contributions" in " ".join(one.status().warnings) for one in clients)
+            for run, value in zip(runs, values, strict=True):
+                run.accumulate([torch.full((300,), value)])
+            assert all(together(*(run.step for run in runs)))
+        for client in clients:
+            (told,) = (one for one in client.status().warnings if "equal contributions" in one)
+            assert all(one.peer_id in told for one in clients)
+            assert "another seed" in told

@@ -328,6 +328,7 @@ class FakeRunDriver:
         self._peer = peer
         self._spec = spec
         self.history: deque[Outcome] = deque(maxlen=32)
+        self.twins: dict[tuple[str, str], str] = {}
         with network.lock:
             self._member = network.runs.setdefault(spec.name, {})[peer] = Member(peer, spec.hash, spec)
 
@@ -355,6 +356,7 @@ class FakeRunDriver:
         state: StateId | None = None,
         metrics: Values | None = None,
         evaluation: Report | None = None,
+        compared: bool = False,
     ) -> Outcome:
         waiting = Waiting(
             decoded(self._spec.layout, vectors.contribution), weight, state, metrics, evaluation

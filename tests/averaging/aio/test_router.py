@@ -108,6 +108,35 @@ def expected_mean(values: dict[str, torch.Tensor], outcome: Outcome) -> torch.Te
     return torch.stack(shares).sum(0)
 
 
+async def test_equal_contributions_are_told_once_at_every_member(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    spec, names = spec_of(5000), ("peer0", "peer1", "peer2")
+    for name in names:
+        cluster.add(name)
+    runs = await joined(cluster, spec, names)
+
+    async def step(*given: torch.Tensor, compared: bool = True, weight: float = 1.0) -> None:
+        rest = weight, 20.0, None, None, None, compared
+        results = [averaged(run, one, torch.zeros(5000), *rest) for run, one in zip(runs, given, strict=True)]
+        assert all(outcome.ok for outcome in await asyncio.gather(*results))
+
+    drawn = [torch.randn(5000, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+    await step(*drawn)
+    await step(drawn[0], drawn[0], drawn[0], compared=False)
+    await step(drawn[0], drawn[0], drawn[0], weight=2.0**-30)
+    await step(*[torch.zeros(5000)] * 3)
+    assert not any(run.twins for run in runs)
+    for _ in range(2):
+        await step(drawn[0], drawn[1], drawn[0])
+    told = (
+        "run run: peers peer0 and peer2 made equal contributions to round 4; "
+        "they may train on the same data in the same order: give each peer another seed"
+    )
+    assert [list(run.twins.values()) for run in runs] == [[told]] * 3
+    assert [one.getMessage() for one in caplog.records if one.levelname == "WARNING"] == [told] * 3
+
+
 @pytest.mark.parametrize("size", [2, 3, 5])
 @pytest.mark.parametrize("codec", ["fp32", "int8"])
 async def test_every_member_ends_with_the_same_weighted_mean(cluster: Cluster, size: int, codec: str) -> None:
