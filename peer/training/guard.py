@@ -26,7 +26,8 @@ class Guard:
     """The state that peers hold alike, as the last update left it.
 
     The values are compared, so a write that is undone, as a swap of averaged weights for an evaluation, does no harm.
-    What the optimizer remembers is compared only where `load_state_dict` is called.
+    What the optimizer remembers is compared only where `load_state_dict` is called. Values that only change places
+    within a tensor are not noticed here, but when the lineage includes the parameters.
     """
 
     def __init__(

@@ -346,7 +346,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
                 self._options.on_update()
         finally:
             self._updating = None
-        self._guard.note()
+            self._guard.note()  # What an interrupted update leaves behind is no write of the script.
 
     def _make_step(self, mean: Mapping[str, torch.Tensor]) -> None:
         # In double precision, a norm is 0 only if all values are 0, and finite only if all values are.

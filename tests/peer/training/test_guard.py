@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -473,3 +475,31 @@ def test_the_parameter_that_requires_gradients_only_now_or_no_more_is_named(
     model[2].weight.requires_grad_(later)
     with pytest.raises(SchemaError, match=r"have changed since join: 2\.weight; join again"):
         run.accumulate(model)
+
+
+def test_an_interrupted_update_is_no_write_of_the_script(
+    fake: FakeSwarm, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Interrupted(Scripted):
+        def join(self) -> None:
+            super().join()
+            step, interrupts = self.opt.step, [KeyboardInterrupt] * (self.index == 0)
+
+            def updated() -> None:
+                if self.opt.epoch == 4 and interrupts:
+                    raise interrupts.pop()
+
+            def steps() -> None:
+                with contextlib.suppress(KeyboardInterrupt):
+                    step()
+
+            self.opt._options = dataclasses.replace(self.opt._options, on_update=updated)
+            self.opt.step = steps  # type: ignore[method-assign, assignment]
+
+    trainers = [Interrupted(fake, index, 12) for index in range(2)]
+    for trainer in trainers:
+        trainer.begin()
+    fake.run()
+    assert_alike(trainers)
+    assert any(told.startswith("an update was interrupted") for _, told in trainers[0].seen)
+    assert warned(caplog) == []
