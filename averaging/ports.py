@@ -74,6 +74,10 @@ class Channel(Protocol):
         """Bytes that have reached the other end's kernel so far; if that is unknown, bytes that left this process."""
 
     @property
+    def in_flight(self) -> int:
+        """Bytes that left this process, and have not reached the other end's kernel, as far as that is known."""
+
+    @property
     def received(self) -> int:
         """Bytes that have come in so far, incomplete frames included."""
 

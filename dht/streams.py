@@ -97,6 +97,11 @@ class Stream:
         return self.sent if self._acknowledged is None else self._acknowledged
 
     @property
+    def in_flight(self) -> int:
+        """Bytes that this end's kernel holds: not sent yet, or not acknowledged."""
+        return 0 if self.closed else _waiting(self._socket, termios.TIOCOUTQ)
+
+    @property
     def rtt(self) -> float:
         """Smoothed round-trip time, in seconds; 0 where that cannot be told, as through p2pd."""
         return 0.0 if self.closed else (_tcp_info(self._socket, _ROUND_TRIP_US) or 0) / 1e6
@@ -282,10 +287,10 @@ def _tcp_info(connection: socket.socket, field: struct.Struct) -> int | None:
     return None if len(info) < _INFO_BYTES else int(field.unpack_from(info)[0])
 
 
-def _waiting(connection: socket.socket) -> int:
-    """Return how many bytes have come in and wait to be read."""
+def _waiting(connection: socket.socket, which: int = termios.FIONREAD) -> int:
+    """Return how many bytes have come in and wait to be read, or with TIOCOUTQ to be acknowledged."""
     count = bytearray(_INT.size)
-    fcntl.ioctl(connection, termios.FIONREAD, count)
+    fcntl.ioctl(connection, which, count)
     return int(_INT.unpack(count)[0])
 
 

@@ -70,6 +70,11 @@ class FramedChannel:
         return self._stream.delivered
 
     @property
+    def in_flight(self) -> int:
+        """Bytes that left this process, and are not acknowledged."""
+        return self._stream.in_flight
+
+    @property
     def received(self) -> int:
         """Bytes that have come in so far, those of a record that is not complete included."""
         return self._stream.arrived

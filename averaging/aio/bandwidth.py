@@ -5,9 +5,17 @@ should be equal. It is the upper quartile of the rates over windows in which som
 (in the others, receivers held it up; the very fastest owe their speed to buffers), averaged over recent bursts, old
 ones counting half as much as the next. A window is as long as its bytes need, over several bursts on a slow link. The
 first window of a burst counts only if it is the only one: a token bucket that has filled meanwhile passes it faster.
+
+A burst lasts until the receivers have acknowledged it: the kernel may take all of it at once, and send it for seconds.
 """
 
 from __future__ import annotations
+
+SAMPLE_SECONDS = 0.05
+"""Most time between two looks at what has been delivered."""
+
+IDLE_BYTES = 16 * 1024
+"""Most bytes on their way with which nothing is being sent: heartbeats and the like are always on their way."""
 
 WINDOW_SECONDS = 0.1
 """Least time that a rate is taken over: what socket buffers and token buckets swallow at once is no rate."""
@@ -37,7 +45,7 @@ class Bandwidth:
         self._rates: list[float] = []
 
     def observe(self, now: float, delivered: int) -> None:
-        """Something has been waiting to be sent since the last call, if there was one in this burst.
+        """Something has been waiting or on its way since the last call, if there was one in this burst.
 
         Args:
             now: Monotonic seconds.
@@ -54,8 +62,14 @@ class Bandwidth:
             if len(self._rates) < MAX_WINDOWS:
                 self._rates.append(count / seconds)
 
+    @property
+    def sample_seconds(self) -> float:
+        """Time until the next look: a tenth of what the burst has lasted, so that the end of a short one is known."""
+        lasted = self._last[0] - self._began[0] if self._began else 0.0
+        return min(max(lasted, SAMPLE_SECONDS) / 10, SAMPLE_SECONDS)
+
     def end_burst(self, now: float, delivered: int) -> None:
-        """Nothing waits any more."""
+        """All has been delivered."""
         if self._began is not None and not self._rates:
             # Little was sent, or all of it soon. That it was over so soon is what counts then.
             since, before = self._began

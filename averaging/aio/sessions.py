@@ -23,7 +23,7 @@ import os
 from collections.abc import Mapping
 from typing import Protocol
 
-from equipoise.averaging.aio.bandwidth import Bandwidth
+from equipoise.averaging.aio.bandwidth import IDLE_BYTES, Bandwidth
 from equipoise.averaging.aio.buffer_pool import BufferPool
 from equipoise.averaging.ports import Channel, DirectTransport, FrameRefused, Transport
 from equipoise.averaging.session import messages as wire
@@ -61,8 +61,6 @@ PUNCHED_SECONDS = 600.0
 SWEEP_SECONDS = 10.0
 """Time between two looks for idle channels."""
 
-METER_SECONDS = 0.05
-"""Time between two looks at what has been delivered, while something waits to be sent."""
 
 FAREWELL_SECONDS = 5.0
 """Longest time for the other end's answer to a farewell."""
@@ -464,7 +462,7 @@ class Sessions:
             self._drop(peer, f"it has not acknowledged {MAX_UNACKNOWLEDGED} frames")
             return
         if frame[1] and self._measuring is None:
-            self._measure()
+            self._measure(begins=True)
         try:
             await channel.send(*frame)
         except ConnectionError:
@@ -508,13 +506,14 @@ class Sessions:
             elif not channels.channels:
                 raise error
 
-    def _measure(self) -> None:
-        """Sample the bytes delivered, again and again until no bulk waits any more."""
+    def _measure(self, begins: bool = False) -> None:
+        """Sample the bytes delivered, again and again from the first bulk frame until all bulk is."""
         now, all_channels = self._loop.time(), self._peers.values()
         delivered = self._delivered_before + sum(channels.delivered for channels in all_channels)
-        if any(channels.outbox.has_bulk for channels in all_channels):
+        on_way = sum(channel.in_flight for channels in all_channels for channel in channels.channels)
+        if begins or on_way > IDLE_BYTES or any(channels.outbox.has_bulk for channels in all_channels):
             self.bandwidth.observe(now, delivered)
-            self._measuring = self._loop.call_later(METER_SECONDS, self._measure)
+            self._measuring = self._loop.call_later(self.bandwidth.sample_seconds, self._measure)
         else:
             self.bandwidth.end_burst(now, delivered)
             self._measuring = None

@@ -10,12 +10,11 @@ import torch
 
 from contracts.run import join_all, together
 from e2e.netns import Network, available
-from e2e.swarm import Swarm
+from e2e.swarm import DaemonProcess, Swarm, eventually
 from equipoise.peer import connect
 
 TIMES, SECONDS = 20, 10.0
-UPLINKS = (1.0, 5.0, 20.0, 200.0)
-ROUNDS, VALUES = 5, 4_000_000
+ROUNDS = 5
 
 pytestmark = [
     pytest.mark.netns,
@@ -49,29 +48,30 @@ def test_three_hosts_of_a_lan_with_0_6_and_12_bridges_know_each_other(swarm: Swa
     assert met == TIMES
 
 
-@pytest.mark.xfail(
-    reason="bursts of 30 ms are sampled each 50 ms, and bytes in flight at their end are not counted: "
-    "a link of 200 Mbit/s counted as 58 after two rounds"
-)
-def test_uplinks_are_measured_within_a_fifth_after_five_rounds(swarm: Swarm) -> None:
-    with Network(hosts=len(UPLINKS)) as network:
-        for host, mbit in zip(network.hosts, UPLINKS, strict=True):
+@pytest.mark.parametrize("mbit", [1.0, 5.0, 20.0, 200.0])
+def test_an_uplink_is_measured_within_a_fifth_after_five_rounds(swarm: Swarm, mbit: float) -> None:
+    """Each round sends for a second or two; both peers have the same uplink, as a slow receiver acknowledges late."""
+    values = int(mbit * 1e6 / 8 * (2 if mbit < 100 else 1))
+    with Network(hosts=2) as network:
+        for host in network.hosts:
             network.shape(host, mbit, down=False)
         first = swarm.daemon(prefix=network.hosts[0].command([]))
-        rest = [swarm.daemon(join=[first.address], prefix=host.command([])) for host in network.hosts[1:]]
-        daemons = [first, *rest]
-        clients = [connect(daemon.home) for daemon in daemons]
-        runs = join_all(clients, [[torch.ones(VALUES)] for _ in clients], "slow", codec="int8")
-        assert all(run.wait_for(len(runs) - 1) for run in runs)
-        for number in range(ROUNDS):
-            outcomes = together(*(partial(run.average, timeout=300.0) for run in runs))
-            print(
-                f"round {number}: {[(one.ok, round(one.seconds.get('total', 0.0), 1)) for one in outcomes]}"
-            )
-        told = {row["peer"]: row["bandwidth"] * 8 / 1e6 for row in daemons[0].json("peers")}
-        found = [told[client.peer_id] for client in clients]
+        second = swarm.daemon(join=[first.address], prefix=network.hosts[1].command([]))
+        clients = [connect(daemon.home) for daemon in (first, second)]
+        runs = join_all(clients, [[torch.ones(values)] for _ in clients], "slow", codec="int8")
+        assert all(run.wait_for(1) for run in runs)
+        for _ in range(ROUNDS):
+            assert all(one.ok for one in together(*(partial(run.average, timeout=60.0) for run in runs)))
+        found = []
+        for daemon in (first, second):
+            rows = eventually(lambda daemon=daemon: bandwidths(daemon), "the estimate to be told")
+            found += [row * 8 / 1e6 for row in rows]
         for client in clients:
             client.close()
-    print(f"Mbit/s up: {UPLINKS}, estimated: {[round(one, 2) for one in found]}")
-    for mbit, estimate in zip(UPLINKS, found, strict=True):
-        assert estimate == pytest.approx(mbit, rel=0.2)
+    print(f"{mbit:g} Mbit/s up, estimated: {[round(one, 2) for one in found]}")
+    assert found == [pytest.approx(mbit, rel=0.2)] * len(found)
+
+
+def bandwidths(daemon: DaemonProcess) -> list[float]:
+    """What a daemon says that it can send, in bytes per second; empty if it says nothing."""
+    return [row["bandwidth"] for row in daemon.json("peers") if row["me"] and row["bandwidth"]]

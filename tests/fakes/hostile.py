@@ -84,6 +84,10 @@ class TappedChannel:
         return self._channel.delivered
 
     @property
+    def in_flight(self) -> int:
+        return self._channel.in_flight
+
+    @property
     def received(self) -> int:
         return self._channel.received
 

@@ -79,7 +79,7 @@ class MemoryChannel:
         self._outbox = outbox
         self.closed = False
         self.punched = False
-        self.delivered = 0
+        self.delivered = self.in_flight = 0
         self.received = 0
         self.rtt = 0.0
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from equipoise.averaging.aio.bandwidth import MIN_BYTES, WINDOW_SECONDS, Bandwidth
+from equipoise.averaging.aio.bandwidth import IDLE_BYTES, MIN_BYTES, WINDOW_SECONDS, Bandwidth
 
 
 def send(bandwidth: Bandwidth, rate: float, seconds: float, at: float = 0.0, swallowed: int = 0) -> float:
@@ -49,6 +49,21 @@ def test_a_link_that_lets_bytes_pass_in_lumps_is_measured_in_five_rounds(
             passed = min(size, int(bucket + rate * began) // lump * lump)
         delivered += passed
         bandwidth.end_burst(now, delivered)
+        now += 1.0
+    assert bandwidth.estimate == pytest.approx(rate, rel=0.2)
+
+
+@pytest.mark.parametrize("rate", RATES)
+def test_bursts_of_any_length_are_measured_by_looks_at_their_own_pace(rate: float) -> None:
+    bandwidth, now = Bandwidth(), 0.0
+    size = max(int(rate * 0.04), 5 * MIN_BYTES)
+    for number in range(5):
+        began, passed = now, 0
+        while passed < size - IDLE_BYTES:
+            bandwidth.observe(now, number * size + passed)
+            now += bandwidth.sample_seconds
+            passed = min(size, int(rate * (now - began)))
+        bandwidth.end_burst(now, number * size + passed)
         now += 1.0
     assert bandwidth.estimate == pytest.approx(rate, rel=0.2)
 

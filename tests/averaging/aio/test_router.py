@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from equipoise.averaging.aio import run_driver, sessions
+from equipoise.averaging.aio import bandwidth, run_driver
 from equipoise.averaging.aio.round_buffers import Reduction
 from equipoise.averaging.aio.round_driver import ROUND_FRAME, RoundDriver, Rounds, Task
 from equipoise.averaging.aio.router import Router
@@ -297,7 +297,7 @@ async def test_joins_and_records_say_what_a_peer_can_send(
     monkeypatch: pytest.MonkeyPatch,
     told: float,
 ) -> None:
-    monkeypatch.setattr(sessions, "METER_SECONDS", 0.0)
+    monkeypatch.setattr(bandwidth, "SAMPLE_SECONDS", 0.0)
     monkeypatch.setattr(run_driver, "REPORT_SECONDS", 0.0)
     for name in "ab":
         cluster.add(name, bandwidth=told)
