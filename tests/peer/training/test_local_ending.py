@@ -12,10 +12,12 @@ import torch
 from equipoise.averaging.schema import SchemaError
 from equipoise.peer import Refused
 from equipoise.peer.embedded import Peer
-from equipoise.peer.training import DiLoCo, Gossip, LocalSGD
+from equipoise.peer.training import DiLoCo, Federated, Gossip, LocalSGD
+from equipoise.peer.training.federated import Task
 from equipoise.peer.training.local import LocalTraining
 from equipoise.peer.training.member import Finished
 from fakes.daemon import FakeNetwork
+from fakes.federated import FederatedSwarm
 from fakes.training import FakeSwarm
 
 
@@ -151,6 +153,29 @@ def test_other_tensors_in_the_place_of_the_followed_ones_are_refused(renewed: bo
         return torch.optim.SGD(own.parameters(), lr=1.0) if renewed else used
 
     assert replaced(swap) == ["tensor 'a' is another tensor than at the start: join again with it"] * 2
+
+
+def test_other_tensors_that_fit_puts_into_the_model_are_refused() -> None:
+    swarm, told = FederatedSwarm(), list[str]()
+
+    def work(index: int) -> None:
+        model = torch.nn.Linear(2, 3)
+
+        def fit(task: Task) -> tuple[float, dict[str, float]]:
+            swarm.compute(1.0)
+            moved = {name: one + 1 for name, one in model.state_dict().items()}
+            model.load_state_dict(moved, assign=task.number == 2)
+            return 1.0, {}
+
+        run = swarm.join(f"peer{index}", "rounds", model)
+        with pytest.raises(SchemaError) as error:
+            Federated(run, fit, rounds=3, clock=swarm.clock).run()
+        told.append(str(error.value))
+
+    for index in range(2):
+        swarm.peer(f"peer{index}", lambda index=index: work(index))
+    swarm.run()
+    assert told == ["tensor 'weight' is another tensor than at the start: join again with it"] * 2
 
 
 def statistics(swarm: FakeSwarm, averaged: bool, **options: Any) -> list[torch.nn.Module]:
