@@ -19,10 +19,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
+from train_text import daemon_command
 
 from equipoise.averaging.outcome import Idle, Outcome
 from equipoise.peer import connect
-from equipoise.peer.demo.processes import Child, Family, daemon_command
+from equipoise.peer.demo.processes import Child, Family
 
 START_SECONDS = 120.0
 """Longest time for all daemons to print an address: 32 of them share two cores."""

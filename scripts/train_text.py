@@ -32,7 +32,7 @@ import msgspec
 from bench_load import end_cleanly_when_terminated
 from text_trainer import ALONE, DILOCO, METHODS, SYNC, WHOLE, Job, TextOptions, Trained
 
-from equipoise.peer.demo.processes import Child, Family, daemon_command
+from equipoise.peer.demo.processes import Child, Family
 
 TRAINER = Path(__file__).with_name("text_trainer.py")
 
@@ -48,6 +48,13 @@ FP32_BYTES = 4
 
 class Broken(Exception):
     """A daemon or a trainer has failed."""
+
+
+def daemon_command(home: Path, join: Sequence[str]) -> list[str]:
+    """The command of a daemon that only this machine can reach."""
+    joins = [word for address in join for word in ("--join", address)]
+    equipoise = [sys.executable, "-c", "from equipoise.peer.cli import main; main()"]
+    return [*equipoise, "daemon", "--home", str(home), "--listen", "/ip4/127.0.0.1/tcp/0", *joins]
 
 
 def start_daemons(family: Family, folder: Path, count: int) -> list[Path]:

@@ -270,15 +270,17 @@ def launch(command: tuple[str, ...], resume: bool, **flags: Any) -> None:
 
 
 @click.command(short_help="Run a whole swarm on this machine.")
-@click.option("--peers", default=4, show_default=True, help="Daemons, each with a trainer of its own.")
-@click.option("--rounds", default=50, show_default=True, help="Updates that every trainer makes.")
+@click.option(
+    "--peers", default=4, show_default=True, help="Processes, each with a daemon and a training loop."
+)
+@click.option("--rounds", default=50, show_default=True, help="Updates that every peer makes.")
 @click.option(
     "--codec",
-    default="",
+    default=None,
     show_default="int8, and fp16 for gossip",
     help="How values travel: fp32, fp16, bf16 or int8.",
 )
-@click.option("--kill", default=0, show_default=True, metavar="K", help="SIGKILL K daemons half-way.")
+@click.option("--kill", default=0, show_default=True, metavar="K", help="SIGKILL K peers half-way.")
 @click.option(
     "--strategy",
     default="allreduce",
@@ -293,8 +295,8 @@ def launch(command: tuple[str, ...], resume: bool, **flags: Any) -> None:
 )
 @click.option(
     "--outer",
-    default="",
-    show_default="average",
+    default="average",
+    show_default=True,
     help="Outer step of federated rounds: fedavgm, fedadagrad, fedadam or fedyogi, as in fedyogi:eta=0.03.",
 )
 @click.option(
@@ -308,7 +310,7 @@ def launch(command: tuple[str, ...], resume: bool, **flags: Any) -> None:
 def demo(as_json: bool, **options: Any) -> None:
     """Run a whole swarm on this machine: real processes, real data, half a minute on two idle cores.
 
-    Each trainer has its own share of scikit-learn's handwritten digits. The summary compares the swarm with a peer that
+    Each peer has its own share of scikit-learn's handwritten digits. The summary compares the swarm with a peer that
     trains alone on its share. The exit status is 0 only if everything really worked. The demo waits for as long as
     something happens, and says what it waits for.
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import os
-import selectors
+import queue
 import signal
 import subprocess
-import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -16,21 +16,15 @@ from pathlib import Path
 STOP_SECONDS = 15.0
 """A daemon that stops gracefully needs 2 s, more where all stop at once on two busy cores; then it is killed."""
 
-MAX_LINE_BYTES = 64 * 1024
-"""A report is under 1 KB, an address under 200 bytes."""
-
-READ_BYTES = 64 * 1024
-
 _PR_SET_PDEATHSIG = 1
 
 
-class Child(subprocess.Popen[bytes]):
+class Child(subprocess.Popen[str]):
     """One child process, which dies with this one; its standard output is heard, its standard error goes to a file."""
 
     def __init__(self, name: str, command: Sequence[str], errors: Path) -> None:
         self.name = name
-        self.said = errors
-        self._unfinished = b""
+        self._errors = errors
         # A user's own configuration is not part of the demo, and with a process per core more threads only wait.
         kept = {name: value for name, value in os.environ.items() if not name.startswith("EQUIPOISE_")}
         prctl = ctypes.CDLL(None).prctl  # Looked up before the fork: after it only system calls are safe.
@@ -40,6 +34,8 @@ class Child(subprocess.Popen[bytes]):
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=log,
+                encoding="utf-8",
+                errors="replace",
                 env={**kept, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
                 # The terminal's Ctrl-C is for this process, which ends the children in order.
                 start_new_session=True,
@@ -50,22 +46,8 @@ class Child(subprocess.Popen[bytes]):
     @property
     def ending(self) -> str:
         """The exit status, with the last line that it wrote to standard error."""
-        return f"{self.name} ended with status {self.poll()}{self.last_words and ': '}{self.last_words}"
-
-    @property
-    def last_words(self) -> str:
-        """The last line that it wrote to standard error, or nothing."""
-        lines = self.said.read_text(errors="replace").strip().splitlines()
-        return lines[-1][:500] if lines else ""
-
-    def read(self) -> list[str] | None:
-        """The whole lines that have come, or None where no more will come."""
-        assert self.stdout is not None, "a pipe"
-        chunk = os.read(self.stdout.fileno(), READ_BYTES)
-        if not chunk or len(self._unfinished) > MAX_LINE_BYTES:
-            return None
-        *lines, self._unfinished = (self._unfinished + chunk).split(b"\n")
-        return [line.decode(errors="replace") for line in lines]
+        lines = self._errors.read_text(errors="replace").strip().splitlines()
+        return f"{self.name} ended with status {self.poll()}{f': {lines[-1][:500]}' if lines else ''}"
 
     def reap(self, seconds: float) -> int:
         """Wait for its end, kill it where it takes longer than `seconds`, and return its exit status."""
@@ -82,37 +64,32 @@ class Family(AbstractContextManager["Family"]):
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._children: list[Child] = []
-        self._selector = selectors.DefaultSelector()
+        self._heard = queue.SimpleQueue[tuple[Child, str | None]]()
 
     def start(self, name: str, command: Sequence[str]) -> Child:
         """Start `command` as a child."""
         child = Child(name, command, self._folder / f"{name}.log")
         self._children.append(child)
-        assert child.stdout is not None, "a pipe"
-        self._selector.register(child.stdout, selectors.EVENT_READ, child)
+        threading.Thread(target=self._listen, args=(child,), daemon=True).start()
         return child
 
     def hear(self, seconds: float) -> Iterator[tuple[Child, str | None]]:
-        """Lines of the children within `seconds`: (child, line), and (child, None) once where one says no more."""
-        for key, _ in self._selector.select(max(0.0, seconds)):
-            child: Child = key.data
-            lines = child.read()
-            if lines is None:
-                self._selector.unregister(key.fd)
-            yield from ((child, line) for line in ([None] if lines is None else lines))
+        """The next line within `seconds`, if any: (child, line), and (child, None) once where one says no more."""
+        try:
+            yield self._heard.get(timeout=max(0.0, seconds))
+        except queue.Empty:
+            return
+
+    def _listen(self, child: Child) -> None:
+        assert child.stdout is not None, "a pipe"
+        for line in child.stdout:
+            self._heard.put((child, line.rstrip("\n")))
+        self._heard.put((child, None))
 
     def __exit__(self, *_: object) -> None:
-        """End all children, the last started first: trainers before the daemons that they use."""
+        """End all children, the last started first: scripts before the daemons that they use."""
         for child in reversed(self._children):
             child.terminate()
         deadline = time.monotonic() + STOP_SECONDS
         for child in self._children:
             child.reap(deadline - time.monotonic())
-        self._selector.close()
-
-
-def daemon_command(home: Path, join: Sequence[str]) -> list[str]:
-    """The command of a daemon that only this machine can reach."""
-    joins = [word for address in join for word in ("--join", address)]
-    equipoise = [sys.executable, "-c", "from equipoise.peer.cli import main; main()"]
-    return [*equipoise, "daemon", "--home", str(home), "--listen", "/ip4/127.0.0.1/tcp/0", *joins]

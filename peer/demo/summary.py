@@ -1,8 +1,9 @@
-"""Reports of the demo's trainers, one JSON line each, and what they come to: whether it really worked."""
+"""Reports of the demo's peers, and what they come to: whether it really worked."""
 
 from __future__ import annotations
 
 import importlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from statistics import fmean
 
@@ -22,56 +23,31 @@ BARS = "▁▂▃▄▅▆▇█"
 LOWEST = 0.5
 """Accuracy of the lowest bar, and below; the highest bar stands for 1. A scale from 0 would not show the difference."""
 
-
-class Doing(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A trainer begins something that takes time, as in "waits for 3 others"."""
-
-    what: str
+Curve = tuple[tuple[int, float], ...]
 
 
-class Stepped(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The trainer has made an update.
+class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One line of a peer, in JSON.
 
     Attributes:
-        update: Number of the update, from 1.
-        loss: Mean loss of the trainer's own samples since the update before; of a federated round, of all peers.
-        counted, of: Number of peers whose work is in it, 0 for local steps without an exchange, and of those that took
-            part in its round; of a federated round, that were drawn to train.
-        bytes_sent, seconds: By its daemon for the round, and the round's duration.
-        accuracy: Of the model after the update on the test images, 0 to 1.
+        doing: What it does from now on, or has just done, for people.
+        updates: Number of updates that it has made.
+        failed: Whether its last round has failed, and changed nothing.
+        address: The address of its daemon, in the report of its start.
+        accuracy: Of its model on the test images, 0 to 1; 0 unless this reports an update, or the end.
+        alone: The same, of a model that has made as many updates from the peer's own images only.
+        bytes_sent: By its daemon for the update.
+        digest: BLAKE3 in hex of its parameters, in the report of its end.
     """
 
-    update: int
-    loss: float
-    counted: int = 0
-    of: int = 0
-    bytes_sent: int = 0
-    seconds: float = 0.0
+    doing: str
+    updates: int = 0
+    failed: bool = False
+    address: str = ""
     accuracy: float = 0.0
-
-
-class Failed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A round failed, nothing was changed, and the trainer tries again."""
-
-    update: int
-    reason: str
-
-
-class Finished(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The trainer has made all its updates.
-
-    Attributes:
-        digest: BLAKE3 in hex of its parameters.
-        accuracy: On the test images, 0 to 1.
-        alone: The accuracy of the same network by as much training on its own samples alone, at each `is_point`.
-    """
-
-    digest: str
-    accuracy: float
-    alone: tuple[float, ...]
-
-
-Report = Doing | Stepped | Failed | Finished
+    alone: float = 0.0
+    bytes_sent: int = 0
+    digest: str = ""
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,15 +55,15 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         ok: Whether it really worked: `problems`, one line each, is empty.
-        peers, killed: Daemons started, and killed half-way.
-        rounds, failed_rounds: Updates that every surviving trainer has made, and attempts that changed nothing.
-        accuracy: Of the swarm's model on the test images, 0 to 1; None if no trainer has finished.
+        peers, killed: Peers started, and killed half-way.
+        rounds, failed_rounds: Updates that every surviving peer has made, and attempts that changed nothing.
+        accuracy: Mean over the survivors on the test images, 0 to 1; None if no peer has finished.
         accuracy_alone: Mean over the survivors of a peer's accuracy alone with its share; None likewise.
-        equal: Number of surviving trainers that ended with the same parameters, bit for bit.
+        equal: Number of surviving peers that ended with the same parameters, bit for bit.
         bit_identical: Whether these are all survivors.
         bytes_sent: By all daemons in rounds that succeeded.
         seconds: Duration of the whole demo.
-        curve, curve_alone: (updates made, accuracy) of the swarm's model, and of a peer alone.
+        curve, curve_alone: (updates made, accuracy) together and alone, of the last peer that reported the update.
     """
 
     ok: bool
@@ -102,103 +78,61 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     bit_identical: bool
     bytes_sent: int
     seconds: float
-    curve: tuple[tuple[int, float], ...]
-    curve_alone: tuple[tuple[int, float], ...]
+    curve: Curve
+    curve_alone: Curve
 
 
-def is_point(update: int, rounds: int) -> bool:
-    """Return whether a curve over `rounds` updates shows the update's accuracy."""
-    return update % -(-rounds // POINTS) == 0 or update == rounds
+def summarize(
+    options: DemoOptions,
+    reports: Sequence[Sequence[Report]],
+    killed: int,
+    problems: Sequence[str],
+    seconds: float,
+) -> Summary:
+    """The result, given all reports of each peer, of which the first `killed` ones were killed, and what went wrong."""
+    said = [report for of_peer in reports for report in of_peer]
+    survivors = [of_peer[-1] for of_peer in reports[killed:]]
+    done = [report for report in survivors if report.digest]
+    accuracy = fmean(report.accuracy for report in done) if done else None
+    alone = fmean(report.alone for report in done) if done else None
+    equal = max(Counter(report.digest for report in done).values(), default=0)
+    found = [*problems]
+    if equal < len(done):
+        found.append(f"only {equal} of {len(done)} peers ended with the same parameters")
+    if accuracy is not None and alone is not None and accuracy - alone < MIN_GAIN:
+        gain = f"{100 * (accuracy - alone):+.1f} points above a peer alone, expected {100 * MIN_GAIN:+.1f}"
+        found.append(f"the swarm's accuracy is only {gain}; more --rounds help")
+    step = -(-options.rounds // POINTS)
+    points = {report.updates: report for report in said if report.accuracy}
+    shown = [points[at] for at in sorted(points) if at % step == 0 or at == options.rounds]
+    return Summary(
+        ok=not found,
+        problems=tuple(found),
+        peers=options.peers,
+        killed=killed,
+        rounds=min(report.updates for report in survivors),
+        failed_rounds=sum(report.failed for report in said),
+        accuracy=accuracy,
+        accuracy_alone=alone,
+        equal=equal,
+        bit_identical=0 < equal == len(survivors),
+        bytes_sent=sum(report.bytes_sent for report in said),
+        seconds=seconds,
+        curve=tuple((report.updates, report.accuracy) for report in shown),
+        curve_alone=tuple((report.updates, report.alone) for report in shown),
+    )
 
 
-class Ledger:
-    """Collects the trainers' reports, by trainer index."""
-
-    def __init__(self, options: DemoOptions) -> None:
-        self._options = options
-        self._updates: dict[int, int] = {}
-        self._failed = self._sent = 0
-        self._curve: dict[int, float] = {}
-        self.finished: dict[int, Finished] = {}
-
-    def add(self, trainer: int, report: Report) -> bool:
-        """Take in a report; returns whether it is the first one of its update."""
-        match report:
-            case Finished():
-                self.finished[trainer] = report
-            case Failed():
-                self._failed += 1
-            case Stepped(update=update):
-                first = update > max(self._updates.values(), default=0)
-                self._updates[trainer] = update
-                self._sent += report.bytes_sent
-                if first and is_point(update, self._options.rounds):
-                    self._curve[update] = report.accuracy
-                return first
-        return False
-
-    def updates(self, trainer: int) -> int:
-        """Return the updates of `trainer`. A trainer that missed a round made that update later, unreported."""
-        return self._options.rounds if trainer in self.finished else self._updates.get(trainer, 0)
-
-    def summarize(self, killed: frozenset[int], problems: list[str], seconds: float) -> Summary:
-        """The result, given which trainers' daemons were killed and what went wrong besides."""
-        rounds = self._options.rounds
-        survivors = [index for index in range(self._options.peers) if index not in killed]
-        done = [self.finished[index] for index in survivors if index in self.finished]
-        digests = [report.digest for report in done]
-        accuracy = alone = None
-        means = [fmean(at) for at in zip(*(report.alone for report in done), strict=True)]
-        if done:
-            self._curve[rounds] = accuracy = fmean(report.accuracy for report in done)
-            alone = means[-1]
-        found = [*problems]
-        for index in survivors:
-            if index not in self.finished:
-                found.append(f"trainer {index + 1} made {self.updates(index)} of {rounds} updates")
-        if len(killed) != self._options.kill:
-            found.append(f"{len(killed)} of {self._options.kill} daemons were killed")
-        if len(set(digests)) > 1:
-            found.append("the survivors' parameters differ")
-        if accuracy is not None and alone is not None and accuracy - alone < MIN_GAIN:
-            gain = (
-                f"{100 * (accuracy - alone):+.1f} points above a peer alone, expected {100 * MIN_GAIN:+.1f}"
-            )
-            found.append(f"the swarm's accuracy is only {gain}; more --rounds help")
-        points = [update for update in range(1, rounds + 1) if is_point(update, rounds)]
-        return Summary(
-            ok=not found,
-            problems=tuple(found),
-            peers=self._options.peers,
-            killed=len(killed),
-            rounds=min(map(self.updates, survivors), default=0),
-            failed_rounds=self._failed,
-            accuracy=accuracy,
-            accuracy_alone=alone,
-            equal=max(map(digests.count, digests), default=0),
-            bit_identical=len(done) == len(survivors) and len(set(digests)) == 1,
-            bytes_sent=self._sent,
-            seconds=seconds,
-            curve=tuple(sorted(self._curve.items())),
-            curve_alone=tuple(zip(points, means, strict=False)),
-        )
-
-
-def line(update: Stepped, options: DemoOptions) -> str:
-    """One line for an update."""
-    told = f"round {update.update}  accuracy {_percent(update.accuracy)}  loss {update.loss:.3f}  "
-    if not update.counted:
-        return f"{told}local steps"
-    whose = "drawn peers" if options.federated else "peers"
-    sent = f"{decimal(update.bytes_sent)} sent in {update.seconds:.2f} s"
-    return f"{told}{update.counted} of {update.of} {whose}  {sent}"
+def percent(share: float) -> str:
+    """An accuracy for people."""
+    return f"{100 * share:.1f} %"
 
 
 def summary_lines(summary: Summary, bars: str = BARS) -> Iterator[str]:
     """The summary for people, line by line; its point and a picture of the accuracy come first."""
     if summary.accuracy is not None and summary.accuracy_alone is not None:
         equal = f"equal bit for bit on {summary.equal} of {summary.peers - summary.killed}"
-        yield f"{_percent(summary.accuracy)} together, {_percent(summary.accuracy_alone)} alone, {equal}"
+        yield f"{percent(summary.accuracy)} together, {percent(summary.accuracy_alone)} alone, {equal}"
         yield f"\ntogether  {_picture(summary.curve, bars)}  test accuracy by round"
         yield f"alone     {_picture(summary.curve_alone, bars)}  the same, of a peer with its own images only"
         yield f"          {bars[0]} is {100 * LOWEST:.0f} % or less, {bars[-1]} is 100 %\n"
@@ -209,8 +143,13 @@ def summary_lines(summary: Summary, bars: str = BARS) -> Iterator[str]:
     yield from (f"  {problem}" for problem in summary.problems)
 
 
-def write_plot(summary: Summary, options: DemoOptions) -> str:
-    """Draw both curves into the file `options.plot`; returns one line that names it, or why there is none."""
+def _picture(curve: Curve, bars: str) -> str:
+    top = len(bars) - 1
+    return "".join(bars[max(0, round(top * (accuracy - LOWEST) / (1 - LOWEST)))] for _, accuracy in curve)
+
+
+def write_plot(summary: Summary, path: str, title: str) -> str:
+    """Draw both curves into a file; returns one line that names it, or why there is none."""
     try:
         figure = importlib.import_module("matplotlib.figure").Figure(figsize=(7, 4), layout="constrained")
     except ImportError:
@@ -218,20 +157,10 @@ def write_plot(summary: Summary, options: DemoOptions) -> str:
     axes = figure.subplots()
     for name, curve in (("together", summary.curve), ("a peer alone", summary.curve_alone)):
         axes.plot([at for at, _ in curve], [100 * accuracy for _, accuracy in curve], marker=".", label=name)
-    axes.set(xlabel="round", ylabel="test accuracy (%)", ylim=(0, 100))
-    axes.set_title(f"{options.peers} peers, {options.strategy}, {options.split}", fontsize="medium")
+    axes.set(title=title, xlabel="round", ylabel="test accuracy (%)", ylim=(0, 100))
     axes.legend(loc="lower right")
     try:
-        figure.savefig(options.plot)
+        figure.savefig(path)
     except OSError as error:
-        return f"no plot: cannot write {options.plot}: {error.strerror}"
-    return f"accuracy by round: {options.plot}"
-
-
-def _picture(curve: Sequence[tuple[int, float]], bars: str) -> str:
-    top = len(bars) - 1
-    return "".join(bars[max(0, round(top * (accuracy - LOWEST) / (1 - LOWEST)))] for _, accuracy in curve)
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.1f} %"
+        return f"no plot: cannot write {path}: {error.strerror}"
+    return f"accuracy by round: {path}"

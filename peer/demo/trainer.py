@@ -1,36 +1,37 @@
-"""One trainer of the demo, a process of its own: `python -m equipoise.peer.demo.trainer`.
+"""One peer of the demo, a process of its own: `python -m equipoise.peer.demo.trainer`.
 
 It uses the public client only, as any training script would. Its learner is a small network with AdamW, its data a
-share of scikit-learn's handwritten digits, half of which are for the test. In federated rounds the learner is a softmax
-regression with plain SGD: peers that each have a few classes pull a deeper network too far apart for so few rounds.
+share of scikit-learn's handwritten digits, half of which are for the test.
 """
 
 from __future__ import annotations
 
 import math
+import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from statistics import fmean
 from typing import Any, NamedTuple
 
 import msgspec
 import torch
+from rich.filesize import decimal
 from torch import nn
 
 from equipoise.averaging.counts import count
-from equipoise.peer import Outcome, Run, connect
+from equipoise.averaging.weights import ATTENDANCE_LIMIT
+from equipoise.peer import Outcome, Peer, Run
 from equipoise.peer.demo.options import CLASSES, DemoOptions
-from equipoise.peer.demo.summary import Doing, Failed, Finished, Report, Stepped, is_point
+from equipoise.peer.demo.summary import Report, percent
 from equipoise.peer.simulation import partition
-from equipoise.peer.training import Federated, Gossip, Task
+from equipoise.peer.training import Federated, Gossip, Record, Task
 from equipoise.peer.training.image import digest
 
 BATCH = 32
 
-BATCHES_PER_PEER = 2
-"""The swarm steps when it has this many batches for each peer, wherever they came from."""
+PEER_SAMPLES = 2 * BATCH
+"""The swarm steps when it has as many samples for each peer, whichever peers they are from."""
 
 EXCHANGE_STEPS = 4
 """Local steps from one exchange to the next, where the peers gossip."""
@@ -39,22 +40,25 @@ UPDATE_SECONDS = 0.1
 """Least time for a gossiping peer's update: else all of them would be over before two peers have met."""
 
 FIT_EPOCHS = 2
-"""Times that a peer drawn for a federated round goes through its own images."""
+"""Times that a peer drawn for a federated round draws as many images as it has."""
 
 TEST_FRACTION = 0.5
 """Share of the test: so few images remain that a peer's own are too few, which is what a swarm is for."""
 
 MAX_PIXEL, PIXEL_MEAN, PIXEL_DEVIATION = 16.0, 0.3, 0.38
-"""Of all pixels, the last two after division by the first: SGD wants inputs about 0, with a deviation of 1."""
+"""The last two are those of all pixels after division by the first."""
 
-HIDDEN, LEARNING_RATE, FIT_RATE = 256, 5e-3, 0.1
+HIDDEN, LEARNING_RATE = 256, 5e-3
 
 SPLIT_SEED, MODEL_SEED = 0, 1
-"""All processes deal alike and start from the same parameters, as does the peer that trains alone."""
+"""All processes deal alike and start from the same parameters, as does the learner that trains alone."""
+
+Step = tuple[int, Outcome | Record | None]
+"""The number of updates made, and how the last one was made with others: None for local steps, not ok if it failed."""
 
 
 class Digits(NamedTuple):
-    """Images, f32 [N, 64] with pixels from 0 to 1, and their labels, i64 [N] from 0 to 9."""
+    """Images, f32 [N, 64] with pixels about 0 and a deviation of 1, and their labels, i64 [N] from 0 to 9."""
 
     pixels: torch.Tensor
     labels: torch.Tensor
@@ -70,15 +74,10 @@ def split_digits() -> tuple[Digits, Digits]:
 
     bunch = load_digits()
     pixels = torch.as_tensor(bunch.data, dtype=torch.float32) / MAX_PIXEL
-    digits = Digits(pixels, torch.as_tensor(bunch.target, dtype=torch.int64))
+    digits = Digits((pixels - PIXEL_MEAN) / PIXEL_DEVIATION, torch.as_tensor(bunch.target, dtype=torch.int64))
     order = torch.randperm(len(pixels), generator=torch.Generator().manual_seed(SPLIT_SEED))
     tests = int(len(order) * TEST_FRACTION)
     return digits.pick(order[tests:]), digits.pick(order[:tests])
-
-
-def standardised(digits: Digits) -> Digits:
-    """The images with pixels about 0, with a deviation of about 1."""
-    return Digits((digits.pixels - PIXEL_MEAN) / PIXEL_DEVIATION, digits.labels)
 
 
 def deal(images: Digits, index: int, peers: int, split: str = "iid") -> Digits:
@@ -89,40 +88,32 @@ def deal(images: Digits, index: int, peers: int, split: str = "iid") -> Digits:
 class Learner:
     """Trains `model` by `optimizer` on one share of the data, which has `samples` images."""
 
-    def __init__(self, share: Digits, seed: int, federated: bool = False) -> None:
+    def __init__(self, share: Digits, seed: int) -> None:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(MODEL_SEED)
-            inner = (nn.Linear(64, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, HIDDEN), nn.ReLU())
-            deep = nn.Sequential(*inner, nn.Linear(HIDDEN, CLASSES))
-            self.model: nn.Module = nn.Linear(64, CLASSES) if federated else deep
-        self.optimizer: torch.optim.Optimizer = (
-            torch.optim.SGD(self.model.parameters(), lr=FIT_RATE)
-            if federated
-            else torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE)
-        )
+            layers = nn.Linear(64, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, CLASSES)
+        self.model: nn.Module = nn.Sequential(*layers)
+        self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(self.model.parameters(), LEARNING_RATE)
         self.samples = len(share.labels)
-        self._batches = _batches(share, torch.Generator().manual_seed(seed))
+        self._share, self._chance = share, torch.Generator().manual_seed(seed)
 
-    def backward(self, batches: int = 1) -> tuple[float, int]:
-        """Put the mean gradient of the next `batches` into the parameters' `.grad`; returns (mean loss, samples)."""
-        drawn = [next(self._batches) for _ in range(batches)]
-        pixels, labels = (torch.cat(tensors) for tensors in zip(*drawn, strict=True))
+    def backward(self, samples: int = BATCH) -> float:
+        """Put the mean gradient of own images, drawn at random, into the parameters' `.grad`; returns the mean loss."""
+        batch = self._share.pick(torch.randint(self.samples, (samples,), generator=self._chance))
         self.optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(self.model(pixels), labels)
+        loss = nn.functional.cross_entropy(self.model(batch.pixels), batch.labels)
         loss.backward()  # type: ignore[no-untyped-call]
-        return loss.item(), len(labels)
+        return loss.item()
 
-    def steps(self, count: int) -> float:
-        """Make steps of one batch each; returns the mean loss."""
-        losses = []
-        for _ in range(count):
-            losses.append(self.backward()[0])
-            self.optimizer.step()
-        return fmean(losses)
+    def step(self, samples: int = BATCH) -> float:
+        """Make one step from own images, drawn at random; returns the mean loss."""
+        loss = self.backward(samples)
+        self.optimizer.step()
+        return loss
 
     def fit(self) -> float:
-        """Train as a drawn peer does, `FIT_EPOCHS` times through its share; returns the mean loss."""
-        return self.steps(FIT_EPOCHS * math.ceil(self.samples / BATCH))
+        """Train as a drawn peer does; returns the mean loss."""
+        return fmean(self.step() for _ in range(FIT_EPOCHS * math.ceil(self.samples / BATCH)))
 
     def accuracy(self, test: Digits) -> float:
         """Fraction of `test` that is classified correctly, 0 to 1."""
@@ -134,135 +125,93 @@ class Learner:
         return digest(dict(self.model.named_parameters()))
 
 
-def train_alone(
-    share: Digits,
-    seed: int,
-    updates: int,
-    federated: bool = False,
-    look: Callable[[Learner], object] = lambda learner: None,
-) -> Learner:
-    """A learner that has made `updates` from its own share alone: each as a drawn peer trains in a federated round, or
-    from a peer's part of the target batch. `look` is called after each."""
-    learner = Learner(share, seed, federated)
-    for _ in range(updates):
-        if federated:
-            learner.fit()
-        else:
-            learner.backward(BATCHES_PER_PEER)
-            learner.optimizer.step()
-        look(learner)
-    return learner
-
-
-def _batches(share: Digits, generator: torch.Generator) -> Iterator[Digits]:
-    """Batches of `BATCH` samples for ever, the share shuffled anew each time it has been seen whole."""
-    while True:
-        order = torch.randperm(len(share.labels), generator=generator)
-        for start in range(0, len(order), BATCH):
-            yield share.pick(order[start : start + BATCH])
-
-
-def in_step(run: Run, learner: Learner, options: DemoOptions) -> Iterator[Report]:
+def in_step(run: Run, learner: Learner, options: DemoOptions) -> Iterator[Step]:
     """Make all updates together with the others, by the swarm's batches."""
-    target = BATCH * BATCHES_PER_PEER * options.peers
-    optimizer = run.optimizer(learner.optimizer, target_batch_size=target, alone="wait")
-    _wait_for_others(run, options)
-    losses: list[float] = []
+    target = PEER_SAMPLES * options.peers
+    optimizer = run.optimizer(learner.optimizer, batch_size=BATCH, target_batch_size=target, alone="wait")
     while optimizer.epoch < options.rounds:
-        before, last = optimizer.epoch, optimizer.last
-        loss, optimizer.batch_size = learner.backward()
-        losses.append(loss)
+        epoch, last = optimizer.epoch, optimizer.last
+        learner.backward()
         optimizer.step()
         outcome = optimizer.last
-        if outcome is None or outcome is last:
-            continue
-        if not outcome.ok:
-            yield Failed(update=before + 1, reason=outcome.reason)
-        elif optimizer.epoch > before:
-            yield _stepped(optimizer.epoch, fmean(losses), outcome)
-            losses.clear()
+        if outcome is not None and outcome is not last and (optimizer.epoch > epoch or not outcome.ok):
+            yield optimizer.epoch, outcome
 
 
-def gossip(run: Run, learner: Learner, options: DemoOptions) -> Iterator[Report]:
-    """Make as many local steps, exchange with some other peer now and then, and report each stretch between."""
+def gossip(run: Run, learner: Learner, options: DemoOptions) -> Iterator[Step]:
+    """Make as many local steps, with an exchange with some other peer now and then."""
     with Gossip(run, every=EXCHANGE_STEPS) as trained:
-        _wait_for_others(run, options)
         for update in range(1, options.rounds + 1):
-            began, before = time.monotonic(), trained.last
-            loss, last = learner.steps(BATCHES_PER_PEER), trained.last
-            yield _stepped(update, loss, None if last is before else last)
+            began, exchanged = time.monotonic(), trained.exchanged
+            for _ in range(PEER_SAMPLES // BATCH):
+                learner.step()
+            yield update, trained.last if trained.exchanged > exchanged else None
             time.sleep(max(0.0, began + UPDATE_SECONDS - time.monotonic()))
-    if trained.finished is not None and not trained.finished.ok:
-        yield Failed(update=options.rounds, reason=trained.finished.reason)
+    yield options.rounds, trained.finished
 
 
-def federated(run: Run, learner: Learner, options: DemoOptions) -> Iterator[Report]:
-    """Train when drawn, and report each round."""
+def federated(run: Run, learner: Learner, options: DemoOptions) -> Iterator[Step]:
+    """Train when drawn, and make the same outer step as the others."""
 
     def fit(task: Task) -> tuple[float, dict[str, float]]:
         return float(learner.samples), {"loss": learner.fit()}
 
     trained = Federated(run, fit, outer=options.outer, rounds=options.rounds)
-    _wait_for_others(run, options)
     while not trained.ended:
         record = trained.step()
-        if not record.ok:
-            yield Failed(update=record.number, reason=record.reason)
-            continue
-        yield Stepped(
-            update=record.number,
-            loss=record.metrics.get("loss", 0.0),
-            counted=len(record.contributors),
-            of=max(len(record.drawn), len(record.contributors)),  # Late ones of a round before may count too.
-            bytes_sent=record.bytes_sent,
-            seconds=record.seconds,
-        )
+        yield record.number, record
 
 
-def _stepped(update: int, loss: float, outcome: Outcome | None) -> Stepped:
-    if outcome is None or not outcome.ok:
-        return Stepped(update=update, loss=loss)
-    counted, of, seconds = len(outcome.givers), len(outcome.group), outcome.seconds.get("total", 0.0)
-    sent = outcome.bytes_sent
-    return Stepped(update=update, loss=loss, counted=counted, of=of, bytes_sent=sent, seconds=seconds)
+def take_part(peer: Peer, learner: Learner, alone: Learner, test: Digits, options: DemoOptions) -> None:
+    """Train `learner` with the other peers, and `alone` as much without them, and report both."""
+    specs: dict[str, Any] = {"strategy": options.strategy, "rule": options.rule, "codec": options.codec}
+    made = 0
+    with peer.join("digits", learner.model, group_size=options.peers, **specs) as run:
+        report(f"waits for {count(options.peers - 1, 'other peer')} to join")
+        while not run.wait_for(options.peers - 1):
+            pass  # For ever: the demo gives up, and says what it has waited for.
+        report("trains")
+        train = federated if options.federated else gossip if run.strategy.pairs else in_step
+        for number, result in train(run, learner, options):
+            if result is not None and not result.ok:
+                report(f"tries again: {result.reason}", updates=made, failed=True)
+                continue
+            for _ in range(made, number):
+                alone.fit() if options.federated else alone.step(PEER_SAMPLES)
+            made = number
+            together, without = learner.accuracy(test), alone.accuracy(test)
+            told = f"made round {made}: {percent(together)} together, {percent(without)} alone, {how(result)}"
+            sent = 0 if result is None else result.bytes_sent
+            report(told, updates=made, accuracy=together, alone=without, bytes_sent=sent)
+    together, without = learner.accuracy(test), alone.accuracy(test)
+    report("has finished", updates=made, accuracy=together, alone=without, digest=learner.digest())
 
 
-def _wait_for_others(run: Run, options: DemoOptions) -> None:
-    _say(Doing(what=f"waits for {count(options.peers - 1, 'other peer')} to join"))
-    while not run.wait_for(options.peers - 1):
-        pass  # For ever: the demo gives up, and says what it has waited for.
-    _say(Doing(what="trains"))
+def how(result: Outcome | Record | None) -> str:
+    """With whom an update was made, for people."""
+    counted = 0 if result is None else sum(one > ATTENDANCE_LIMIT for one in result.contributors.values())
+    if result is None or not counted:
+        return "local steps"
+    return f"by {count(counted, 'peer')}, {decimal(result.bytes_sent)} sent"
+
+
+def report(doing: str, **measured: Any) -> None:
+    """Report on standard output."""
+    print(msgspec.json.encode(Report(doing=doing, **measured)).decode(), flush=True)
 
 
 def main() -> None:
-    """Train as told by the arguments HOME INDEX OPTIONS, and report on standard output."""
-    home, index = Path(sys.argv[1]), int(sys.argv[2])
-    options = msgspec.json.decode(sys.argv[3], type=DemoOptions)
+    """Train as told by the arguments HOME INDEX OPTIONS [ADDRESS], until terminated."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # Unwinds the stack, so that the daemon is stopped.
     torch.set_num_threads(1)
-    _say(Doing(what="loads the images"))
-    training, test = split_digits()
-    if options.federated:
-        training, test = standardised(training), standardised(test)
-    share = deal(training, index, options.peers, options.split)
-    learner = Learner(share, index, options.federated)
-    words: dict[str, Any] = {"strategy": options.strategy, "rule": options.rule, "codec": options.codec}
-    with (
-        connect(home=home) as peer,
-        peer.join("digits", learner.model, group_size=options.peers, **words) as run,
-    ):
-        train = federated if options.federated else gossip if run.strategy.pairs else in_step
-        for report in train(run, learner, options):
-            if isinstance(report, Stepped):
-                report = msgspec.structs.replace(report, accuracy=learner.accuracy(test))
-            _say(report)
-    alone: list[float] = []
-    train_alone(share, index, options.rounds, options.federated, lambda one: alone.append(one.accuracy(test)))
-    points = tuple(accuracy for at, accuracy in enumerate(alone, 1) if is_point(at, options.rounds))
-    _say(Finished(digest=learner.digest(), accuracy=learner.accuracy(test), alone=points))
-
-
-def _say(report: Report) -> None:
-    print(msgspec.json.encode(report).decode(), flush=True)
+    home, index, join = sys.argv[1], int(sys.argv[2]), sys.argv[4:]
+    options = msgspec.json.decode(sys.argv[3], type=DemoOptions)
+    with Peer(join, home, ["/ip4/127.0.0.1/tcp/0"]) as peer:
+        report("loads the images", address=peer.addresses[0])
+        training, test = split_digits()
+        share = deal(training, index, options.peers, options.split)
+        take_part(peer, Learner(share, index), Learner(share, index), test, options)
+        signal.pause()  # Its daemon still serves the peers that are not through.
 
 
 if __name__ == "__main__":

@@ -64,7 +64,7 @@ def test_federated_rounds_learn_what_no_peer_has_alone(swarm: Swarm, tmp_path: P
 
 
 @pytest.mark.slow
-def test_the_others_finish_when_the_first_daemon_is_killed(swarm: Swarm) -> None:
+def test_the_others_finish_when_the_first_peer_is_killed(swarm: Swarm) -> None:
     summary = finish(swarm.command("demo", "--kill", "1", "--rounds", "40", "--json"))
     assert summary["ok"]
     assert summary["killed"] == 1

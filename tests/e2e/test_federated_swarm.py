@@ -20,9 +20,10 @@ from e2e.swarm import DaemonProcess, Swarm, eventually
 from e2e.threads import begin, settle
 from equipoise.averaging.outer import parse_outer
 from equipoise.peer import connect
-from equipoise.peer.demo.trainer import Digits, Learner, deal, split_digits, standardised, train_alone
+from equipoise.peer.demo.trainer import Digits, deal, split_digits
 from equipoise.peer.tensors import copies_of
 from equipoise.peer.training import Federated, History, Task
+from fakes.softmax import SoftmaxLearner
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -73,8 +74,10 @@ class Script:
         self.index, self.place, self._pace = index, place, pace
         training, self._test = data
         self.share = deal(training, index % PEERS, PEERS, SPLIT)
-        self._learner = Learner(self.share, seed=index, federated=True)
-        self.alone = train_alone(self.share, index, ROUNDS, federated=True).accuracy(self._test)
+        self._learner, alone = (SoftmaxLearner(self.share, seed=index) for _ in range(2))
+        for _ in range(ROUNDS):
+            alone.fit()
+        self.alone = alone.accuracy(self._test)
         self.fits: list[int] = []
         self.peer = ""
         self.history = History()
@@ -107,7 +110,7 @@ class Company:
         self.pace = pace
         self.scripts: list[Script] = []
         self._ends: list[Future[None]] = []
-        self._data = standardised(split_digits()[0]), standardised(split_digits()[1])
+        self._data = split_digits()
 
     def come(self, place: DaemonProcess) -> Script:
         script = Script(len(self.scripts), place, self.pace, self._data)
@@ -137,7 +140,7 @@ class Company:
         was killed has trained in vain, it trains here as well, since it goes on with its next batches.
         """
         _, test = self._data
-        learners = {one.peer: Learner(one.share, seed=one.index, federated=True) for one in self.scripts}
+        learners = {one.peer: SoftmaxLearner(one.share, seed=one.index) for one in self.scripts}
         agreed = copies_of(dict(learners[self.scripts[0].peer].model.named_parameters()))
         outer, shown, found = parse_outer(self._outer), learners[self.scripts[0].peer], []
         for record in self.scripts[0].history:

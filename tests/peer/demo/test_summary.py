@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,93 +11,85 @@ import msgspec
 import pytest
 
 from equipoise.peer.demo.options import DemoOptions
-from equipoise.peer.demo.summary import (
-    BARS,
-    POINTS,
-    Finished,
-    Ledger,
-    Report,
-    Stepped,
-    Summary,
-    is_point,
-    line,
-    summary_lines,
-    write_plot,
-)
+from equipoise.peer.demo.summary import BARS, POINTS, Report, Summary, summarize, summary_lines, write_plot
 from equipoise.peer.errors import EquipoiseError, FlagError
 
-OPTIONS = DemoOptions(peers=3, rounds=2)
+STARTED = Report(doing="trains")
 
 
-def stepped(update: int, **changes: Any) -> Stepped:
-    values = {"counted": 3, "of": 3, "loss": 1.0, "bytes_sent": 100, "seconds": 0.5, "accuracy": 0.75}
-    return msgspec.convert({"type": "Stepped", "update": update, **values, **changes}, Stepped)
+def made(update: int, accuracy: float = 0.75, alone: float = 0.5) -> Report:
+    return Report(doing="made", updates=update, accuracy=accuracy, alone=alone, bytes_sent=100)
 
 
-def finished(digest: str = "d", accuracy: float = 0.96, alone: float = 0.92) -> Finished:
-    return Finished(digest=digest, accuracy=accuracy, alone=(0.5, alone))
+def finished(digest: str = "d", accuracy: float = 0.96, alone: float = 0.92) -> Report:
+    return Report(doing="has finished", updates=2, accuracy=accuracy, alone=alone, digest=digest)
 
 
-def ledger_of(reports: dict[int, list[Report]], options: DemoOptions = OPTIONS) -> Ledger:
-    ledger = Ledger(options)
-    for trainer, said in reports.items():
-        for report in said:
-            ledger.add(trainer, report)
-    return ledger
+GOOD = [STARTED, made(1), made(2), finished()]
 
 
-def summarize(
-    reports: dict[int, list[Report]], options: DemoOptions = OPTIONS, killed: frozenset[int] = frozenset()
-) -> Summary:
-    return ledger_of(reports, options).summarize(killed, [], 10.0)
-
-
-GOOD: list[Report] = [stepped(1), stepped(2), finished()]
+def summed(*reports: Sequence[Report], killed: int = 0, problems: Sequence[str] = ()) -> Summary:
+    return summarize(DemoOptions(peers=len(reports), rounds=2, kill=killed), reports, killed, problems, 10.0)
 
 
 def test_it_worked() -> None:
-    summary = summarize({0: GOOD, 1: GOOD, 2: GOOD})
+    again = Report(doing="tries again", updates=1, failed=True)
+    summary = summed(GOOD, GOOD, [STARTED, made(1), again, finished()])
     assert summary.ok
-    assert summary.rounds == 2
-    assert summary.bit_identical
+    assert (summary.rounds, summary.failed_rounds, summary.bytes_sent) == (2, 1, 500)
+    assert (summary.equal, summary.bit_identical) == (3, True)
     assert summary.accuracy == pytest.approx(0.96)
 
 
 @pytest.mark.parametrize(
     ("last", "problem"),
     [
-        ([stepped(1)], "trainer 3 made 1 of 2 updates"),
-        ([stepped(1), stepped(2), finished(digest="e")], "parameters differ"),
-        ([stepped(1), stepped(2), finished(accuracy=0.80)], "points above a peer alone"),
+        (finished(digest="e"), "only 2 of 3 peers ended with the same parameters"),
+        (
+            finished(accuracy=0.80),
+            "the swarm's accuracy is only -1.3 points above a peer alone, expected +1.0",
+        ),
     ],
 )
-def test_it_did_not_work(last: list[Report], problem: str) -> None:
-    summary = summarize({0: GOOD, 1: GOOD, 2: last})
-    assert not summary.ok
+def test_it_did_not_work(last: Report, problem: str) -> None:
+    summary = summed(GOOD, GOOD, [*GOOD[:-1], last])
     assert problem in " ".join(summary.problems)
-
-
-def test_a_trainer_that_finished_has_made_all_updates_though_it_missed_a_round() -> None:
-    summary = summarize({0: GOOD, 1: GOOD, 2: [stepped(1), finished()]})
-    assert summary.ok
-    assert summary.rounds == 2
-
-
-def test_a_problem_from_outside_counts() -> None:
-    summary = ledger_of({0: GOOD, 1: GOOD, 2: GOOD}).summarize(frozenset(), ["daemon 2 ended"], 1.0)
     assert not summary.ok
 
 
-def test_the_killed_need_not_finish_but_must_have_been_killed() -> None:
-    options = DemoOptions(peers=3, rounds=2, kill=1)
-    reports: dict[int, list[Report]] = {0: [stepped(1)], 1: GOOD, 2: GOOD}
-    assert summarize(reports, options, frozenset({0})).ok
-    assert not summarize({**reports, 0: GOOD}, options).ok
+def test_the_killed_do_not_count_at_the_end() -> None:
+    summary = summed([STARTED, made(1)], GOOD, GOOD, killed=1)
+    assert summary.ok
+    assert (summary.rounds, summary.equal, summary.bit_identical, summary.killed) == (2, 2, True, 1)
 
 
-def test_bytes_are_those_of_all_trainers_in_all_rounds() -> None:
-    summary = summarize({0: GOOD, 1: GOOD, 2: GOOD})
-    assert summary.bytes_sent == 600
+@pytest.mark.parametrize("rounds", [1, 49, 50, 51, 10_000])
+def test_a_curve_fits_into_a_line_and_shows_the_end(rounds: int) -> None:
+    reports = [[made(update) for update in range(1, rounds + 1)]]
+    curve = summarize(DemoOptions(rounds=rounds), reports, 0, [], 1.0).curve
+    assert len(curve) <= POINTS + 1
+    assert curve[-1] == (rounds, 0.75)
+
+
+def test_the_summary_begins_with_its_point_and_a_picture() -> None:
+    lines = list(summary_lines(summed(GOOD, GOOD, GOOD)))
+    assert lines[0] == "96.0 % together, 92.0 % alone, equal bit for bit on 3 of 3"
+    assert lines[1] == f"\ntogether  {BARS[4]}{BARS[6]}  test accuracy by round"
+    assert lines[2].startswith(f"alone     {BARS[0]}{BARS[6]}  ")
+    assert lines[-1] == "It worked."
+
+
+def test_the_summary_names_what_did_not_work_and_shows_no_zeros_that_nobody_measured() -> None:
+    summary = summed([STARTED, made(1)], [STARTED], problems=["peer 2 ended with status 1"])
+    lines = list(summary_lines(summary))
+    assert lines[-2:] == ["It did not work:", "  peer 2 ended with status 1"]
+    assert not any("%" in line for line in lines)
+    assert (summary.ok, summary.accuracy, summary.accuracy_alone, summary.bit_identical) == (
+        False,
+        None,
+        None,
+        False,
+    )
 
 
 @pytest.mark.parametrize(
@@ -106,28 +99,22 @@ def test_bytes_are_those_of_all_trainers_in_all_rounds() -> None:
         ({"rounds": 0}, "--rounds from 1"),
         ({"kill": 3}, "--kill from 0 to 2"),
         ({"kill": -1}, "--kill from 0 to 2"),
-        ({"strategy": "telepathy"}, "--strategy: unknown strategy 'telepathy'"),
+        ({"strategy": "telepathy"}, "unknown strategy 'telepathy'"),
+        ({"strategy": ""}, "strategy"),
         ({"codec": "int9"}, "int9"),
-        ({"rule": "medium"}, "--rule: unknown rule 'medium'.*did you mean 'median'"),
-        ({"strategy": "federated", "outer": "fedyogi:eta=x"}, "--outer: .*fedyogi"),
+        ({"rule": "medium"}, "unknown rule 'medium'.*did you mean 'median'"),
+        ({"strategy": "federated", "outer": "fedyogi:eta=x"}, "fedyogi"),
         ({"outer": "fedyogi"}, "--outer needs --strategy federated, got allreduce"),
         ({"plot": "a.pdf"}, r"--plot: .* ends in .png or .svg, got 'a.pdf'"),
-        ({"split": "classes:each=11"}, "--split: .* at most 10 for each peer"),
+        ({"split": "classes:each=11"}, "at most 10 for each peer"),
         ({"strategy": "federated:available=5"}, "--strategy: expected available of at most 4 peers, got 5"),
-        ({"strategy": "federated:tags=gpu"}, "--strategy: the demo's daemons carry no tags"),
-        ({"strategy": "federated:quorum=4", "kill": 1}, "expected quorum of at most 3 peers, got 4"),
+        ({"strategy": "federated:tags=gpu"}, "--strategy: the demo's peers carry no tags"),
+        ({"strategy": "allreduce:quorum=4", "kill": 1}, "expected quorum of at most 3 peers, got 4"),
     ],
 )
-def test_options_out_of_range_are_refused(options: dict[str, object], message: str) -> None:
+def test_options_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(FlagError, match=message):
         msgspec.convert(options, DemoOptions).check()
-
-
-def test_federated_options_name_their_defaults() -> None:
-    options = DemoOptions(strategy="federated").check()
-    assert (options.outer, options.codec) == ("average", "int8")
-    assert options.federated
-    assert not DemoOptions().check().federated
 
 
 def test_missing_data_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,61 +123,11 @@ def test_missing_data_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> 
         DemoOptions().check()
 
 
-def test_the_summary_begins_with_its_point_and_a_picture() -> None:
-    told = list(summary_lines(summarize({0: GOOD, 1: GOOD, 2: GOOD})))
-    assert told[0] == "96.0 % together, 92.0 % alone, equal bit for bit on 3 of 3"
-    assert told[1] == f"\ntogether  {BARS[4]}{BARS[6]}  test accuracy by round"
-    assert told[2].startswith(f"alone     {BARS[0]}{BARS[6]}  ")
-    assert told[-1] == "It worked."
-
-
-def test_the_summary_names_what_did_not_work_and_shows_no_zeros_that_nobody_measured() -> None:
-    told = list(summary_lines(summarize({0: [stepped(1)], 1: [], 2: []})))
-    assert told[-4:] == [
-        "It did not work:",
-        "  trainer 1 made 1 of 2 updates",
-        "  trainer 2 made 0 of 2 updates",
-        "  trainer 3 made 0 of 2 updates",
-    ]
-    assert not any("%" in one for one in told)
-
-
-def test_updates_that_are_equal_bit_for_bit_are_no_failure_however_long_they_take() -> None:
-    summary = ledger_of({0: GOOD, 1: GOOD, 2: GOOD}).summarize(frozenset(), [], 1e6)
-    assert summary.ok
-    assert (summary.equal, summary.bit_identical) == (3, True)
-
-
-@pytest.mark.parametrize(
-    ("update", "strategy", "expected"),
-    [
-        ({}, "allreduce", "round 1  accuracy 75.0 %  loss 1.000  3 of 3 peers  100 bytes sent in 0.50 s"),
-        (
-            {"of": 4},
-            "federated",
-            "round 1  accuracy 75.0 %  loss 1.000  3 of 4 drawn peers  100 bytes sent in 0.50 s",
-        ),
-        ({"counted": 0, "of": 0}, "gossip", "round 1  accuracy 75.0 %  loss 1.000  local steps"),
-    ],
-)
-def test_a_line_tells_what_an_update_brought(update: dict[str, int], strategy: str, expected: str) -> None:
-    options = DemoOptions(strategy=strategy, outer="average" if strategy == "federated" else "")
-    assert line(stepped(1, **update), options) == expected
-
-
-@pytest.mark.parametrize("rounds", [1, 2, 49, 50, 51, 99, 10_000])
-def test_a_curve_fits_into_a_line_and_shows_the_end(rounds: int) -> None:
-    points = [update for update in range(1, rounds + 1) if is_point(update, rounds)]
-    assert len(points) <= POINTS + 1
-    assert points[-1] == rounds
-
-
 @pytest.mark.parametrize("name", ["accuracy.svg", "accuracy.png"])
 def test_the_plot_is_written(tmp_path: Path, name: str) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / name
-    told = write_plot(summarize({0: GOOD, 1: GOOD, 2: GOOD}), DemoOptions(plot=str(path)))
-    assert told == f"accuracy by round: {path}"
+    assert write_plot(summed(GOOD, GOOD), str(path), "a title") == f"accuracy by round: {path}"
     assert (b"<svg" if name.endswith("svg") else b"PNG") in path.read_bytes()[:1000]
 
 
@@ -198,10 +135,9 @@ def test_a_plot_that_cannot_be_drawn_is_one_line(tmp_path: Path, monkeypatch: py
     def missing(name: str) -> None:
         raise ModuleNotFoundError(name)
 
-    path, summary = tmp_path / "missing" / "accuracy.svg", summarize({0: GOOD})
+    path, summary = str(tmp_path / "missing" / "accuracy.svg"), summed(GOOD, GOOD)
     pytest.importorskip("matplotlib")
-    told = write_plot(summary, DemoOptions(plot=str(path)))
-    assert told == f"no plot: cannot write {path}: No such file or directory"
+    assert write_plot(summary, path, "") == f"no plot: cannot write {path}: No such file or directory"
     monkeypatch.setattr(importlib, "import_module", missing)
-    told = write_plot(summary, DemoOptions(plot=str(path)))
+    told = write_plot(summary, path, "")
     assert told == "no plot: matplotlib is missing; install it: pip install 'equipoise[demo]'"

@@ -1,25 +1,26 @@
-"""The demo's data is dealt fairly, and learning is the same wherever it happens."""
+"""The demo's data is dealt fairly, and all peers start alike."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from equipoise.peer.demo.trainer import (
-    BATCH,
-    BATCHES_PER_PEER,
-    Digits,
-    Learner,
-    deal,
-    split_digits,
-    standardised,
-    train_alone,
-)
+from equipoise.averaging.outcome import Outcome
+from equipoise.averaging.weights import ATTENDANCE_LIMIT
+from equipoise.peer.demo.trainer import Digits, Learner, deal, how, split_digits
+from equipoise.peer.training import Record
 
 
 @pytest.fixture(scope="module")
 def halves() -> tuple[Digits, Digits]:
     return split_digits()
+
+
+def test_the_halves_are_all_images_once(halves: tuple[Digits, Digits]) -> None:
+    training, test = halves
+    assert (len(training.labels), len(test.labels)) == (899, 898)
+    assert float(training.pixels.mean()) == pytest.approx(0, abs=0.05)
+    assert float(training.pixels.std()) == pytest.approx(1, abs=0.05)
 
 
 @pytest.mark.parametrize("peers", [2, 3, 4, 7])
@@ -35,52 +36,35 @@ def test_a_split_by_classes_gives_each_peer_two(halves: tuple[Digits, Digits]) -
         assert len(deal(halves[0], index, 8, "classes:each=2").labels.unique()) == 2
 
 
-def test_a_drawn_peer_goes_through_its_share_and_learns(halves: tuple[Digits, Digits]) -> None:
-    training, test = (standardised(half) for half in halves)
-    learner = Learner(deal(training, 0, 4), seed=0, federated=True)
-    untrained = learner.accuracy(test)
-    assert learner.fit() > learner.fit()
-    assert learner.accuracy(test) > max(untrained, 0.8)
-    assert train_alone(deal(training, 0, 4), 0, 2, federated=True).digest() == learner.digest()
-
-
-def test_the_halves_are_all_images_once(halves: tuple[Digits, Digits]) -> None:
+def test_all_learners_start_from_the_same_parameters_and_learn(halves: tuple[Digits, Digits]) -> None:
     training, test = halves
-    assert len(training.labels) + len(test.labels) == 1797
-    assert len(test.labels) == 898
-    assert float(training.pixels.max()) <= 1.0
+    first, second = (Learner(deal(training, index, 4), seed=index) for index in range(2))
+    assert first.digest() == second.digest()
+    untrained = first.accuracy(test)
+    assert first.fit() > first.fit()
+    assert first.accuracy(test) > max(untrained, 0.7)
+    assert first.digest() != second.digest()
 
 
-def test_all_learners_start_from_the_same_parameters(halves: tuple[Digits, Digits]) -> None:
-    training, _ = halves
-    assert Learner(deal(training, 0, 4), seed=0).digest() == Learner(deal(training, 1, 4), seed=1).digest()
-
-
-def test_an_epoch_sees_every_own_image_once(halves: tuple[Digits, Digits]) -> None:
-    share = deal(halves[0], 0, 4)
-    learner = Learner(share, seed=0)
-    sizes = [learner.backward()[1] for _ in range(-(-len(share.labels) // BATCH))]
-    assert sum(sizes) == len(share.labels)
-
-
-def test_alone_makes_as_many_updates_each_of_a_peers_part_of_the_target(
-    halves: tuple[Digits, Digits],
-) -> None:
-    share = deal(halves[0], 2, 4)
-    by_hand = Learner(share, seed=2)
-    for _ in range(3):
-        by_hand.backward(BATCHES_PER_PEER)
-        by_hand.optimizer.step()
-    assert train_alone(share, 2, 3).digest() == by_hand.digest()
-
-
-def test_a_gradient_of_several_batches_weighs_them_by_their_samples(halves: tuple[Digits, Digits]) -> None:
-    """All batches of an epoch make the gradient of the whole share, though the last batch is smaller."""
-    share = deal(halves[0], 0, 4)
-    assert len(share.labels) % BATCH
-    learner, whole = Learner(share, seed=0), Learner(share, seed=0)
-    _, samples = learner.backward(-(-len(share.labels) // BATCH))
-    assert samples == len(share.labels)
-    torch.nn.functional.cross_entropy(whole.model(share.pixels), share.labels).backward()
-    for ours, expected in zip(learner.model.parameters(), whole.model.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, expected.grad, rtol=1e-4, atol=1e-6)
+@pytest.mark.parametrize(
+    ("result", "expected"),
+    [
+        (None, "local steps"),
+        (
+            Outcome(ok=True, reason="", contributors={"a": 64, "b": ATTENDANCE_LIMIT}, bytes_sent=500),
+            "by 1 peer, 500 bytes sent",
+        ),
+        (Record(number=1, contributors={"a": 9, "b": 9}, bytes_sent=500), "by 2 peers, 500 bytes sent"),
+        (
+            Outcome(
+                ok=True,
+                reason="they meet",
+                contributors={"a": ATTENDANCE_LIMIT, "b": ATTENDANCE_LIMIT},
+                bytes_sent=500,
+            ),
+            "local steps",
+        ),
+    ],
+)
+def test_only_peers_whose_work_counts_are_told(result: Outcome | Record | None, expected: str) -> None:
+    assert how(result) == expected

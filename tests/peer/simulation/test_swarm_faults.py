@@ -10,9 +10,10 @@ from statistics import fmean, stdev
 
 import pytest
 
-from equipoise.peer.demo.trainer import Digits, Learner, deal, split_digits, standardised
+from equipoise.peer.demo.trainer import Digits, deal, split_digits
 from equipoise.peer.simulation import SimulatedPeer, simulate
 from equipoise.peer.training import Federated, Task
+from fakes.softmax import SoftmaxLearner
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -51,7 +52,7 @@ class Training:
     def work(self, peer: SimulatedPeer, index: int) -> None:
         """The script of one peer, which is started again after it was killed."""
         training, test = self._data
-        learner = Learner(deal(training, index % PEERS, PEERS, "classes:each=2"), seed=index, federated=True)
+        learner = SoftmaxLearner(deal(training, index % PEERS, PEERS, "classes:each=2"), seed=index)
 
         def fit(task: Task) -> tuple[float, dict[str, float]]:
             peer.compute(FIT_SECONDS)
@@ -86,8 +87,7 @@ class Training:
 
 
 def test_killed_peers_and_a_newcomer_cost_less_than_three_points_on_average() -> None:
-    training, test = split_digits()
-    data = standardised(training), standardised(test)
+    data = split_digits()
     pairs = []
     for seed in range(PAIRS):
         pairs.append((Training(data, False).accuracy(seed), Training(data, True).accuracy(seed)))
