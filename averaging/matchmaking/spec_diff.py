@@ -242,6 +242,8 @@ def _elsewhere(spec: RunSpec, here: Mapping[str, str], there: Mapping[str, str])
     at = next(at for at, (own, other) in enumerate(zip(ours, theirs, strict=True)) if own != other)
     names = [one.name for one in spec.schema.tensors if not one.buffer]
     several = math.ceil(len(names) / len(ours))
+    if at * several >= len(names):
+        return ""
     more = f" or one of the {several - 1} after it" if several > 1 else ""
     return f"{PLACES}: {names[at * several]!a}{more} has another place there"
 

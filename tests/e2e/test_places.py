@@ -27,6 +27,9 @@ WAITS = "places are taken"
 LATE_ROUNDS = 2
 """Rounds after the death of a peer in which its place may stay free."""
 
+COMPUTING = threading.Event()
+"""Never set: a script that waits for it computes."""
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
@@ -93,7 +96,7 @@ def locally(script: Script, run: Run, model: torch.nn.Module, chance: torch.Gene
 
 def in_rounds(script: Script, run: Run, model: torch.nn.Module, chance: torch.Generator) -> None:
     def fit(task: Any) -> tuple[float, dict[str, float]]:
-        time.sleep(0.1)
+        COMPUTING.wait(0.1)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter += torch.randn(parameter.shape, generator=chance)
@@ -108,7 +111,7 @@ def in_rounds(script: Script, run: Run, model: torch.nn.Module, chance: torch.Ge
 
 
 def learn(model: torch.nn.Module, chance: torch.Generator) -> None:
-    time.sleep(0.1)
+    COMPUTING.wait(0.1)
     model(torch.randn(8, 4, generator=chance)).square().mean().backward()
 
 
