@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 """Of everything this package puts on the wire; peers of different versions do not understand each other."""
 
 MAX_TAGS = 8

@@ -26,7 +26,7 @@ from equipoise.averaging.state import StateId
 from equipoise.peer.errors import ControlError
 from equipoise.peer.status import PeerRow, Status
 
-CONTROL_VERSION = 9
+CONTROL_VERSION = 10
 
 MAX_FRAME_BYTES = 2 * 1024 * 1024
 """The largest messages are a schema (10,000 tensors with names of 60 characters take half of it) and 64 outcomes."""

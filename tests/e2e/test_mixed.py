@@ -12,13 +12,11 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
-import torch
 
 from e2e import swarm as e2e_swarm
 from e2e.fleet import Fleet, normal
 from e2e.swarm import DaemonProcess, Swarm, eventually
-from equipoise.averaging.spec import PROTOCOL_VERSION
-from equipoise.peer import connect
+from equipoise.dht.state import PROTOCOL_VERSION
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -30,14 +28,7 @@ VALUES = 300_000
 """Enough values for a daemon to load its kernels."""
 
 BEFORE = "3c63425"
-"""The last commit of protocol 12 of runs."""
-
-JOIN_AND_AVERAGE = """
-import sys, torch
-from equipoise.peer import connect
-with connect(sys.argv[1]) as peer, peer.join("mixed", {"w": torch.zeros(10)}) as run:
-    print(run.average(timeout=20).reason)
-"""
+"""The last commit of protocol 3 of the swarm."""
 
 START = "from equipoise.peer.cli import main; main()"
 
@@ -158,15 +149,12 @@ def test_a_daemon_of_the_version_before_is_refused_in_a_line(swarm: Swarm, tmp_p
     source.mkdir()
     archive = subprocess.run(["git", "archive", BEFORE], cwd=ROOT, capture_output=True, check=True)
     subprocess.run(["tar", "-x", "-C", source], input=archive.stdout, check=True)
+    prefix = ["env", f"PYTHONPATH={namespace(source, tmp_path)}"]
     here = swarm.daemon("here", args=LISTEN)
-    path = f"PYTHONPATH={namespace(source, tmp_path)}"
-    there = swarm.daemon("there", join=[here.address], args=LISTEN, prefix=["env", path])
-    script = swarm.script(JOIN_AND_AVERAGE, str(there.home), env=dict([path.split("=", 1)]))
-    with connect(here.home) as client, client.join("mixed", {"w": torch.zeros(10)}) as run:
-        eventually(lambda: "older" in getattr(run.state, "reason", ""), "the other version to be seen")
-        outcome = run.average(timeout=10)
-        assert script.wait() == 0, script.errors  # Where one of the two has left, nothing differs any more.
-    line = "the equipoise {} is older: upgrade it with pip install --upgrade equipoise"
-    assert not outcome.ok
-    assert f"protocol version: here {PROTOCOL_VERSION}, there 12; {line.format('there')}" in outcome.reason
-    assert f"protocol version: here 12, there {PROTOCOL_VERSION}; {line.format('here')}" in script.output
+    older = swarm.daemon("older", join=[here.address], args=LISTEN, prefix=prefix)
+    newer = swarm.daemon("newer", join=[older.address], args=LISTEN)
+    numbers = f"(protocol version {PROTOCOL_VERSION}, this machine version 3): upgrade this machine's"
+    eventually(lambda: f"its equipoise is newer {numbers}" in older.output, "the older daemon's line")
+    numbers = f"(protocol version 3, this machine version {PROTOCOL_VERSION}): have it upgraded"
+    eventually(lambda: f"its equipoise is older {numbers}" in newer.output, "the newer daemon's line")
+    assert "joined: " not in older.output + newer.output + here.output
