@@ -34,7 +34,7 @@ RIVALS = ("gloo", "hivemind/fp16", "hivemind/none")
 ALL = (
     "ours/fp32/tls",
     "ours/fp16/aead",
-    "ours/int8/plain",
+    "ours/int8/aead",
     "ours/int8/aead/torch/x2000",
     *RIVALS,
     "wire/int8",
@@ -83,9 +83,9 @@ def test_every_kind_of_system_is_measured() -> None:
         assert row.keys() >= columns, (name, row.get("reasons"))
         assert (row["rounds"], row["failed"], row["wrong"]) == (1, 0, 0), (name, row.get("reasons"))
         assert (row["error"] > 0) == (name != "wire/int8"), name
-    assert rows["ours/int8/plain"]["of_wire"] > 0
+    assert rows["ours/int8/aead"]["of_wire"] > 0
     # Each system's bytes are its codec's: what one member sends of two, at least, is half a vector and half a mean.
-    for name, bytes_per_value in (("ours/fp32/tls", 4), ("ours/fp16/aead", 2), ("ours/int8/plain", 1)):
+    for name, bytes_per_value in (("ours/fp32/tls", 4), ("ours/fp16/aead", 2), ("ours/int8/aead", 1)):
         assert 2 * 5000 * bytes_per_value < 1e6 * rows[name]["wire_mb"], name
 
 
@@ -121,7 +121,7 @@ def test_rounds_over_shaped_links_are_held_to_what_the_links_allow() -> None:
         (["--shape", "0mbit"], "invalid link_rates value: '0mbit'"),
         (["--shape", "fast"], "invalid link_rates value: 'fast'"),
         (["--shape", "50mbit,200mbit"], "--shape names 2 links: give --peers 2"),
-        (["--shape", "200mbit", "--systems", "ours/int8/plain"], "ours/int8/plain is for those only"),
+        (["--systems", "ours/int8/plain"], "expected cuda[:N], on-cuda[:N], xN or one of aead, tls"),
         (["--shape", "200mbit"], "no networks here"),
         (["--values", "many"], "invalid count value: 'many'"),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import stat
@@ -20,7 +21,7 @@ import torch
 
 from contracts.run import together
 from e2e.swarm import DaemonProcess, Swarm, eventually
-from equipoise.peer import DaemonLost, NoPeers, Refused, connect
+from equipoise.peer import DaemonLost, NoPeers, connect
 from equipoise.peer.control.messages import CONTROL_VERSION, LENGTH, Hello, decode_reply, encode
 from equipoise.peer.home import Home, wait_until_free
 
@@ -566,9 +567,13 @@ def test_a_peer_that_nobody_closes_ends_with_its_script(swarm: Swarm) -> None:
     assert not Path(script.output.strip()).exists()
 
 
-def test_two_clients_of_one_daemon_may_not_share_a_run(shared: DaemonProcess) -> None:
+def test_two_processes_may_not_share_a_run_of_one_daemon(shared: DaemonProcess, swarm: Swarm) -> None:
     with connect(shared.home) as first, connect(shared.home) as second:
         first.join("digits", [torch.zeros(2)], **OPTIONS)
-        with pytest.raises(Refused, match=rf"already, for .* \(process {os.getpid()}\)"):
-            second.join("digits", [torch.zeros(2)], **OPTIONS)
+        code = (
+            "import torch, equipoise; equipoise.connect(HOME).join('digits', [torch.zeros(2)], codec='fp32')"
+        )
+        other = swarm.script(code.replace("HOME", repr(str(shared.home))))
+        assert other.wait() == 1
+        assert re.search(rf"'digits' already, for .* \(process {os.getpid()}\)", other.errors), other.errors
         second.join("other", [torch.zeros(2)], **OPTIONS)
