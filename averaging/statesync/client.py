@@ -247,10 +247,12 @@ class Fetch:
         self._end(outcome)
 
     def _fail(self, reason: str, now: float) -> None:
-        behind, unheard = (self._missed.behind, self._missed.unheard) if self._missed else (0, 0)
+        missed = self._missed
+        told = (missed.behind, missed.unheard, missed.beyond) if missed else (0, 0, 0)
         reason = "; ".join([reason, *(note for note in self._notes if note not in reason)])
-        seconds = now - self._began
-        self._end(FetchOutcome(ok=False, reason=reason, seconds=seconds, behind=behind, unheard=unheard))
+        behind, unheard, beyond = told
+        counted = {"behind": behind, "unheard": unheard, "beyond": beyond}
+        self._end(FetchOutcome(ok=False, reason=reason, seconds=now - self._began, **counted))
 
     def _end(self, outcome: FetchOutcome) -> None:
         self.ended = True

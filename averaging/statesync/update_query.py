@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Set
+from statistics import median_low
 
 from equipoise.averaging.counts import count
 from equipoise.averaging.statesync.answers import LONE_SECONDS, Agreement, Answers, Request
@@ -77,8 +78,10 @@ class UpdateQuery(Answers):
 
     def hopeless(self, now: float) -> str:
         """Why the mean cannot come, one line; empty while it may come."""
-        waits = not self._settled(now, LONE_SECONDS) or (self._request.patient and self.behind)
-        waits = waits or (self._request.follows and (bool(self._tally) or not self._overtaken))
+        if self._request.follows:  # A silent peer cannot bring back a mean that others keep no longer.
+            waits = bool(self._tally) or not self.beyond or not self._settled(now)
+        else:
+            waits = not self._settled(now, LONE_SECONDS) or (self._request.patient and self.behind > 0)
         return "" if waits else self.standing
 
     def wish(self, now: float) -> bool:
@@ -86,10 +89,11 @@ class UpdateQuery(Answers):
         return False
 
     @property
-    def _overtaken(self) -> bool:
-        """True if most peers of the circle that answered are beyond the state: they keep its mean no longer."""
+    def beyond(self) -> int:
+        """The epoch that most peers of the circle that answered have reached; 0 unless it is beyond the state."""
         there = self._circle & self._answers.keys() or self._answers.keys()
-        return 2 * sum(not self._waits(peer) for peer in there) > len(there)
+        reached = median_low([self._answers[peer].epoch or 0 for peer in there] or [0])
+        return reached if reached > self._after.epoch else 0
 
     def _waits(self, peer: str) -> bool:
         """True if a peer has answered, and is not beyond the state: it has missed the mean, too."""

@@ -130,7 +130,7 @@ class Downloads:
     def _recovered(self, found: FetchOutcome, content: memoryview) -> events.Event:
         outcome, self.behind, self.unheard = found.round, found.behind, found.unheard
         if outcome is None or outcome.state is None:
-            return events.RecoveryFailed(found.reason, decided=not found.unheard)
+            return events.RecoveryFailed(found.reason, decided=not found.unheard, beyond=found.beyond)
         self.mean = content, outcome
         makers = tuple(one for one in outcome.contributors if outcome.states.get(one) == outcome.state)
         return events.MeanFetched(outcome.state, outcome.digest, outcome.counted(self._run.peer), makers)

@@ -50,10 +50,14 @@ class MeanFetched(msgspec.Struct, frozen=True):
 
 
 class RecoveryFailed(msgspec.Struct, frozen=True):
-    """The mean could not be fetched; unless all peers have answered (`decided`), some may still be in its round."""
+    """The mean could not be fetched; unless all peers have answered (`decided`), some may still be in its round.
+
+    `beyond` is the later epoch that most peers of the circle have reached; 0 if they have reached none.
+    """
 
     reason: str
     decided: bool = True
+    beyond: int = 0
 
 
 class OthersBegun(msgspec.Struct, frozen=True):

@@ -336,7 +336,7 @@ class Member:
                 self._hear(events.Overdue())
             if self.clock() >= deadline or (self._replica.gives_up and not self.pending):
                 break
-        made_good = self.in_step and self._target is not None
+        made_good = self.in_step and (self._target is not None or self.waits)
         if self._pending is not None and not self.gave and (made_good or not self.has_company()):
             self._stop_search()
 

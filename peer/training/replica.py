@@ -238,8 +238,8 @@ class Replica:
                 return self._fetch_failed(reason, now)
             case events.MeanFetched():
                 return self._mean_fetched(event, now)
-            case events.RecoveryFailed(reason, decided):
-                return self._recovery_failed(reason, decided, now)
+            case events.RecoveryFailed():
+                return self._recovery_failed(event, now)
             case events.Overdue():
                 return self._overdue(now)
             case events.Deserted():
@@ -437,20 +437,30 @@ class Replica:
             return [*actions, *self._give_up_means("they do not lead to the group's state", now)]
         return [*actions, *self._return(now)]
 
-    def _recovery_failed(self, reason: str, decided: bool, now: float) -> list[Action]:
+    def _recovery_failed(self, event: events.RecoveryFailed, now: float) -> list[Action]:
+        decided = event.decided
         if self.phase is Phase.ASTRAY:
-            return self._give_up_means(reason, now)
+            return self._give_up_means(event.reason, now)
         self._missed.clear()
+        if event.beyond > self.state.epoch and (self._meets or not self._placed):
+            return self._overtaken(event.beyond, now)
         if decided and self._looked_back[0] == self.state:
             self._looked_back = (self.state, LOOKS_BACK)
         meets, self._meets = self._meets, False
-        self._late_rounds += decided and not self._placed  # The others are beyond, and keep it no longer.
         # This peer asks once more before its next contribution, then not again: the next round tells.
-        self._unsure = not decided and not meets and self._failures + self._late_rounds > 0
+        several = self._failures + self._late_rounds > 0 or not self._placed
+        self._unsure = not decided and not meets and several
         if self._late_rounds >= LATE_ROUNDS:
             self.phase, self._late_rounds = Phase.MEETING, 0
             self.reason = "the others go on without it, and no peer has the mean: it meets the group anew"
         return [events.Meet()] if meets else []
+
+    def _overtaken(self, epoch: int, now: float) -> list[Action]:
+        """Fetch a snapshot at once: the others keep no mean that leads on from this state, so it seats nobody."""
+        self._meets = self._unsure = False
+        self.phase, self._group, self._group_at, self._wanted = Phase.ASTRAY, None, now, epoch
+        self.reason = f"astray: it holds {lineage.told(self.state)}, and the group has reached epoch {epoch}"
+        return [*self._forget_all(), *self._return(now)]
 
     def _give_up_means(self, reason: str, now: float) -> list[Action]:
         self.reason += f"; the means between are not to be had: {reason}"
@@ -458,6 +468,8 @@ class Replica:
 
     def _others_begun(self, at_least: int, now: float) -> list[Action]:
         """Fetch a snapshot at once: the first round may come late, and would most likely only show the need for it."""
+        if self.phase is Phase.ASTRAY and not self._placed:
+            return self._return(now)
         begins = self.phase is Phase.MEETING and self.state.epoch in (0, at_least)
         return self._fetch(at_least, now) if begins else []
 

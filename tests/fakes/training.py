@@ -11,6 +11,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from statistics import median_low
 from types import SimpleNamespace
 from typing import Any
 
@@ -481,12 +482,20 @@ class FakeRecovery:
         return sum(other.stands < self._after.epoch for other in self._run.others())
 
     @property
+    def beyond(self) -> int:
+        """What most of those in step have reached."""
+        there = [one.stands for one in self._run.others() if one.peer_name in self._run.swarm.seated(one.key)]
+        reached = median_low(there or [0])
+        return reached if reached > self._after.epoch else 0
+
+    @property
     def _donors(self) -> bool:
         return bool(self._run.others()) or self._run.swarm.lingers
 
     def done(self) -> bool:
         now = self._run.swarm.now
         behind = self.behind or bool(self._run.waits)
+        behind = behind and not (self._run.waits and self.beyond)
         waits = now < self._until and behind and self._after not in self._run.swarm.kept
         return now >= self._at and not waits
 
@@ -500,7 +509,7 @@ class FakeRecovery:
         run, swarm = self._run, self._run.swarm
         found = swarm.kept.get(self._after)
         if found is None or not self._donors:
-            return FetchOutcome(ok=False, reason="nobody keeps it", behind=self.behind)
+            return FetchOutcome(ok=False, reason="nobody keeps it", behind=self.behind, beyond=self.beyond)
         outcome, self.content = found
         swarm.recovered.append((run.peer_name, self._after))
         run.stands = self._after.epoch + 1

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from equipoise.averaging.state import StateId
 from equipoise.peer.errors import Refused
-from equipoise.peer.training import LocalSGD
+from equipoise.peer.training import DiLoCo, LocalSGD
 from fakes.trainers import Trainer, assert_alike
 from fakes.training import FakeSwarm
-from oracles.training import network
+from oracles.training import batch_of, loss_of, network
 
 WAITS = "4 of 4 places are taken; this peer waits for a place"
 
@@ -23,8 +25,15 @@ class Watched(Trainer):
     def backward(self) -> None:
         super().backward()
         if self.calls:
-            lineage = self.opt.id.lineage if self.opt.in_step else ""
-            self.told.append((self.swarm.now, self.opt.epoch, lineage, self.opt.reason))
+            self.note()
+
+    def note(self) -> None:
+        lineage = self.state.lineage if self.opt.in_step else ""
+        self.told.append((self.swarm.now, self.opt.epoch, lineage, self.opt.reason))
+
+    @property
+    def state(self) -> StateId:
+        return self.opt.id
 
     def waited(self, since: float = 0.0) -> bool:
         return any(WAITS in reason for at, _, _, reason in self.told if at >= since)
@@ -72,6 +81,54 @@ def test_peers_beyond_a_group_follow_its_state_and_take_the_places_that_fall_fre
     assert all(
         len(outcome.contributors) == 4 for state, (outcome, _) in fake.kept.items() if state.epoch > epoch + 2
     )
+
+
+class LocalWatched(Watched):
+    """The same with local steps: an outer step after every fourth."""
+
+    def train(self) -> None:
+        self.run = self.swarm.join(self.name, "text", self.model)
+        inner = torch.optim.SGD(self.model.parameters(), lr=0.01)
+        with DiLoCo(self.run, every=4, clock=self.swarm.clock) as self.opt:  # type: ignore[assignment]
+            while self.opt.epoch < self.epochs:
+                self.swarm.compute(self.seconds)
+                inner.zero_grad()
+                loss_of(self.model, batch_of(self.index, self.calls, 8)).backward()
+                inner.step()
+                self.calls += 1
+                self.note()
+        self.note()
+
+    @property
+    def state(self) -> StateId:
+        return self.opt.member.id
+
+
+@pytest.mark.parametrize("seconds", [3.0, 12.0])
+def test_peers_whose_snapshot_comes_late_take_no_seat_with_an_old_state(
+    fake: FakeSwarm, seconds: float
+) -> None:
+    """The first snapshots take longer than the means after them are kept, later ones do not."""
+    fake.group_size, fake.fetch_seconds = 4, seconds
+    trainers = [LocalWatched(fake, index, 50, seconds=0.1) for index in range(12)]
+    for trainer in trainers:
+        trainer.begin()
+    killed: list[str] = []
+
+    def kill() -> None:
+        for at in (15, 30):
+            while max(fake.made.values(), default=(0, ()))[0] < at:
+                fake.compute(0.1)
+            fake.fetch_seconds = 1.0
+            killed.append(next(iter(fake.made.values()))[1][0])
+            fake.kill(killed[-1])
+
+    fake.peer("kill", kill)
+    fake.run()
+    alive = [trainer for trainer in trainers if trainer.name not in killed]
+    assert {epoch: found for epoch, found in states(trainers).items() if len(found) > 1} == {}
+    assert {trainer.opt.epoch for trainer in alive} == {50}
+    assert len({trainer.state for trainer in alive}) == 1
 
 
 def test_as_many_as_fit_hear_nothing_of_it(fake: FakeSwarm) -> None:
