@@ -420,7 +420,7 @@ class Replica:
         self.circle = tuple(name for name in event.makers if name != self._name) or self.circle
         actions: list[Action] = [events.Keep(before)]
         if self.phase is not Phase.ASTRAY:
-            self._meets = self._unsure = False
+            self._meets, self._unsure, self._fetch_pause = False, False, 0.0
             self._late_rounds = 0
             self._links.extend(self._missed.clear())
             actions += [events.DropGiven()] if event.counted else []
@@ -460,7 +460,11 @@ class Replica:
         self._meets = self._unsure = False
         self.phase, self._group, self._group_at, self._wanted = Phase.ASTRAY, None, now, epoch
         self.reason = f"astray: it holds {lineage.told(self.state)}, and the group has reached epoch {epoch}"
-        return [*self._forget_all(), *self._return(now)]
+        actions = [*self._forget_all(), *self._return(now)]
+        # A snapshot that takes longer than means are kept does not help: donors must not send such for ever.
+        self._fetch_pause = backoff(self._fetch_pause, FETCH_PAUSE, MAX_FETCH_PAUSE)
+        self._fetch_after = max(self._fetch_after, now + self._fetch_pause)
+        return actions
 
     def _give_up_means(self, reason: str, now: float) -> list[Action]:
         self.reason += f"; the means between are not to be had: {reason}"

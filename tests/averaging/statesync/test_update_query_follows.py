@@ -26,5 +26,7 @@ def test_it_waits_while_the_makers_are_no_further_and_gives_up_once_they_are() -
     assert not one.hopeless(60.0)
     one.hear("a", answer(9), 60.0)
     assert not one.hopeless(60.0), "a single peer may lie"
-    one.hear("b", answer(9), 60.0)
+    assert one.beyond == 0
+    one.hear("b", answer(10), 60.0)
     assert one.hopeless(60.0)
+    assert one.beyond == 9, "the epoch that most have reached"

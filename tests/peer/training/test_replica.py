@@ -325,6 +325,29 @@ def test_while_the_round_that_it_missed_goes_on_it_asks_again_before_it_gives_an
     assert machine.handle(Due(company=True), 4.0) == [Recover(START)]
 
 
+def test_a_peer_without_a_place_that_is_overtaken_takes_a_snapshot_and_no_seat() -> None:
+    machine = in_step()
+    assert machine.handle(Due(company=True, placed=False), 1.0) == [Recover(START)]
+    assert machine.handle(RecoveryFailed("none keeps it", decided=False, beyond=12), 1.1) == [Fetch(12)]
+    assert machine.phase is Phase.ASTRAY
+    assert machine.claim is None
+    assert "the group has reached epoch 12" in machine.reason
+    assert machine.handle(OthersBegun(FIRST_SNAPSHOT), 2.0) == [], "it fetches"
+    assert machine.handle(ImageFetched(state_at(12), ("b",)), 9.0) == [Load(), Recover(state_at(12))]
+    assert machine.handle(RecoveryFailed("none keeps it", beyond=30), 9.1) == [Fetch(30)]
+    machine.handle(FetchFailed("nobody offers it"), 9.2)
+    assert machine.handle(OthersBegun(FIRST_SNAPSHOT), 9.2) == [], "after a pause"
+    assert machine.handle(OthersBegun(FIRST_SNAPSHOT), 20.0) == [Fetch(30)]
+
+
+def test_a_peer_whose_last_look_told_nothing_looks_again_before_it_takes_a_seat() -> None:
+    machine = in_step()
+    machine.handle(Due(company=True, placed=False), 1.0)
+    machine.handle(RecoveryFailed("not within 0.25 s", decided=False), 1.3)
+    assert machine.handle(Due(company=True), 2.0) == [Recover(START)]
+    assert machine.handle(RecoveryFailed("none keeps it", beyond=12), 2.1) == [Fetch(12)]
+
+
 def test_late_again_without_a_mean_it_meets_the_group_anew() -> None:
     machine = in_step()
     for second in (1.0, 2.0):
