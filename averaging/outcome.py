@@ -154,7 +154,7 @@ class FetchOutcome(msgspec.Struct, frozen=True, kw_only=True):
         voters: PeerIDs of all peers that had a vote on which snapshot to take, whether they offered one or not.
         behind: After a failed search for a mean: number of peers that are not as far as this one.
         unheard: After a failed search for a mean: number of peers that have not said whether they have it.
-        beyond: After a failed search for a mean: the epoch that most peers of the circle have reached, if that is later.
+        beyond: After a failed search for a mean: the later epoch that most peers of the circle have reached, or 0.
         age: Of a mean: seconds since the group of its round closed, by the word of its donors.
         round: Of a mean: the outcome of its round, as its members see it; None if not ok.
     """
