@@ -14,6 +14,8 @@ from __future__ import annotations
 
 from collections import deque
 
+import msgspec
+
 from equipoise.averaging.counts import count
 from equipoise.averaging.outcome import FetchOutcome
 from equipoise.averaging.statesync import events, messages
@@ -247,12 +249,12 @@ class Fetch:
         self._end(outcome)
 
     def _fail(self, reason: str, now: float) -> None:
-        missed = self._missed
-        told = (missed.behind, missed.unheard, missed.beyond) if missed else (0, 0, 0)
         reason = "; ".join([reason, *(note for note in self._notes if note not in reason)])
-        behind, unheard, beyond = told
-        counted = {"behind": behind, "unheard": unheard, "beyond": beyond}
-        self._end(FetchOutcome(ok=False, reason=reason, seconds=now - self._began, **counted))
+        outcome = FetchOutcome(ok=False, reason=reason, seconds=now - self._began)
+        if (one := self._missed) is not None:
+            told = {"behind": one.behind, "unheard": one.unheard, "beyond": one.beyond}
+            outcome = msgspec.structs.replace(outcome, **told)
+        self._end(outcome)
 
     def _end(self, outcome: FetchOutcome) -> None:
         self.ended = True
