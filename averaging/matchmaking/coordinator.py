@@ -323,7 +323,7 @@ class Coordinator:
         expected, missing = policy.awaited(gathering, now)
         if self._elsewhere is not None:
             expected, missing = expected - {self._context.peer}, missing - {self._context.peer}
-        # In one state, those with a place come first, whoever was left over; without them no group makes a state.
+        # Peers with a place come before peers that an earlier round left over: no group makes a state without them.
         crowded = membership.crowded
         group = frozenset(expected if policy.patient and crowded else membership.seated(gathering.round))
         # Before the first group only, wait for peers that may still be met: client-mode peers must speak first.

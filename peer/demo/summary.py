@@ -149,7 +149,7 @@ def _picture(curve: Curve, bars: str) -> str:
 
 
 def write_plot(summary: Summary, path: str, title: str) -> str:
-    """Draw both curves into a file; returns one line that names it, or why there is none."""
+    """Draw both curves into a file; returns one line that names the file, or says why it was not drawn."""
     try:
         figure = importlib.import_module("matplotlib.figure").Figure(figsize=(7, 4), layout="constrained")
     except ImportError:

@@ -73,7 +73,7 @@ class Guard:
                 raise SchemaError(f"tensor {name!r}: {told}; convert or move the model before join")
 
     def written(self) -> str:
-        """The first part of the state that the script has written to since `note`; empty if there is none."""
+        """The first part of the state that the script has written to since `note`; empty if it has written nothing."""
         sums = bit_sums(self._parameters)
         changed = next((repr(name) for name, value in sums.items() if value != self._sums[name]), "")
         return changed or ("the optimizer's state" if self._loaded else "")

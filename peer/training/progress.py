@@ -44,7 +44,7 @@ class Progress:
         if self._clock() < self._next:
             return
         self._next = self._clock() + PAUSE_SECONDS
-        with contextlib.suppress(OSError, ValueError, AttributeError):  # It is closed, or there is none.
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # The stream is closed or missing.
             if not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
                 return
             _clear_before_logging()
