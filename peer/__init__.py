@@ -11,17 +11,23 @@ if TYPE_CHECKING:
     from equipoise.averaging.outcome import Exchanging, Gathering, Idle, NoPeers, Outcome
     from equipoise.averaging.schema import SchemaError
     from equipoise.averaging.spec import SpecError
-    from equipoise.peer.client import Client, connect
+    from equipoise.peer.client.connect import Client, connect
+    from equipoise.peer.client.embedded import Peer
+    from equipoise.peer.client.futures import PendingRound
+    from equipoise.peer.client.run import Run
     from equipoise.peer.control.messages import Progress
-    from equipoise.peer.embedded import Peer
     from equipoise.peer.errors import ConfigError, DaemonLost, EquipoiseError, NoDaemon, Refused, RoundPending
-    from equipoise.peer.futures import PendingRound
-    from equipoise.peer.run import Run
     from equipoise.peer.status import Status
 
 _HOMES = (
     *("peer.errors", "averaging.outcome", "averaging.schema", "averaging.spec", "peer.status"),
-    *("peer.control.messages", "peer.futures", "peer.run", "peer.client", "peer.embedded"),
+    *(
+        "peer.control.messages",
+        "peer.client.futures",
+        "peer.client.run",
+        "peer.client.connect",
+        "peer.client.embedded",
+    ),
 )
 """Modules of the names, those first that load fast."""
 

@@ -63,7 +63,7 @@ def inside(path: str) -> None:
     from blake3 import blake3
 
     from equipoise.averaging.outcome import Outcome
-    from equipoise.peer.run import Run
+    from equipoise.peer.client.run import Run
 
     began = time.time()
     rounds: list[dict[str, Any]] = []

@@ -14,14 +14,14 @@ from equipoise.dht.streams import Acceptor
 from equipoise.peer.control import messages
 from equipoise.peer.control.messages import CONTROL_VERSION, Hello, Request, RunRequest
 from equipoise.peer.control.socket import SEND_SECONDS, FrameSocket
+from equipoise.peer.daemon.session import Session
 from equipoise.peer.errors import ControlError, EquipoiseError, Refused
 from equipoise.peer.home import BACKLOG, peer_credentials
-from equipoise.peer.session import Session
 from equipoise.peer.shared_memory import SharedMemory
 from equipoise.tasks import end
 
 if TYPE_CHECKING:
-    from equipoise.peer.daemon import Daemon
+    from equipoise.peer.daemon.daemon import Daemon
 
 MAX_CONNECTIONS = 64
 """Clients of one machine: a trainer for each accelerator, and some people who look at the status.

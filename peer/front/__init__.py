@@ -12,8 +12,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from equipoise.peer.client import connect
-    from equipoise.peer.embedded import Peer
+    from equipoise.peer.client.connect import connect
+    from equipoise.peer.client.embedded import Peer
 
     __version__: str
 

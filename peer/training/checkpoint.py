@@ -32,10 +32,10 @@ from blake3 import blake3
 
 from equipoise.averaging.metrics import values_of
 from equipoise.averaging.state import StateId
+from equipoise.peer.client.run import Run
 from equipoise.peer.config import RESUME_ENV
 from equipoise.peer.errors import EquipoiseError
 from equipoise.peer.home import CHECKPOINTS
-from equipoise.peer.run import Run
 from equipoise.peer.training.member import Member
 
 FORMAT = 1

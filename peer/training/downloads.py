@@ -9,9 +9,9 @@ import torch
 
 from equipoise.averaging.outcome import FetchOutcome, Outcome
 from equipoise.averaging.state import StateId
+from equipoise.peer.client.futures import Download
+from equipoise.peer.client.run import Run
 from equipoise.peer.errors import Refused
-from equipoise.peer.futures import Download
-from equipoise.peer.run import Run
 from equipoise.peer.training import events
 from equipoise.peer.training.image import Image, TrainingState
 from equipoise.peer.training.safetensors_io import ImageError

@@ -38,10 +38,10 @@ from equipoise.averaging.state import StateId
 from equipoise.averaging.strategy import MAX_SECONDS
 from equipoise.averaging.strategy import Federated as FederatedStrategy
 from equipoise.averaging.weights import LEAST_CONTRIBUTION
+from equipoise.peer.client.interrupts import frees_its_run
+from equipoise.peer.client.run import Run
+from equipoise.peer.client.tensors import copies_of, stepped_tensors
 from equipoise.peer.errors import Refused
-from equipoise.peer.interrupts import frees_its_run
-from equipoise.peer.run import Run
-from equipoise.peer.tensors import copies_of, stepped_tensors
 from equipoise.peer.training import image
 from equipoise.peer.training.checkpoint import Checkpoints, Keeper, keep_checkpoints
 from equipoise.peer.training.guard import require_same_tensors

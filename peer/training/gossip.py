@@ -18,11 +18,11 @@ from msgspec import structs
 from equipoise.averaging.outcome import Outcome
 from equipoise.averaging.spec import MAX_GROUP_SIZE
 from equipoise.averaging.weights import ATTENDANCE_LIMIT
+from equipoise.peer.client.futures import PendingRound
+from equipoise.peer.client.interrupts import frees_its_run
+from equipoise.peer.client.run import Run
+from equipoise.peer.client.tensors import named_tensors
 from equipoise.peer.errors import Refused
-from equipoise.peer.futures import PendingRound
-from equipoise.peer.interrupts import frees_its_run
-from equipoise.peer.run import Run
-from equipoise.peer.tensors import named_tensors
 from equipoise.peer.training import member
 from equipoise.peer.training.local import LocalTraining
 from equipoise.peer.training.options import LocalOptions

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from equipoise.averaging.schema import SchemaError
+from equipoise.peer.client.tensors import Tensors, named_tensors, parameters_of
 from equipoise.peer.errors import Refused
-from equipoise.peer.tensors import Tensors, named_tensors, parameters_of
 from equipoise.peer.training.image import Stateful, split
 from equipoise.peer.training.safetensors_io import ImageError
 

@@ -26,10 +26,10 @@ from torch.utils.hooks import RemovableHandle
 from equipoise.averaging.outcome import Outcome
 from equipoise.averaging.outer import Average, Nesterov, OuterStep, parse_outer
 from equipoise.averaging.schema import SchemaError
+from equipoise.peer.client.interrupts import frees_its_run
+from equipoise.peer.client.run import Run
+from equipoise.peer.client.tensors import copies_of, stepped_tensors
 from equipoise.peer.errors import Refused
-from equipoise.peer.interrupts import frees_its_run
-from equipoise.peer.run import Run
-from equipoise.peer.tensors import copies_of, stepped_tensors
 from equipoise.peer.training import image
 from equipoise.peer.training.checkpoint import Checkpoints, keep_checkpoints
 from equipoise.peer.training.guard import is_probe, require_same_tensors

@@ -16,11 +16,11 @@ from equipoise.averaging.metrics import Evaluation
 from equipoise.averaging.outcome import Exchanging, Idle, NoPeers, Outcome
 from equipoise.averaging.state import StateId
 from equipoise.averaging.weights import ATTENDANCE_LIMIT
-from equipoise.peer.accumulate import Accumulator
+from equipoise.peer.client.accumulate import Accumulator
+from equipoise.peer.client.futures import PendingRound
+from equipoise.peer.client.run import Run
+from equipoise.peer.client.tensors import Gradients, named_gradients
 from equipoise.peer.errors import Refused
-from equipoise.peer.futures import PendingRound
-from equipoise.peer.run import Run
-from equipoise.peer.tensors import Gradients, named_gradients
 from equipoise.peer.training import events
 from equipoise.peer.training import replica as machine
 from equipoise.peer.training.downloads import RECOVER_SECONDS, Downloads

@@ -22,10 +22,10 @@ from torch.linalg import vector_norm
 from equipoise.averaging.outcome import Outcome
 from equipoise.averaging.spec import PLACES
 from equipoise.averaging.state import StateId
-from equipoise.peer.accumulate import NotFinite
+from equipoise.peer.client.accumulate import NotFinite
+from equipoise.peer.client.run import Run
+from equipoise.peer.client.tensors import sparse_gradients, stepped_tensors
 from equipoise.peer.errors import Refused
-from equipoise.peer.run import Run
-from equipoise.peer.tensors import sparse_gradients, stepped_tensors
 from equipoise.peer.training import image
 from equipoise.peer.training.batch_quota import Pace
 from equipoise.peer.training.guard import Guard, is_probe

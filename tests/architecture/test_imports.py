@@ -142,7 +142,7 @@ def test_nothing_is_unpickled_and_no_shell_is_started() -> None:
 
 def test_decoders_are_made_when_their_module_is_imported() -> None:
     # msgspec crashes the process if two threads are the first to need a type, such as those of two clients.
-    alone = {"averaging/ports.py", "peer/run_daemon.py", "peer/demo/trainer.py", "peer/demo/swarm.py"}
+    alone = {"averaging/ports.py", "peer/daemon/run_daemon.py", "peer/demo/trainer.py", "peer/demo/swarm.py"}
     late = [
         (source, call.lineno)
         for source in sources(*PACKAGES)

@@ -7,8 +7,8 @@ from equipoise.dht.hivemind_stub import bare_packages
 bare_packages()
 
 import equipoise.peer.cli  # noqa: E402
-import equipoise.peer.daemon  # noqa: E402
-import equipoise.peer.wiring  # noqa: E402, F401
+import equipoise.peer.daemon.daemon  # noqa: E402
+import equipoise.peer.daemon.wiring  # noqa: E402, F401
 from equipoise.compression import kernels  # noqa: E402
 
 kernels()

@@ -26,9 +26,9 @@ from equipoise.averaging.outcome import Idle, Outcome
 from equipoise.averaging.schema import Schema, TensorSpec
 from equipoise.compression import parse_codec
 from equipoise.peer import Refused, connect
+from equipoise.peer.client.encoding import SPAN_VALUES, Encoder
 from equipoise.peer.control.client import open_link
 from equipoise.peer.control.messages import AskStatus, JoinRun
-from equipoise.peer.encoding import SPAN_VALUES, Encoder
 from equipoise.peer.shared_memory import Region
 
 pytestmark = pytest.mark.timeout(120)
@@ -51,7 +51,7 @@ BROKEN, HONEST = 2, (0, 1)
 TRAINER = f"""
 import signal, sys, torch
 from equipoise.peer import connect
-from equipoise.peer.encoding import Encoder
+from equipoise.peer.client.encoding import Encoder
 encode = Encoder._encode_span
 def encode_one(*args):
     encode(*args)

@@ -46,7 +46,7 @@ from equipoise.dht.swarm import Swarm as Membership
 from equipoise.dht.swarm import SwarmOptions
 from equipoise.dht.transport import FramedChannel
 from equipoise.peer import Run, connect
-from equipoise.peer.wiring import Signer
+from equipoise.peer.daemon.wiring import Signer
 from fakes.alterations import ALTERATIONS
 from fakes.speaker import Speaker
 from fakes.vectors import averaged

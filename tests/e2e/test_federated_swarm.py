@@ -20,8 +20,8 @@ from e2e.swarm import DaemonProcess, Swarm, eventually
 from e2e.threads import begin, settle
 from equipoise.averaging.outer import parse_outer
 from equipoise.peer import connect
+from equipoise.peer.client.tensors import copies_of
 from equipoise.peer.demo.trainer import Digits, deal, split_digits
-from equipoise.peer.tensors import copies_of
 from equipoise.peer.training import Federated, History, Task
 from fakes.softmax import SoftmaxLearner
 

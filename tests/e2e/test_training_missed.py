@@ -14,7 +14,7 @@ from e2e.swarm import DaemonProcess, eventually
 from e2e.threads import together
 from equipoise.averaging.outcome import FetchOutcome
 from equipoise.peer import Run, connect
-from equipoise.peer.futures import Download
+from equipoise.peer.client.futures import Download
 from equipoise.peer.training import DiLoCo, SwarmOptimizer
 from equipoise.peer.training.member import Finished
 from oracles.training import batch_of, loss_of, network

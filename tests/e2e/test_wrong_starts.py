@@ -39,7 +39,7 @@ sys.exit(run(sys.argv[1:]))
 
 ANOTHER_USER = """
 import os, sys
-import equipoise.peer.run_daemon  # What another user may not be able to read.
+import equipoise.peer.daemon.run_daemon  # What another user may not be able to read.
 from equipoise.peer.cli.program import run
 os.geteuid() or os.setuid(12345)
 sys.exit(run(sys.argv[1:]))

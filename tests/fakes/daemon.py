@@ -95,7 +95,7 @@ class FakeNetwork:
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Have daemons of this process join this network."""
-        monkeypatch.setattr("equipoise.peer.wiring.start_parts", self._start_parts)
+        monkeypatch.setattr("equipoise.peer.daemon.wiring.start_parts", self._start_parts)
 
     async def _start_parts(self, config: Config, reducer: object = None) -> Any:
         with self.lock:

@@ -12,11 +12,11 @@ from equipoise.averaging.layout import Layout
 from equipoise.averaging.schema import Schema, SchemaError
 from equipoise.compression import kernels, parse_codec
 from equipoise.compression.choice import ENVIRONMENT, INTERPRETER
-from equipoise.peer.accumulate import Accumulator
-from equipoise.peer.encoding import LANE_VALUES, LARGE_VALUES, Encoder
-from equipoise.peer.lanes import DeviceLane, pin
+from equipoise.peer.client.accumulate import Accumulator
+from equipoise.peer.client.encoding import LANE_VALUES, LARGE_VALUES, Encoder
+from equipoise.peer.client.lanes import DeviceLane, pin
+from equipoise.peer.client.tensors import Binding
 from equipoise.peer.shared_memory import Region
-from equipoise.peer.tensors import Binding
 
 pytestmark = [
     pytest.mark.gpu,

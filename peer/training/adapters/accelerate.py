@@ -9,8 +9,8 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import AcceleratorState
 
+from equipoise.peer.client.run import Run
 from equipoise.peer.errors import Refused
-from equipoise.peer.run import Run
 from equipoise.peer.training.adapters.schedule import paced
 from equipoise.peer.training.optimizer import SwarmOptimizer
 

@@ -9,7 +9,7 @@ from typing import Any
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import has_length
 
-from equipoise.peer.run import Run
+from equipoise.peer.client.run import Run
 from equipoise.peer.training.adapters.accelerate import take_over
 from equipoise.peer.training.adapters.schedule import paced
 from equipoise.peer.training.optimizer import SwarmOptimizer

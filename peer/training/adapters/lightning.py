@@ -6,8 +6,8 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from equipoise.peer.client.run import Run
 from equipoise.peer.errors import Refused
-from equipoise.peer.run import Run
 from equipoise.peer.training.adapters.schedule import paced
 from equipoise.peer.training.optimizer import SwarmOptimizer
 

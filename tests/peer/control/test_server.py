@@ -14,13 +14,14 @@ import torch
 
 from e2e.swarm import eventually
 from equipoise.compression.choice import Choice
-from equipoise.peer import client as client_module
-from equipoise.peer import connect, session
+from equipoise.peer import connect
 from equipoise.peer.cli import program
+from equipoise.peer.client import connect as connecting
+from equipoise.peer.client.embedded import DaemonThread
 from equipoise.peer.config import load
 from equipoise.peer.control.messages import CONTROL_VERSION, LENGTH, AskStatus, Hello, encode
 from equipoise.peer.control.server import MAX_CONNECTIONS
-from equipoise.peer.embedded import DaemonThread
+from equipoise.peer.daemon import session
 from equipoise.peer.errors import Unwelcome
 from equipoise.peer.home import connect_socket
 from fakes.daemon import FakeNetwork
@@ -112,7 +113,7 @@ def test_slow_work_stands_between_no_request_and_its_answer(
 
     monkeypatch.setattr(session, "kernels", load)
     monkeypatch.setattr(session, "are_worth", lambda size: size > 1)
-    monkeypatch.setattr(client_module, "JOIN_SECONDS", 0.2)
+    monkeypatch.setattr(connecting, "JOIN_SECONDS", 0.2)
     tensors = [torch.zeros(2)], [torch.zeros(1)]
     with connect(home) as one, connect(home) as other, concurrent.futures.ThreadPoolExecutor(1) as pool:
         joining = pool.submit(one.join, "large", tensors[0])

@@ -20,11 +20,11 @@ from equipoise.dht.state import AddressState, BootstrapStatus, SwarmStatus
 from equipoise.peer.config import Loaded
 from equipoise.peer.control.messages import Welcome
 from equipoise.peer.control.server import ControlServer
+from equipoise.peer.daemon.history import History
+from equipoise.peer.daemon.logs import PrivateFileHandler, close_log, open_log
+from equipoise.peer.daemon.session import Service
 from equipoise.peer.errors import EquipoiseError, Refused, Unreached
-from equipoise.peer.history import History
 from equipoise.peer.home import LOG_FILE, Home
-from equipoise.peer.logs import PrivateFileHandler, close_log, open_log
-from equipoise.peer.session import Service
 from equipoise.peer.status import Status
 from equipoise.tasks import Failures, TaskSet, failures
 
@@ -166,7 +166,7 @@ class Daemon:
             self._say(f"warning: {warning}")
         self.history = History(self._home.path)
         self._ending.callback(self.history.close)
-        from equipoise.peer import wiring  # It imports hivemind, while the home is taken already.
+        from equipoise.peer.daemon import wiring  # It imports hivemind, while the home is taken already.
 
         self._reducer = wiring.reducer_for(self._loaded)
         if self._reducer is not None:

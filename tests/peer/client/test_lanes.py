@@ -21,13 +21,13 @@ from equipoise.averaging.options import RunOptions
 from equipoise.averaging.outcome import Outcome
 from equipoise.averaging.schema import Schema, SchemaError
 from equipoise.compression import CodecError, parse_codec
-from equipoise.peer import encoding, lanes
+from equipoise.peer.client import encoding, lanes
+from equipoise.peer.client.encoding import Encoder
+from equipoise.peer.client.lanes import DeviceLane, kernels_of
+from equipoise.peer.client.run import Run
+from equipoise.peer.client.tensors import Binding
 from equipoise.peer.control.messages import JoinRun, StartRound
-from equipoise.peer.encoding import Encoder
-from equipoise.peer.lanes import DeviceLane, kernels_of
-from equipoise.peer.run import Run
 from equipoise.peer.shared_memory import Region
-from equipoise.peer.tensors import Binding
 
 DEVICES = (torch.device("cpu:0"), torch.device("cpu"))
 """Two devices that are the CPU and differ."""

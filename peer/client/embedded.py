@@ -15,12 +15,12 @@ from typing import Any
 
 import msgspec
 
-from equipoise.peer.client import Client
+from equipoise.peer.client.connect import Client
 from equipoise.peer.config import Loaded, load
 from equipoise.peer.control.client import START_SECONDS, Link
-from equipoise.peer.daemon import Daemon
+from equipoise.peer.daemon.daemon import Daemon
+from equipoise.peer.daemon.run_daemon import run_loop
 from equipoise.peer.home import STOP_SECONDS
-from equipoise.peer.run_daemon import run_loop
 
 
 class Peer(Client):

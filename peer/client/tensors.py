@@ -13,9 +13,9 @@ import torch
 from equipoise.averaging.layout import EXACT, Layout
 from equipoise.averaging.schema import Dtype, Schema, SchemaError, TensorSpec, tensors_by_name
 from equipoise.compression import Codec
-from equipoise.peer.accumulate import Accumulator
-from equipoise.peer.encoding import Encoder
-from equipoise.peer.lanes import linked, prepare
+from equipoise.peer.client.accumulate import Accumulator
+from equipoise.peer.client.encoding import Encoder
+from equipoise.peer.client.lanes import linked, prepare
 
 Tensors = torch.nn.Module | Mapping[str, torch.Tensor] | Sequence[torch.Tensor]
 Gradients = torch.nn.Module | Mapping[str, torch.Tensor | None] | Sequence[torch.Tensor | None]

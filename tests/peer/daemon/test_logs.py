@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from equipoise.dht.sanitize import escaped
+from equipoise.peer.daemon.logs import MAX_LINE_CHARS, close_log, open_log
 from equipoise.peer.errors import HomeError
-from equipoise.peer.logs import MAX_LINE_CHARS, close_log, open_log
 
 log = logging.getLogger("equipoise.test")
 

@@ -30,17 +30,17 @@ from equipoise.averaging.schema import Schema
 from equipoise.averaging.spec import check_terms
 from equipoise.averaging.state import StateId
 from equipoise.averaging.strategy import Strategy, parse_strategy
-from equipoise.peer.accumulate import Accumulator
+from equipoise.peer.client.accumulate import Accumulator
+from equipoise.peer.client.futures import Download, PendingRound, check_timeout
+from equipoise.peer.client.interrupts import uninterrupted
+from equipoise.peer.client.lanes import kernels_of, pin
+from equipoise.peer.client.tensors import Binding, Gradients, Tensors, named_gradients
 from equipoise.peer.control import messages
 from equipoise.peer.control.client import Connection
 from equipoise.peer.control.messages import Progress
 from equipoise.peer.errors import DaemonLost, EquipoiseError, Refused, RoundPending
-from equipoise.peer.futures import Download, PendingRound, check_timeout
-from equipoise.peer.interrupts import uninterrupted
-from equipoise.peer.lanes import kernels_of, pin
 from equipoise.peer.purposes import AVERAGE, STEP
 from equipoise.peer.shared_memory import Region, SharedMemory
-from equipoise.peer.tensors import Binding, Gradients, Tensors, named_gradients
 
 if TYPE_CHECKING:
     from equipoise.peer.training.checkpoint import Checkpoints

@@ -27,7 +27,7 @@ from equipoise.peer.errors import EquipoiseError
 from equipoise.peer.home import STOP_SECONDS, Home
 
 if TYPE_CHECKING:
-    from equipoise.peer.daemon import Daemon
+    from equipoise.peer.daemon.daemon import Daemon
 
 Result = TypeVar("Result")
 
@@ -45,7 +45,7 @@ MAX_PAUSE = 60.0
 MAX_RESTARTS = 10
 """Most restarts in a row; then the script goes on without."""
 
-CODE = "from equipoise.peer.run_daemon import serve_launched; serve_launched()"
+CODE = "from equipoise.peer.daemon.run_daemon import serve_launched; serve_launched()"
 
 
 def run_daemon(loaded: Loaded) -> None:
@@ -80,7 +80,7 @@ def load_daemon(loaded: Loaded, stream: TextIO, home: Home) -> Daemon:
     os.environ["OMP_NUM_THREADS"] = "1"
 
     from equipoise.dht.hivemind_stub import bare_packages
-    from equipoise.peer.daemon import Daemon
+    from equipoise.peer.daemon.daemon import Daemon
 
     bare_packages()
     return Daemon(loaded, partial(say, stream), home=home)

@@ -15,8 +15,8 @@ from equipoise.averaging.rules import parse_rule
 from equipoise.averaging.schema import SchemaError
 from equipoise.compression import parse_codec
 from equipoise.compression.device_reduce import DeviceReducer
-from equipoise.peer.accumulate import Accumulator
-from equipoise.peer.tensors import Binding, copies_of, named_gradients
+from equipoise.peer.client.accumulate import Accumulator
+from equipoise.peer.client.tensors import Binding, copies_of, named_gradients
 from equipoise.peer.training.image import frozen_term
 from equipoise.peer.training.safetensors_io import pack
 

@@ -16,7 +16,7 @@ from equipoise.averaging.layout import Layout
 from equipoise.averaging.partition import Part
 from equipoise.averaging.schema import SchemaError
 from equipoise.compression import NonFiniteError
-from equipoise.peer.lanes import DeviceLane, Lane, linked
+from equipoise.peer.client.lanes import DeviceLane, Lane, linked
 
 SPAN_VALUES = 512 * 1024
 """Most values that are encoded together: few enough to stay in the cache with their codes."""

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from equipoise.averaging.schema import SchemaError
-from equipoise.peer.accumulate import Accumulator
+from equipoise.peer.client.accumulate import Accumulator
 
 LIKE = {"a": torch.zeros(2, 2), "b": torch.zeros(3, dtype=torch.bfloat16), "empty": torch.zeros(0)}
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from equipoise.averaging.layout import Layout
 from equipoise.averaging.schema import Schema, SchemaError
 from equipoise.compression import CodecError, parse_codec
-from equipoise.peer.encoding import LARGE_VALUES, SPAN_VALUES, Encoder
+from equipoise.peer.client.encoding import LARGE_VALUES, SPAN_VALUES, Encoder
 from fakes.vectors import decoded, encoded
 
 CODECS = tuple(map(parse_codec, ("fp32", "fp16", "bf16", "int8:block=32", "int8", "int8:block=4096")))

@@ -9,8 +9,8 @@ import pytest
 
 from equipoise.dht import identity
 from equipoise.peer.config import load
+from equipoise.peer.daemon.wiring import reducer_for, start_parts
 from equipoise.peer.errors import ConfigError, EquipoiseError, HomeError
-from equipoise.peer.wiring import reducer_for, start_parts
 
 
 def with_devices(monkeypatch: pytest.MonkeyPatch, count: int) -> None:

@@ -14,10 +14,10 @@ from typing import Any, ClassVar, Generic, TypeVar
 from msgspec import structs
 
 from equipoise.averaging.outcome import FetchOutcome, Outcome
+from equipoise.peer.client.interrupts import uninterrupted
 from equipoise.peer.control import messages
 from equipoise.peer.control.client import ANSWER_SECONDS, Connection
 from equipoise.peer.errors import DaemonLost
-from equipoise.peer.interrupts import uninterrupted
 from equipoise.peer.shared_memory import SharedMemory
 
 Ended = TypeVar("Ended")

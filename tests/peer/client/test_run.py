@@ -21,10 +21,10 @@ from equipoise.compression import parse_codec
 from equipoise.compression.device_reduce import DeviceReducer
 from equipoise.dht.records import MAX_RUNS_PER_PEER
 from equipoise.peer import Client, Exchanging, connect
+from equipoise.peer.client.embedded import DaemonThread, Peer
 from equipoise.peer.config import load
-from equipoise.peer.embedded import DaemonThread, Peer
+from equipoise.peer.daemon.session import MAX_RUNS
 from equipoise.peer.purposes import PURPOSES
-from equipoise.peer.session import MAX_RUNS
 from fakes.daemon import FakeHub, FakeNetwork, FakeRunDriver
 
 
@@ -139,7 +139,7 @@ def test_status_names_the_kernels_of_a_device_and_says_once_that_it_failed(
     network: FakeNetwork, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reducer = DeviceReducer(torch.device("meta"))  # Its tensors have no values: torch raises its own error.
-    monkeypatch.setattr("equipoise.peer.wiring.reducer_for", lambda loaded: reducer)
+    monkeypatch.setattr("equipoise.peer.daemon.wiring.reducer_for", lambda loaded: reducer)
     daemon = DaemonThread(load({"home": tmp_path / "home"}, {}))
     try:
         with connect(tmp_path / "home") as client:

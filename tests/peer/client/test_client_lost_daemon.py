@@ -17,12 +17,12 @@ from e2e.swarm import eventually
 from equipoise.averaging.outcome import Idle, NoPeers
 from equipoise.averaging.state import StateId
 from equipoise.peer import Client, DaemonLost, Refused, Run, connect
-from equipoise.peer import client as client_module
-from equipoise.peer.client import WEATHER_LOOKS
+from equipoise.peer.client import connect as connecting
+from equipoise.peer.client.connect import WEATHER_LOOKS
+from equipoise.peer.client.embedded import DaemonThread
 from equipoise.peer.config import load
 from equipoise.peer.control.client import Link
 from equipoise.peer.control.messages import AgreeRun, JoinRun
-from equipoise.peer.embedded import DaemonThread
 from equipoise.peer.errors import Unwelcome
 from equipoise.peer.shared_memory import Region
 from fakes.daemon import FakeNetwork
@@ -221,7 +221,7 @@ def test_a_daemon_of_another_version_is_told_of_once(
     machines: list[Machine], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client, looks = machines[0].client, threading.Semaphore(0)
-    monkeypatch.setattr(client_module, "MAX_PAUSE", client_module.FIRST_PAUSE)
+    monkeypatch.setattr(connecting, "MAX_PAUSE", connecting.FIRST_PAUSE)
 
     def refuse() -> Link:
         looks.release()
@@ -249,8 +249,8 @@ def test_where_one_run_is_refused_no_run_goes_on(
             raise Refused("it is taken")
         return sharing(link, request, agreed)
 
-    sharing = client_module._share
-    monkeypatch.setattr(client_module, "_share", share)
+    sharing = connecting._share
+    monkeypatch.setattr(connecting, "_share", share)
     reason = lose(machines[0], runs[0])
     machines[0].start()
     assert refused.wait(30)
@@ -273,8 +273,8 @@ def test_a_client_that_is_closed_while_it_connects_leaves_no_connection(
         links.append(link)
         return region
 
-    sharing = client_module._share
-    monkeypatch.setattr(client_module, "_share", share)
+    sharing = connecting._share
+    monkeypatch.setattr(connecting, "_share", share)
     lose(machines[0], run)
     machines[0].start()
     eventually(lambda: links, "the new daemon")

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+from equipoise.peer.client.futures import HUNG_SECONDS, LEAST_SECONDS, PendingRound
 from equipoise.peer.control import messages
 from equipoise.peer.control.client import Connection
 from equipoise.peer.errors import DaemonLost, EquipoiseError
-from equipoise.peer.futures import HUNG_SECONDS, LEAST_SECONDS, PendingRound
 
 
 class Hung(Connection):

@@ -12,7 +12,7 @@ import msgspec
 
 from equipoise.averaging.outcome import Outcome
 from equipoise.dht.sanitize import read_regular
-from equipoise.peer.logs import PrivateFileHandler
+from equipoise.peer.daemon.logs import PrivateFileHandler
 
 ROUNDS_FILE = "rounds.jsonl"
 

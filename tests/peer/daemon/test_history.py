@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from equipoise.averaging.outcome import Outcome
-from equipoise.peer import connect, history
+from equipoise.peer import connect
 from equipoise.peer.cli import program
+from equipoise.peer.client.embedded import DaemonThread
 from equipoise.peer.config import load
-from equipoise.peer.embedded import DaemonThread
-from equipoise.peer.history import MAX_KEPT, ROUNDS_FILE, History, last_of_each_run, read_history
+from equipoise.peer.daemon import history
+from equipoise.peer.daemon.history import MAX_KEPT, ROUNDS_FILE, History, last_of_each_run, read_history
 from fakes.daemon import FakeNetwork
 
 
