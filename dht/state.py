@@ -65,7 +65,6 @@ class DirectStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         channel: How this peer has frames carried where it dials: `aead` or `tls`.
-        cipher: The cipher that this peer offers where a channel is `aead`, and why it is no better one.
         listening: Where others reach this peer's direct channels, `host:port`; empty in client mode.
         channels: Number of open ones.
         refused: Connections and credentials that were refused, by reason.
@@ -73,7 +72,6 @@ class DirectStatus(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     channel: str
-    cipher: str = ""
     listening: tuple[str, ...] = ()
     channels: int = 0
     refused: dict[str, int] = {}

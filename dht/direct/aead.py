@@ -1,4 +1,4 @@
-"""Records of our own, sealed by an AEAD cipher, which carry the frames after TLS has authenticated both peers.
+"""Records of our own, sealed with AES-256-GCM, which carry the frames after TLS has authenticated both peers.
 
 Threat: an attacker on the network between two members reads, alters, drops, replays, reorders and injects bytes. It
 may learn sizes and times of records. From the preface and the start of TLS, which are in the clear, it may learn both
@@ -8,8 +8,7 @@ inside TLS reveals an altered preface.
 Construction: TLS 1.3 with mutual authentication comes first (`handshake`). Each direction's key is exported from it
 (RFC 8446, section 7.5), with the side that sends as context: the keys are fresh per connection, known only to the two
 that have proved their PeerIDs to each other, and forward secret because TLS' key exchange was. A record is `[kind, size
-of the plaintext][ciphertext][tag]`, its first four bytes the associated data. The two agree inside TLS on one of two
-ciphers for the whole connection (`ciphers`), so that no key is used with both.
+of the plaintext][ciphertext][tag]`, its first four bytes the associated data.
 
 Nonces: the number of the record in its direction, 96 bits, never reset, never sent. Each direction has its own key.
 So no pair of key and nonce occurs twice, and a record that is replayed, reordered, dropped or of the other direction
@@ -18,9 +17,8 @@ per connection.
 
 Rekeying: after `REKEY_RECORDS` records the key is replaced by HKDF-Expand of itself. With at most 2^10 records of
 69,633 blocks a key encrypts less than 2^27 blocks: the advantage of telling GCM from random is below 2^-74 (NIST SP
-800-38D; the bound of RFC 8446, section 5.5, is 2^-57), a forgery succeeds with less than 2^-111. RFC 10032 sets
-no practical limit for AEGIS-256X2, and gives at least 128 bits against forgery. 1.06 GiB between rekeyings costs
-nothing, and a key that leaks from memory does not open what was sent before the last one.
+800-38D; the bound of RFC 8446, section 5.5, is 2^-57), a forgery succeeds with less than 2^-111. 1.06 GiB between
+rekeyings costs nothing, and a key that leaks from memory does not open what was sent before the last one.
 
 End of stream: there is no authenticated end. A connection cut between frames looks closed; if it is cut within a frame,
 the receiver misses bytes and fails. That suffices, because rounds never take silence for consent.
@@ -37,7 +35,7 @@ side decides for a channel, so all members of a group have to choose TLS.
 What to attack: both sides must stop and start reading at the same byte when they leave TLS (the accepting side's
 greeting is the last of TLS, and the dialling side reads no byte more); two records under one nonce after an error or a
 cancelled send (the channel closes on both); sizes used before they are authenticated (only against fixed buffers); the
-contexts of the two exported keys; two ends that take different ciphers, or one that the other did not offer.
+contexts of the two exported keys.
 """
 
 from __future__ import annotations
@@ -49,8 +47,11 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
 
-from equipoise.dht.direct.ciphers import KEY_BYTES, NONCE_BYTES, TAG_BYTES, Cipher
 from equipoise.dht.streams import Buffer, BytesRefused
+
+KEY_BYTES = 32
+NONCE_BYTES = 12
+TAG_BYTES = 16
 
 HEAD = 1
 """A record that holds the beginning of a frame, and all of a small one."""
@@ -75,17 +76,16 @@ _RATCHET = b"equipoise direct aead 1 ratchet"
 class _Keyed:
     """Key and counter of one direction."""
 
-    def __init__(self, key: bytes, cipher: type[Cipher] = AESGCM) -> None:
+    def __init__(self, key: bytes) -> None:
         self._key = key
-        self._make = cipher
-        self._cipher = cipher(key)
+        self._cipher = AESGCM(key)
         self._count = 0
 
-    def _next(self) -> tuple[Cipher, bytes]:
+    def _next(self) -> tuple[AESGCM, bytes]:
         """Return cipher and nonce of the next record."""
         if self._count and self._count % REKEY_RECORDS == 0:
             self._key = HKDFExpand(SHA256(), KEY_BYTES, _RATCHET).derive(self._key)
-            self._cipher = self._make(self._key)
+            self._cipher = AESGCM(self._key)
         self._count += 1
         return self._cipher, (self._count - 1).to_bytes(NONCE_BYTES, "big")
 

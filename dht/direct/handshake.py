@@ -4,8 +4,7 @@ First a preface in the clear, then TLS 1.3 with both certificates, then a greeti
 claims who dials whom, so that the accepting side shakes hands with admitted peers only; TLS proves the claim. Preface
 and greeting have fixed sizes, so there are no lengths to trust. A TLS 1.3 client's handshake returns before the server
 has judged its certificate, so a stream is open only after the other side's greeting. The dialling side greets first,
-and reads no byte more than the answer: what follows may belong to another layer. A greeting confirms the layer and
-offers a cipher for our own records (`ciphers`): the weaker offer holds.
+and reads no byte more than the answer: what follows may belong to another layer. A greeting confirms the layer.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from typing import Literal, get_args
 
 from OpenSSL import SSL
 
-from equipoise.dht.direct import aead, ciphers
+from equipoise.dht.direct import aead
 from equipoise.dht.direct.errors import Refused
 from equipoise.dht.direct.sockets import receive_exactly, said
 from equipoise.dht.direct.streams import AeadStream, TlsStream
@@ -31,7 +30,7 @@ from equipoise.dht.streams import Stream
 Layer = Literal["tls", "aead"]
 """The carrier of frames once TLS has proved both PeerIDs."""
 
-VERSION = 5
+VERSION = 6
 _MAGIC = b"EQPD"
 _PREFACE = struct.Struct("!4sBB32s32s")
 PREFACE_BYTES = _PREFACE.size
@@ -90,12 +89,11 @@ async def secure(
         expected = preface.acceptor if dialler else preface.dialler
         if tls.peer != expected:
             raise Refused("impostor", f"it holds the key of {tls.peer or 'no peer'}, not of {expected}")
-        offer, _ = ciphers.offered()
-        own, greeting = bytes([_LAYERS.index(preface.layer), offer]), bytearray(2)
+        own, greeting = bytes([_LAYERS.index(preface.layer)]), bytearray(1)
         if dialler:
             await loop.sock_sendall(connection, tls.seal(own))
-        records = got = 0
-        while (got := got + tls.open_into(memoryview(greeting)[got:])) < len(greeting):
+        records = 0
+        while not tls.open_into(memoryview(greeting)):
             if records == MAX_RECORDS:
                 raise Refused("tls failure", "it does not greet")
             if dialler:  # A record, and nothing of what follows, which may be no TLS.
@@ -106,16 +104,13 @@ async def secure(
             records += 1
         if not dialler:
             await loop.sock_sendall(connection, tls.seal(own))
-        if greeting[0] != own[0]:  # An attacker in between has altered the preface.
+        if greeting != own:  # An attacker in between has altered the preface.
             raise Refused("tls failure", f"the greeting does not confirm the layer {preface.layer}")
         if preface.layer == "tls":
             return TlsStream(connection, tls)
-        of_dialler, of_acceptor = (
-            tls.export_key(side, ciphers.KEY_BYTES) for side in (b"dialler", b"acceptor")
-        )
+        of_dialler, of_acceptor = (tls.export_key(side, aead.KEY_BYTES) for side in (b"dialler", b"acceptor"))
         sends, receives = (of_dialler, of_acceptor) if dialler else (of_acceptor, of_dialler)
-        cipher = ciphers.CIPHERS[min(offer, greeting[1])]
-        return AeadStream(connection, aead.Sealer(sends, cipher), aead.Opener(receives, cipher))
+        return AeadStream(connection, aead.Sealer(sends), aead.Opener(receives))
 
 
 @contextlib.contextmanager

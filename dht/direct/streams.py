@@ -13,7 +13,6 @@ import socket
 
 from equipoise.dht import streams
 from equipoise.dht.direct import aead
-from equipoise.dht.direct.ciphers import TAG_BYTES
 from equipoise.dht.direct.errors import Refused
 from equipoise.dht.direct.tls import RECORD_BYTES, TlsSession
 from equipoise.dht.streams import HEAD_BYTES, YIELD_BYTES, Buffer, BytesRefused, Stream, StreamClosed
@@ -124,7 +123,7 @@ class AeadStream(Stream):
         kind, size = self._opener.parse_prefix(self._in[self._start : self._end])
         if kind == aead.BODY and size > len(place):
             raise BytesRefused(f"a record of {size} bytes where {len(place)} are left of a body")
-        total = aead.PREFIX_BYTES + size + TAG_BYTES
+        total = aead.PREFIX_BYTES + size + aead.TAG_BYTES
         if self._end - self._start < total:
             await self._hold(total, streams.STALL_SECONDS)
         record = self._in[self._start : self._start + total]

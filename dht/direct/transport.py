@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from equipoise.dht.address import ListenAddress
 from equipoise.dht.dialpolicy import DialPolicy, Place, private_networks
-from equipoise.dht.direct import ciphers, handshake
+from equipoise.dht.direct import handshake
 from equipoise.dht.direct.credential import Allowlist, issue
 from equipoise.dht.direct.errors import Refusals, Refused, Why
 from equipoise.dht.direct.handshake import PREFACE_BYTES, Layer, Preface, parse_preface
@@ -82,7 +82,6 @@ class DirectTransport:
         """Return a snapshot, without waiting."""
         return DirectStatus(
             channel=self._layer,
-            cipher=ciphers.offered()[1],
             listening=tuple(shown(one) for one in self._addresses or self._listener.bound),
             channels=len(self.channels),
             refused=dict(self._refusals.counts),

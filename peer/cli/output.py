@@ -185,8 +185,7 @@ def _reach(reach: ReachStatus) -> Iterator[str]:
 
 def _direct(direct: DirectStatus) -> Iterator[str]:
     where = ", ".join(direct.listening) or "nowhere"
-    cipher = f" ({direct.cipher})" if direct.channel == "aead" and direct.cipher else ""
-    yield f"{count(direct.channels, 'channel')} open, {direct.channel}{cipher}; listens at {where}"
+    yield f"{count(direct.channels, 'channel')} open, {direct.channel}; listens at {where}"
     if direct.refused:
         counts = ", ".join(f"{count} {why}" for why, count in sorted(direct.refused.items()))
         yield f"refused {counts}; the last: {direct.last_refusal}"

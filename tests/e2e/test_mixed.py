@@ -1,4 +1,4 @@
-"""Daemons that differ in kernels, ciphers, Python or version: equal bits in one round, or one line of refusal."""
+"""Daemons that differ in kernels, Python or version: equal bits in one round, or one line of refusal."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -49,32 +48,15 @@ def check_round(daemons: Sequence[DaemonProcess]) -> None:
         fleet.check(dict(enumerate(outcomes)), 0.010)
 
 
-PREFERS_AEGIS = (
-    f"import equipoise.dht.direct.ciphers as c; c._seconds = lambda make: make is not c.Aegis; {START}"
-)
-"""Starts a daemon that offers AEGIS also on processors where AES-GCM is faster."""
-
-
-def test_kernels_and_ciphers_of_all_kinds_make_equal_bits(
-    swarm: Swarm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bare = f"PYTHONPATH={without(tmp_path / 'bare', 'aeg', 'numba')}"
-    no_aegis = f"PYTHONPATH={without(tmp_path / 'no-aegis', 'aeg')}"
-    monkeypatch.setattr(e2e_swarm, "CLI", (sys.executable, "-c", PREFERS_AEGIS))
+def test_kernels_of_all_kinds_make_equal_bits(swarm: Swarm, tmp_path: Path) -> None:
+    bare = f"PYTHONPATH={without(tmp_path / 'bare', 'numba')}"
     daemons: list[DaemonProcess] = []
-    for variable in ("EQUIPOISE_NAME=plain", "EQUIPOISE_KERNELS=torch", bare, no_aegis):
+    for variable in ("EQUIPOISE_NAME=plain", "EQUIPOISE_KERNELS=torch", bare):
         joins = [daemon.address for daemon in daemons[:1]]
         daemons.append(swarm.daemon(join=joins, args=LISTEN, prefix=["env", variable]))
-    monkeypatch.undo()
     check_round(daemons)
-    facts = [daemon.json("status") for daemon in daemons]
-    assert [fact["kernels"]["name"] for fact in facts] == ["numba", "numpy", "numpy", "numba"]
-    assert [fact["swarm"]["direct"]["cipher"].startswith("AEGIS") for fact in facts] == [
-        True,
-        True,
-        False,
-        False,
-    ]
+    kernels = [daemon.json("status")["kernels"]["name"] for daemon in daemons]
+    assert kernels == ["numba", "numpy", "numpy"]
 
 
 def pythons() -> Iterator[tuple[str, str]]:

@@ -14,8 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from equipoise.dht.direct import aead
-from equipoise.dht.direct.aead import BODY, HEAD, Opener, Sealer
-from equipoise.dht.direct.ciphers import TAG_BYTES
+from equipoise.dht.direct.aead import BODY, HEAD, TAG_BYTES, Opener, Sealer
 from equipoise.dht.direct.streams import AeadStream
 from equipoise.dht.streams import BytesRefused, StreamClosed
 from equipoise.dht.transport import MAX_BODY_BYTES, MAX_HEADER_BYTES, FramedChannel
