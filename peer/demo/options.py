@@ -41,11 +41,8 @@ class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
             FlagError: A count is out of its range, or a spec is wrong.
             EquipoiseError: scikit-learn is missing.
         """
-        for name, least, most in (
-            ("peers", 2, MAX_PEERS),
-            ("rounds", 1, 10_000),
-            ("kill", 0, self.peers - 2),
-        ):
+        limits = {"peers": (2, MAX_PEERS), "rounds": (1, 10_000), "kill": (0, self.peers - 2)}
+        for name, (least, most) in limits.items():
             if not least <= (given := getattr(self, name)) <= most:
                 remain = ", so that 2 remain" if name == "kill" else ""
                 raise FlagError(f"expected --{name} from {least} to {most}{remain}, got {given}")
@@ -57,7 +54,7 @@ class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
             raise EquipoiseError("the demo's data comes with scikit-learn", hint)
 
     def _check_specs(self) -> None:
-        # They import torch, which the command line does without until the demo really runs.
+        # These import torch, which the command line does without until the demo really runs.
         from equipoise.averaging.outer import parse_outer
         from equipoise.averaging.rules import parse_rule
         from equipoise.averaging.strategy import parse_strategy

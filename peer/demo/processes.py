@@ -23,8 +23,7 @@ class Child(subprocess.Popen[str]):
     """One child process, which dies with this one; its standard output is heard, its standard error goes to a file."""
 
     def __init__(self, name: str, command: Sequence[str], errors: Path) -> None:
-        self.name = name
-        self._errors = errors
+        self.name, self._errors = name, errors
         # A user's own configuration is not part of the demo, and with a process per core more threads only wait.
         kept = {name: value for name, value in os.environ.items() if not name.startswith("EQUIPOISE_")}
         prctl = ctypes.CDLL(None).prctl  # Looked up before the fork: after it only system calls are safe.
@@ -81,8 +80,7 @@ class Family(AbstractContextManager["Family"]):
             return
 
     def _listen(self, child: Child) -> None:
-        assert child.stdout is not None, "a pipe"
-        for line in child.stdout:
+        for line in child.stdout or ():
             self._heard.put((child, line.rstrip("\n")))
         self._heard.put((child, None))
 

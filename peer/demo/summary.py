@@ -57,8 +57,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
         ok: Whether it really worked: `problems`, one line each, is empty.
         peers, killed: Peers started, and killed half-way.
         rounds, failed_rounds: Updates that every surviving peer has made, and attempts that changed nothing.
-        accuracy: Mean over the survivors on the test images, 0 to 1; None if no peer has finished.
-        accuracy_alone: Mean over the survivors of a peer's accuracy alone with its share; None likewise.
+        accuracy, accuracy_alone: Means over the survivors on the test images, 0 to 1; None if no peer has finished.
         equal: Number of surviving peers that ended with the same parameters, bit for bit.
         bit_identical: Whether these are all survivors.
         bytes_sent: By all daemons in rounds that succeeded.
@@ -86,7 +85,7 @@ def summarize(
     options: DemoOptions,
     reports: Sequence[Sequence[Report]],
     killed: int,
-    problems: Sequence[str],
+    problems: list[str],
     seconds: float,
 ) -> Summary:
     """The result, given all reports of each peer, of which the first `killed` ones were killed, and what went wrong."""
@@ -123,16 +122,13 @@ def summarize(
     )
 
 
-def percent(share: float) -> str:
-    """An accuracy for people."""
-    return f"{100 * share:.1f} %"
-
-
 def summary_lines(summary: Summary, bars: str = BARS) -> Iterator[str]:
     """The summary for people, line by line; its point and a picture of the accuracy come first."""
     if summary.accuracy is not None and summary.accuracy_alone is not None:
         equal = f"equal bit for bit on {summary.equal} of {summary.peers - summary.killed}"
-        yield f"{percent(summary.accuracy)} together, {percent(summary.accuracy_alone)} alone, {equal}"
+        yield f"{summary.accuracy:.1%} together, {summary.accuracy_alone:.1%} alone, {equal}".replace(
+            "%", " %"
+        )
         yield f"\ntogether  {_picture(summary.curve, bars)}  test accuracy by round"
         yield f"alone     {_picture(summary.curve_alone, bars)}  the same, of a peer with its own images only"
         yield f"          {bars[0]} is {100 * LOWEST:.0f} % or less, {bars[-1]} is 100 %\n"
@@ -151,16 +147,14 @@ def _picture(curve: Curve, bars: str) -> str:
 def write_plot(summary: Summary, path: str, title: str) -> str:
     """Draw both curves into a file; returns one line that names the file, or says why it was not drawn."""
     try:
-        figure = importlib.import_module("matplotlib.figure").Figure(figsize=(7, 4), layout="constrained")
+        axes = importlib.import_module("matplotlib.figure").Figure(layout="constrained").subplots()
+        for name, curve in (("together", summary.curve), ("a peer alone", summary.curve_alone)):
+            axes.plot([at for at, _ in curve], [100 * accuracy for _, accuracy in curve], ".-", label=name)
+        axes.set(title=title, xlabel="round", ylabel="test accuracy (%)", ylim=(0, 100))
+        axes.legend(loc="lower right")
+        axes.figure.savefig(path)
     except ImportError:
         return "no plot: matplotlib is missing; install it: pip install 'equipoise[demo]'"
-    axes = figure.subplots()
-    for name, curve in (("together", summary.curve), ("a peer alone", summary.curve_alone)):
-        axes.plot([at for at, _ in curve], [100 * accuracy for _, accuracy in curve], marker=".", label=name)
-    axes.set(title=title, xlabel="round", ylabel="test accuracy (%)", ylim=(0, 100))
-    axes.legend(loc="lower right")
-    try:
-        figure.savefig(path)
     except OSError as error:
         return f"no plot: cannot write {path}: {error.strerror}"
     return f"accuracy by round: {path}"

@@ -24,8 +24,6 @@ PATIENCE_SECONDS = 300.0
 DEATH_SECONDS = 1.0
 """A child that has closed its standard output ends at once, or is made to."""
 
-Say = Callable[[str], None]
-
 
 class DemoSwarm:
     """One run of the demo; all its processes belong to `family`, all its files to `folder`."""
@@ -35,14 +33,13 @@ class DemoSwarm:
         options: DemoOptions,
         family: Family,
         folder: Path,
-        say: Say,
+        say: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._options, self._family, self._folder = options, family, folder
         self._say, self._clock = say, clock
-        self._peers: list[Child] = []
-        self._reports: list[list[Report]] = []  # Of each peer.
-        self._killed = 0
+        self._reports: dict[Child, list[Report]] = {}  # In the order of their starts.
+        self._killed: list[Child] = []
         self._problems: list[str] = []
         self._start = self._progress = clock()
 
@@ -54,39 +51,36 @@ class DemoSwarm:
         self._start_peer()
         while not self._problems and (awaited := self._awaited()):
             silence = self._clock() - self._progress
-            heard = False
-            for child, line in self._family.hear(NOTICE_SECONDS):
-                heard = True
-                self._hear(self._peers.index(child), line)
+            heard = list(self._family.hear(NOTICE_SECONDS))
+            for child, line in heard:
+                self._hear(child, line)
             self._kill_half_way()
             if silence > PATIENCE_SECONDS:
                 hint = "if the machine is busy, try again later, or with --peers 2"
                 self._problems.append(f"nothing happened for {silence:.0f} s: {awaited}; {hint}")
             elif not heard:
                 self._say(f"waits, no news for {silence:.0f} s: {awaited}")
-        seconds = self._clock() - self._start
-        return summarize(self._options, self._reports, self._killed, self._problems, seconds)
+        reports, seconds = list(self._reports.values()), self._clock() - self._start
+        return summarize(self._options, reports, len(self._killed), self._problems, seconds)
 
     def _start_peer(self, *join: str) -> None:
-        index = len(self._peers)
+        index = len(self._reports)
         options = msgspec.json.encode(self._options).decode()
         words = [str(self._folder / f"peer{index + 1}"), str(index), options, *join]
         command = [sys.executable, "-m", "equipoise.peer.demo.trainer", *words]
-        self._peers.append(self._family.start(f"peer {index + 1}", command))
-        self._reports.append([])
-        self._take(index, Report(doing="imports torch"))
+        child = self._family.start(f"peer {index + 1}", command)
+        self._take(child, Report(doing="imports torch"))
 
     def _awaited(self) -> str:
         """What the peers do that have not finished, for people."""
         latest = [
-            (child.name, reports[-1]) for child, reports in zip(self._peers, self._reports, strict=True)
+            (child, reports[-1]) for child, reports in self._reports.items() if child not in self._killed
         ]
-        return ", ".join(f"{name} {last.doing}" for name, last in latest[self._killed :] if not last.digest)
+        return ", ".join(f"{child.name} {last.doing}" for child, last in latest if not last.digest)
 
-    def _hear(self, peer: int, line: str | None) -> None:
-        child = self._peers[peer]
+    def _hear(self, child: Child, line: str | None) -> None:
         if line is None:
-            if peer >= self._killed:
+            if child not in self._killed:
                 child.reap(DEATH_SECONDS)
                 self._problems.append(child.ending)
             return
@@ -95,31 +89,28 @@ class DemoSwarm:
         except msgspec.DecodeError:  # A library that prints is no reason to give up.
             self._say(f"{child.name}: {line}")
             return
-        self._take(peer, report)
-        if report.address and len(self._peers) == 1:
-            for _ in range(1, self._options.peers):
-                self._start_peer(report.address)
+        self._take(child, report)
+        while report.address and len(self._reports) < self._options.peers:
+            self._start_peer(report.address)
 
-    def _take(self, peer: int, report: Report) -> None:
-        most = max((reports[-1].updates for reports in self._reports if reports), default=0)
-        self._reports[peer].append(report)
-        if (
-            not report.accuracy or report.updates > most
-        ):  # Of all peers that make an update, the first is shown.
-            self._say(f"{self._peers[peer].name} {report.doing}")
+    def _take(self, child: Child, report: Report) -> None:
+        most = max((reports[-1].updates for reports in self._reports.values()), default=0)
+        self._reports.setdefault(child, []).append(report)
+        # Of all peers that make an update, the first is shown.
+        if not report.accuracy or report.updates > most:
+            self._say(f"{child.name} {report.doing}")
         if not report.failed:  # Attempts that fail for ever are no progress.
             self._progress = self._clock()
 
     def _kill_half_way(self) -> None:
         """SIGKILL the first peers, through which the others joined: the rest needs nobody."""
-        kill, made = self._options.kill, min(reports[-1].updates for reports in self._reports)
+        kill, made = self._options.kill, min(reports[-1].updates for reports in self._reports.values())
         if not self._killed and kill and made >= max(1, self._options.rounds // 2):
-            self._killed = kill
-            for child in self._peers[:kill]:
+            self._killed = list(self._reports)[:kill]
+            for child in self._killed:
                 child.kill()
-            self._say(
-                f"killed {kill} of {self._options.peers} peers after round {made}, the first among them"
-            )
+            peers = self._options.peers
+            self._say(f"killed {kill} of {peers} peers after round {made}, the first among them")
 
 
 def run_demo(options: DemoOptions, json: bool = False) -> Summary:
@@ -130,14 +121,12 @@ def run_demo(options: DemoOptions, json: bool = False) -> Summary:
         EquipoiseError: scikit-learn is missing.
     """
     out = sys.stderr if json else sys.stdout
-    say: Say = partial(print, file=out, flush=True)
+    say = partial(print, file=out, flush=True)
     say(f"{options.peers} peers, each with its own images: how well do they read digits, together and alone?")
     say("imports torch to check the options: seconds, or a minute where the machine is busy")
     options.check()
-    with (
-        tempfile.TemporaryDirectory(prefix="equipoise-demo-", ignore_cleanup_errors=True) as folder,
-        Family(Path(folder)) as family,
-    ):
+    temporary = tempfile.TemporaryDirectory(prefix="equipoise-demo-", ignore_cleanup_errors=True)
+    with temporary as folder, Family(Path(folder)) as family:
         summary = DemoSwarm(options, family, Path(folder), say).run()
     if json:
         print(msgspec.json.encode(summary).decode())

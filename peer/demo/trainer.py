@@ -20,16 +20,14 @@ from rich.filesize import decimal
 from torch import nn
 
 from equipoise.averaging.counts import count
-from equipoise.averaging.weights import ATTENDANCE_LIMIT
 from equipoise.peer import Outcome, Peer, Run
 from equipoise.peer.demo.options import CLASSES, DemoOptions
-from equipoise.peer.demo.summary import Report, percent
+from equipoise.peer.demo.summary import Report
 from equipoise.peer.simulation import partition
 from equipoise.peer.training import Federated, Gossip, Record, Task
 from equipoise.peer.training.image import digest
 
 BATCH = 32
-
 PEER_SAMPLES = 2 * BATCH
 """The swarm steps when it has as many samples for each peer, whichever peers they are from."""
 
@@ -44,9 +42,6 @@ FIT_EPOCHS = 2
 
 TEST_FRACTION = 0.5
 """Share of the test: so few images remain that a peer's own are too few, which is what a swarm is for."""
-
-MAX_PIXEL, PIXEL_MEAN, PIXEL_DEVIATION = 16.0, 0.3, 0.38
-"""The last two are those of all pixels after division by the first."""
 
 HIDDEN, LEARNING_RATE = 256, 5e-3
 
@@ -73,8 +68,8 @@ def split_digits() -> tuple[Digits, Digits]:
     from sklearn.datasets import load_digits  # A second, for those that only want the rest of this module.
 
     bunch = load_digits()
-    pixels = torch.as_tensor(bunch.data, dtype=torch.float32) / MAX_PIXEL
-    digits = Digits((pixels - PIXEL_MEAN) / PIXEL_DEVIATION, torch.as_tensor(bunch.target, dtype=torch.int64))
+    pixels = torch.as_tensor(bunch.data, dtype=torch.float32)
+    digits = Digits((pixels - pixels.mean()) / pixels.std(), torch.as_tensor(bunch.target, dtype=torch.int64))
     order = torch.randperm(len(pixels), generator=torch.Generator().manual_seed(SPLIT_SEED))
     tests = int(len(order) * TEST_FRACTION)
     return digits.pick(order[tests:]), digits.pick(order[:tests])
@@ -166,6 +161,10 @@ def take_part(peer: Peer, learner: Learner, alone: Learner, test: Digits, option
     """Train `learner` with the other peers, and `alone` as much without them, and report both."""
     specs: dict[str, Any] = {"strategy": options.strategy, "rule": options.rule, "codec": options.codec}
     made = 0
+
+    def measured() -> dict[str, Any]:
+        return {"updates": made, "accuracy": learner.accuracy(test), "alone": alone.accuracy(test)}
+
     with peer.join("digits", learner.model, group_size=options.peers, **specs) as run:
         report(f"waits for {count(options.peers - 1, 'other peer')} to join")
         while not run.wait_for(options.peers - 1):
@@ -179,20 +178,20 @@ def take_part(peer: Peer, learner: Learner, alone: Learner, test: Digits, option
             for _ in range(made, number):
                 alone.fit() if options.federated else alone.step(PEER_SAMPLES)
             made = number
-            together, without = learner.accuracy(test), alone.accuracy(test)
-            told = f"made round {made}: {percent(together)} together, {percent(without)} alone, {how(result)}"
-            sent = 0 if result is None else result.bytes_sent
-            report(told, updates=made, accuracy=together, alone=without, bytes_sent=sent)
-    together, without = learner.accuracy(test), alone.accuracy(test)
-    report("has finished", updates=made, accuracy=together, alone=without, digest=learner.digest())
+            found, sent = measured(), 0 if result is None else result.bytes_sent
+            both = f"{found['accuracy']:.1%} together, {found['alone']:.1%} alone".replace("%", " %")
+            report(f"made round {made}: {both}, {how(result)}", bytes_sent=sent, **found)
+    report("has finished", digest=learner.digest(), **measured())
 
 
 def how(result: Outcome | Record | None) -> str:
     """With whom an update was made, for people."""
-    counted = 0 if result is None else sum(one > ATTENDANCE_LIMIT for one in result.contributors.values())
-    if result is None or not counted:
+    if result is None:
         return "local steps"
-    return f"by {count(counted, 'peer')}, {decimal(result.bytes_sent)} sent"
+    counted = result.givers if isinstance(result, Outcome) else result.contributors
+    return (
+        f"by {count(len(counted), 'peer')}, {decimal(result.bytes_sent)} sent" if counted else "local steps"
+    )
 
 
 def report(doing: str, **measured: Any) -> None:

