@@ -25,9 +25,9 @@ BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class Guard:
     """The state that peers hold alike, as the last update left it.
 
-    The values are compared, so a write that is undone, as a swap of averaged weights for an evaluation, does no harm.
-    What the optimizer remembers is compared only where `load_state_dict` is called. Values that only change places
-    within a tensor are not noticed here, but when the lineage includes the parameters.
+    The parameters' values are compared, so a write that is undone, as a swap of averaged weights for an evaluation,
+    does no harm. Values that only change places within a tensor are not noticed here, but when the lineage includes the
+    parameters. In what the optimizer remembers, and in frozen parameters, torch's counts of writes are compared.
     """
 
     def __init__(
@@ -40,6 +40,8 @@ class Guard:
     ) -> None:
         self._source = source
         self._parameters = parameters
+        present = parameters_of(source) if isinstance(source, torch.nn.Module) else {}
+        self._frozen = {name: one for name, one in present.items() if name not in parameters}
         self._kinds = {name: (one.dtype, one.device) for name, one in parameters.items()}
         self._optimizer = optimizer
         self._scheduler = scheduler
@@ -54,6 +56,8 @@ class Guard:
         """Note the state as it is now: an update, or a download, has just written it."""
         self._sums = bit_sums(self._parameters)
         self._loaded = False
+        self._writes = self._count_writes()
+        self._frozen_writes = {name: _version(one) for name, one in self._frozen.items()}
         self._groups = [
             {key: _kept(value) for key, value in group.items() if key != "params"}
             for group in self._optimizer.param_groups
@@ -76,7 +80,12 @@ class Guard:
         """The first part of the state that the script has written to since `note`; empty if it has written nothing."""
         sums = bit_sums(self._parameters)
         changed = next((repr(name) for name, value in sums.items() if value != self._sums[name]), "")
-        return changed or ("the optimizer's state" if self._loaded else "")
+        remembers = self._loaded or self._count_writes() != self._writes
+        return changed or ("the optimizer's state" if remembers else "")
+
+    def written_frozen(self) -> list[str]:
+        """Names of the frozen parameters that the script has written to since `note`."""
+        return [name for name, one in self._frozen.items() if _version(one) != self._frozen_writes[name]]
 
     def take_back(self) -> list[str]:
         """Set hyperparameters that the script has changed back; return what was changed, a line for each."""
@@ -104,11 +113,19 @@ class Guard:
 
     def _has_loaded(self, *_: object) -> None:
         self._loaded = self._loaded or self._state() != self._remembered
+        self._writes = self._count_writes()
+
+    def _memory(self) -> list[Any]:
+        state = self._optimizer.state
+        return [value for one in self._parameters.values() if one in state for value in state[one].values()]
 
     def _state(self) -> list[int]:
-        state = self._optimizer.state
-        kept = [value for one in self._parameters.values() if one in state for value in state[one].values()]
-        return list(bit_sums(dict(enumerate(one for one in kept if isinstance(one, torch.Tensor)))).values())
+        kept = (one for one in self._memory() if isinstance(one, torch.Tensor))
+        return list(bit_sums(dict(enumerate(kept))).values())
+
+    def _count_writes(self) -> list[Any]:
+        memory = self._memory()
+        return [(id(one), _version(one)) if isinstance(one, torch.Tensor) else f"{one}" for one in memory]
 
 
 def require_same_tensors(source: Tensors, parameters: Mapping[str, torch.Tensor]) -> None:
@@ -131,6 +148,10 @@ def is_probe(optimizer: torch.optim.Optimizer) -> bool:
         return False
     gradients = (one.grad for group in groups for one in group["params"] if one.grad is not None)
     return not any(bool((one.coalesce().values() if one.is_sparse else one).any()) for one in gradients)
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _kept(value: object) -> object:

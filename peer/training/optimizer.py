@@ -274,6 +274,10 @@ class SwarmOptimizer(torch.optim.Optimizer):
                 f"the script changed a hyperparameter, {changed}, and it is taken back: peers would drift apart. "
                 "a scheduler may do so, if it is given as scheduler= and not stepped by the loop, and on_update= may",
             )
+        frozen = self._guard.written_frozen()
+        if frozen:
+            told = f"the script has written to frozen tensors, first to {frozen[0]!r}"
+            self._warn_once("frozen", f"{told}: snapshots leave those out, so write alike on all peers")
         written = self._guard.written()
         if not written:
             return

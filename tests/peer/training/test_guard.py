@@ -163,9 +163,20 @@ def remembers(trainer: Scripted) -> None:
     trainer.opt.load_state_dict(state)
 
 
+@torch.no_grad()
+def rewrites_memory(trainer: Scripted) -> None:
+    trainer.opt.inner.state[trainer.model[0].weight]["exp_avg"].zero_()
+
+
+def forgets(trainer: Scripted) -> None:
+    trainer.opt.inner.state.clear()
+
+
 @pytest.mark.parametrize(
     ("act", "named"),
     [
+        (rewrites_memory, "the optimizer's state"),
+        (forgets, "the optimizer's state"),
         (clamps, "'2.weight'"),
         (decays_by_data, "'2.weight'"),
         (loads, "'0.weight'"),
@@ -183,6 +194,22 @@ def test_a_peer_that_writes_says_so_and_takes_on_the_groups_state(
     assert "load_state_dict" in told
     # Nobody else is harmed: it keeps its state, and goes on.
     assert {told for _, told in other.seen} == {"its state is the group's"}
+
+
+def test_a_write_to_a_frozen_parameter_is_told_once(
+    fake: FakeSwarm, caplog: pytest.LogCaptureFixture
+) -> None:
+    @torch.no_grad()
+    def merges(trainer: Scripted) -> None:
+        trainer.model[0].weight.mul_(0.5)
+
+    trainers = [Scripted(fake, index, 8, act=act) for index, act in enumerate((merges, nothing))]
+    for trainer in trainers:
+        trainer.model[0].weight.requires_grad_(False)
+        trainer.begin()
+    fake.run()
+    [told] = warned(caplog)
+    assert "the script has written to frozen tensors, first to '0.weight'" in told
 
 
 def test_peers_that_all_write_the_same_go_on_together(fake: FakeSwarm) -> None:
