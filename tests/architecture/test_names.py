@@ -70,6 +70,20 @@ def test_architecture_has_the_states_of_every_machine_and_names_its_events_as_th
     assert names <= {node.name for _, node in nodes if isinstance(node, ast.ClassDef)}
 
 
+def test_a_newcomers_life_is_told_with_the_phases_and_events_that_the_code_has() -> None:
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    life = text.partition("### A newcomer's life\n")[2].partition("\n## ")[0]
+    [replica] = [source for source in sources("peer/training") if source.path.name == "replica.py"]
+    [events] = [source for source in sources("peer/training") if source.path.name == "events.py"]
+    [phase] = [node for node in replica.nodes if isinstance(node, ast.ClassDef) and node.name == "Phase"]
+    phases = {ast.unparse(node.targets[0]) for node in phase.body if isinstance(node, ast.Assign)}
+    assert len(life.splitlines()) <= 40
+    assert phases == set(re.findall(r"\b[A-Z]+(?:_[A-Z]+)*\b", life)) - {"A"}
+    named = {node.name for node in events.nodes if isinstance(node, ast.ClassDef)}
+    assert set(re.findall(r"\b(?:[A-Z][a-z]+){2,}\b", life)) <= named
+    assert {"Meet", "Fetch", "Hold", "Load", "Apply", "Check", "Recover", "Written"} <= named
+
+
 def _mirrors(source: Source) -> bool:
     folder = ROOT / source.path.parent.relative_to("tests")
     names = {folder.name} | {module.stem for module in folder.glob("*.py")}
