@@ -120,7 +120,7 @@ class RunDriver:
         self._differ = Driver(self._spec_diff, self._perform)
         self.transfer = Transfer(spec, sessions, directory, identity.verify, rounds, runs, self._membership)
         self.transfer.on_mean = self._note_mean
-        self.transfer.waits = lambda state: self._machine.waits(state, self._loop.time())
+        self.transfer.draw = self.draw
         self._tasks = TaskSet()
         self._left = ""
 

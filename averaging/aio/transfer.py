@@ -17,6 +17,7 @@ from blake3 import blake3
 from equipoise.averaging.aio.round_driver import Rounds, group_of, mean_outcome
 from equipoise.averaging.aio.sessions import Sessions
 from equipoise.averaging.counts import count
+from equipoise.averaging.draw import Drawn
 from equipoise.averaging.layout import EncodedVector
 from equipoise.averaging.manifest import TICKET_BYTES, Manifest, Verify
 from equipoise.averaging.matchmaking.membership import Membership
@@ -196,7 +197,7 @@ class Transfer:
 
     Attributes:
         on_mean: Called with the result of each search for a missed mean.
-        waits: Returns whether this peer has no place in the group that goes on from a state.
+        draw: Returns the peers that are to contribute to the mean after a state.
     """
 
     def __init__(
@@ -217,7 +218,7 @@ class Transfer:
         self._runs = runs
         self._membership = membership
         self.on_mean: Callable[[FetchOutcome], None] = lambda found: None
-        self.waits: Callable[[StateId], bool] = lambda state: False
+        self.draw: Callable[[StateId], Drawn] = lambda state: Drawn((), ())
         self._loop = asyncio.get_running_loop()
         self._donor = Server()
         self._asks = Allowance(ASKS_SECONDS, MAX_ASKS, MAX_ASKS_OF_ONE)
@@ -303,13 +304,13 @@ class Transfer:
             log.info("run %s: fetched the state of epoch %d, %s (%s)", run, got.state.epoch, what, got.reason)
         return got
 
-    def keep(self, mean: EncodedMean) -> None:
-        """Keep a round's mean for peers that missed it, if it leads on from a state."""
+    def keep(self, mean: EncodedMean, age: float = 0.0) -> None:
+        """Keep a mean for peers that missed it, if it leads on from a state; its round closed `age` seconds ago."""
         before = mean.before
         if before is not None and not self._left:
             self._drop(before)
             self._means[before] = mean
-            self._driver.tell(events.MeanKept(before, mean.size, KEPT_BYTES // max(len(self._runs), 1)))
+            self._driver.tell(events.MeanKept(before, mean.size, KEPT_BYTES // max(len(self._runs), 1), age))
 
     def begin(self, manifest: Manifest) -> None:
         """Note that a round of this run exchanges values here; the run driver calls `over` when it has ended."""
@@ -353,9 +354,13 @@ class Transfer:
         spec, ticket = self._spec, os.urandom(TICKET_BYTES)
         limit = spec.layout.encoded_size + MAX_MANIFEST_BYTES
         quorum = spec.strategy.quorum if spec.strategy.least else 0
-        follows = not (proved or patient) and self.waits(after)
-        if follows:  # The others of its circle follow the state as it does.
-            circle = circle & self._membership.holders or circle
+        membership, drawn = self._membership, frozenset(self.draw(after).peers)
+        follows = not (proved or patient) and membership.crowded and not membership.observes
+        follows = follows and self._sessions.peer not in drawn
+        if quorum:  # Its last group may have nobody in common with the next.
+            circle |= drawn
+        elif follows:  # The others of its circle follow the state as it does.
+            circle = circle & membership.holders or circle
         request = Request(
             spec.name, spec.hash, ticket, 0, limit, after, circle, patient, proved, quorum, follows=follows
         )
@@ -363,7 +368,9 @@ class Transfer:
         if got.ok:
             try:
                 args = memory, spec, after, self._verify, result
-                found = await self._loop.run_in_executor(None, unpack, *args)
+                mean, found = await self._loop.run_in_executor(None, unpack, *args)
+                if not proved:  # What its digest may yet disprove goes to no other peer.
+                    self.keep(mean, got.age)
                 got = msgspec.structs.replace(got, reason=found.reason, size=self.size, round=found)
             except (ValueError, FrameRefused) as error:
                 unheard = len(got.sources)  # They have it still.
@@ -545,8 +552,8 @@ class Transfer:
 
 def unpack(
     image: memoryview, spec: RunSpec, after: StateId, verify: Verify, room: Callable[[], memoryview]
-) -> Outcome:
-    """Take the image of a mean apart, for a thread; its digest was checked. Returns the outcome of the mean's round.
+) -> tuple[EncodedMean, Outcome]:
+    """Take the image of a mean apart, for a thread; its digest was checked. Returns it and its round's outcome.
 
     Args:
         after: The state that the mean must lead on from.
@@ -573,4 +580,4 @@ def unpack(
         codec.check(encoded, part.size)
         result.write(part, encoded)
     outcome = mean_outcome(spec, group, mean, mean.digest(), "missed, and had from others: ")
-    return msgspec.structs.replace(outcome, bytes_received=mean.size)
+    return mean, msgspec.structs.replace(outcome, bytes_received=mean.size)

@@ -90,11 +90,6 @@ class Matchmaker(ABC):
         live = self._membership.live(())
         return Drawn(live, live)
 
-    def waits(self, state: StateId, now: float) -> bool:
-        """True if this peer has no place in the group that goes on from a state."""
-        drawn, peer = self.draw(state, now).peers, self._context.peer
-        return self._membership.crowded and not self._membership.observes and peer not in drawn
-
     @property
     @abstractmethod
     def _gathering(self) -> Gathering: ...

@@ -77,12 +77,14 @@ class RoundOver(msgspec.Struct, frozen=True):
 class MeanKept(msgspec.Struct, frozen=True):
     """A round from the state `before` has succeeded; the driver keeps its mean, of `size` bytes.
 
-    All kept means together take at most `most` bytes; the last mean is kept whatever its size.
+    The round's group closed now, or `age` seconds before. All kept means together take at most `most` bytes; the last
+    mean is kept whatever its size.
     """
 
     before: StateId
     size: int
     most: int
+    age: float = 0.0
 
 
 class MeanReady(msgspec.Struct, frozen=True):

@@ -140,8 +140,8 @@ class Server:
                 over, self._exchanging = self._exchanging, None
                 if self._has_ended(over):
                     self._answer_those(lambda one: one.ask.after == over)
-            case events.MeanKept(before, size, most):
-                closed = self._closed if before == self._exchanging else now
+            case events.MeanKept(before, size, most, age):
+                closed = self._closed if before == self._exchanging else now - age
                 self._keep(before, _Mean(size, closed), most)
                 if any(one.ask.after == before for one in self._askers.values()):
                     self._make_image(before)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import pytest
 
 from equipoise.averaging.aio.transfer import Transfer, unpack
 from equipoise.averaging.outcome import FetchOutcome
+from equipoise.averaging.spec import RunSpec
 from equipoise.averaging.state import StateId
 from equipoise.averaging.statesync.answers import ANSWER_SECONDS, LONE_SECONDS, Request
 from equipoise.averaging.statesync.chunks import CHUNK_BYTES
@@ -55,6 +57,32 @@ async def test_more_than_half_of_its_circle_tell_whose_mean_it_is_however_many_c
     assert found.digest == mean.digest().hex()
     assert bool((result == 4.0).all())
     assert set(sources) <= {"a", "b"}
+
+
+async def test_drawn_peers_are_believed_by_those_that_were_in_no_group_with_them(cluster: Cluster) -> None:
+    options = msgspec.structs.replace(SPEC.options, strategy="federated", group_size=4)
+    spec = RunSpec.create(SPEC.name, SPEC.schema, options)
+    transfers = dict(zip("abcdefgh", await cluster.add(*"abcdefgh", spec=spec), strict=True))
+    drawn = transfers["a"].draw(BEFORE).peers
+    late, mate, *_ = transfers.keys() - drawn
+    keep(mean_of("".join(drawn[:2]), BEFORE, spec), *(transfers[peer] for peer in drawn[:2]))
+    for peer in transfers:
+        transfers[peer].reach(8 if peer in drawn[:2] else 7)
+    found, _, _ = await recovered(transfers[late], BEFORE, [mate])
+    assert found.ok, found.reason
+
+
+async def test_a_peer_that_downloaded_a_mean_gives_it_to_others(cluster: Cluster) -> None:
+    a, b, c, _ = await cluster.add(*"abcd")
+    keep(mean_of("ad", BEFORE), a)
+    found, _, _ = await recovered(b, BEFORE, "d", proved=True)
+    assert found.ok, found.reason
+    assert not b.kept_bytes, "its digest is still to be proved"
+    found, _, _ = await recovered(b, BEFORE, "a")
+    await cluster.routers["a"].stop()
+    found, _, sources = await recovered(c, BEFORE, "ab")
+    assert found.ok, found.reason
+    assert set(sources) == {"b"}
 
 
 @pytest.mark.parametrize("others", ["", "yz"])
@@ -158,7 +186,7 @@ async def test_where_there_is_no_room_there_is_none_for_any(cluster: Cluster) ->
 def test_a_join_that_its_peer_did_not_sign_makes_no_mean() -> None:
     mean = mean_of("ab", BEFORE)
     image, room = memoryview(mean.image()), lambda: memoryview(bytearray(SPEC.layout.stored_size))
-    assert unpack(image, SPEC, BEFORE, FakeIdentity("b").verify, room).ok
+    assert unpack(image, SPEC, BEFORE, FakeIdentity("b").verify, room)[1].ok
     with pytest.raises(ValueError, match="expected a join signed by a"):
         unpack(image, SPEC, BEFORE, lambda *signed: False, room)
     with pytest.raises(ValueError, match="after epoch 8"):
