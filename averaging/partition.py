@@ -52,9 +52,9 @@ def balance(bandwidths: Sequence[float], owns: Sequence[bool]) -> list[float]:
 
     Of n members over a vector of S bytes, one with fraction f sends (1 - f) S and receives (n - 1) f S when scattering;
     when gathering, which begins once contributors are decided, it is the other way round. Over a link of b bytes per
-    second each way a phase takes it max(1 - f, (n - 1) f) S / b. Within c seconds per byte of S it can do with
-    fractions from max(0, 1 - c b) to c b / (n - 1), and needs c b >= (n - 1) / n, or c b >= 1 if it owns nothing; the
-    least c that suffices for all, and with which the fractions can add up to 1, is known in closed form. So a slow
+    second each way a phase takes it max(1 - f, (n - 1) f) S / b. In time c * S it can own any fraction between
+    max(0, 1 - c b) and c b / (n - 1), and needs c b >= (n - 1) / n, or c b >= 1 if it owns nothing. The least c that
+    suffices for all, and with which the fractions can add up to 1, is known in closed form. So a slow
     member owns 1 / n like the others: with less, it would be busy with its own contribution for longer. The remaining
     fractions go to the members that they cost least.
 

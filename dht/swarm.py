@@ -183,7 +183,7 @@ class Swarm:
         if failure is not None and not connected:
             return ReachStatus("unreachable", failure)
         if said is None:
-            return ReachStatus("unknown", "it has said nothing of itself")
+            return ReachStatus("unknown", "no record of this peer yet")
         return self._reach_by_libp2p(peer, said, self._dialer.paths.get(peer, ()) if connected else ())
 
     def _reach_by_libp2p(self, peer: str, said: Readiness, paths: Sequence[str]) -> ReachStatus:

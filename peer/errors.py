@@ -114,7 +114,7 @@ _NEXT_STEPS = {
     errno.ELOOP: "a daemon never makes a symbolic link there: look at it and remove it",
     errno.ENXIO: "a daemon never makes a pipe there: look at it and remove it",
 }
-"""By what the system says of a file of the home."""
+"""Next step for the user, by the errno of a file of the home."""
 
 
 def unusable(attempt: str, error: OSError) -> HomeError:

@@ -346,7 +346,7 @@ class RunDriver:
     async def _seek(
         self, formed: asyncio.Future[Manifest | Outcome], join: Join, timeout: float
     ) -> Manifest | Outcome:
-        """Wait for a group; state the join anew when others can dial this peer now, or no longer, for it says so."""
+        """Wait for a group. The join states whether others can dial this peer, so sign it again when that changes."""
         until = self._loop.time() + timeout
         dialable: bool | None = None
         while True:

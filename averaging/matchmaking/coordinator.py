@@ -39,8 +39,8 @@ LEAST_LATE = 1e-3
 """Least lateness told, in seconds: 0 says that a contribution was not late."""
 
 STRANGERS_SECONDS = 30.0
-"""Time for which groups wait for no look at the directory, after a look has shown none of the unknown joiners. Anybody
-can sign a join: without this limit, a peer that is in no directory would hold up every round."""
+"""After a look at the directory that shows none of the unknown joiners, groups close without another look for this
+long. Anybody can sign a join: without this limit, a peer that is in no directory would hold up every round."""
 
 MAX_OWED = 64
 """Most peers remembered that were left over when a group closed."""

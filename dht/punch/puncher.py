@@ -458,7 +458,7 @@ class Puncher:
         if not self._hidden:
             return "it is not behind a NAT, as far as it knows"
         if peer > self._direct.peer:
-            return "it is for itself to begin"
+            return "the other peer has to start this punch"
         return self.schedule.refusal(peer, now)
 
     async def _punch(self, peer: str, stream: Stream, begins: bool) -> None:

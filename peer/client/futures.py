@@ -26,8 +26,8 @@ GRACE = 0.8
 """Seconds past its timeout in which the daemon must have answered; with the copying, a call ends within a second."""
 
 HUNG_SECONDS = 10.0
-"""Seconds past its timeout in which a daemon must have answered a client that downloads, or that looks now and then: it
-may just then be busy with an image and, on a machine with many daemons for each core, an answer may take seconds."""
+"""Grace in seconds beyond the timeout for downloads and polls. A daemon that digests an image on a crowded machine
+answers seconds late."""
 
 
 LEAST_SECONDS = 1.0

@@ -451,7 +451,7 @@ class Service:
             if not worth or self.kernels is not NUMPY:
                 return
             chosen = await asyncio.to_thread(kernels)
-            # What is here are arrays: where no compiled kernels work on those, numpy does.
+            # The daemon holds numpy arrays. Without compiled kernels, numpy computes.
             name, reason = chosen.name if chosen.arrays else "numpy", chosen.reason
             if self._reducer is not None:
                 device = str(self._reducer.device)

@@ -326,7 +326,7 @@ class Replica:
         if beginning and missing > 0 and self._introductions < MAX_INTRODUCTIONS:
             self._introductions += 1
             others = count(missing, "other peer")
-            self.reason = f"it has met some that begin as it does; {others} may know more"
+            self.reason = f"waiting: this peer has met only other newcomers so far; {others} may know more"
             return []
         if group == self.state:
             actions = self._forget_all()
@@ -335,8 +335,8 @@ class Replica:
                 alike = sum(state == most for state in outcome.states.values())
                 others = f"{lineage.told(most)} is that of {count(alike, 'other peer')}"
                 self.reason = (
-                    f"it keeps the state of those it has trained with: {others}, "
-                    'and it has trained with none of them; trust="heads" would follow most'
+                    f"this peer keeps its own state: {others}, with none of which it has trained; "
+                    'pass trust="heads" to follow the majority'
                 )
             self._fetch_pause, self._fetch_after = 0.0, now
             if not introduced:

@@ -140,7 +140,7 @@ async def test_who_has_no_part_in_it_says_so(trio: Trio) -> None:
     for one, other, why in (
         (trio.first, trio.relay, "not behind a NAT"),
         (trio.first, trio.second, "in no round"),
-        (trio.second, trio.first, "for itself to begin"),
+        (trio.second, trio.first, "has to start this punch"),
     ):
         one._dialer.learn(other.peer, other.addresses)
         await one._dialer.reach(other.peer)

@@ -55,11 +55,11 @@ def test_newcomers_with_another_state_do_not_replace_that_of_three_who_have_trai
     assert all(trainer.opt.epoch == 30 for trainer in ours)
     steps = [epoch for epoch, _ in ours[0].seen]
     assert len(steps) <= 30 / 0.8, "at least 80 % of the steps are updates"
-    told = [reason for _, reason in ours[0].seen if "keeps the state" in reason]
+    told = [reason for _, reason in ours[0].seen if "keeps its own state" in reason]
     assert told[0] == (
-        f"it keeps the state of those it has trained with: epoch {THEIRS.epoch} (bbbbbbbb) is that of "
-        f"{count(strangers, 'other peer')}, "
-        'and it has trained with none of them; trust="heads" would follow most'
+        f"this peer keeps its own state: epoch {THEIRS.epoch} (bbbbbbbb) is that of "
+        f"{count(strangers, 'other peer')}, with none of which it has trained; "
+        'pass trust="heads" to follow the majority'
     )
 
 
