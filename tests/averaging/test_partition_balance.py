@@ -47,10 +47,6 @@ def test_the_oracle_finds_no_better_cut_at_random() -> None:
             assert butterfly_seconds(fractions, bandwidths) >= best * (1 - 1e-9)
 
 
-def test_equal_bandwidths_share_equally() -> None:
-    assert balance([5.0] * 4, [True] * 4) == [0.25] * 4
-
-
 def test_a_slow_member_owns_as_much_as_others_lest_its_contribution_take_longer() -> None:
     assert balance([10.0, 10.0, 10.0, 1.0], [True] * 4) == pytest.approx([0.25] * 4)
 

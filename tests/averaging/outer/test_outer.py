@@ -225,17 +225,6 @@ def test_nesterov_is_torchs_and_not_heavy_ball(nesterov: bool) -> None:
     assert torch.allclose(agreed["w"], parameter.detach(), atol=1e-6) == nesterov
 
 
-def test_nesterov_arrives_where_heavy_ball_still_swings() -> None:
-    """On f = w^2 / 2, exactly: the largest root of each recursion tells how fast it gets there."""
-    agreed, moment, heavy = {"w": torch.ones(1)}, 0.0, 1.0
-    outer = Nesterov(lr=0.7, momentum=0.9)
-    for _ in range(20):
-        outer.step(agreed, {"w": agreed["w"].clone()})
-        moment = 0.9 * moment + heavy
-        heavy -= 0.7 * moment
-    assert abs(float(agreed["w"])) < 0.01 < abs(heavy)
-
-
 def test_without_momentum_and_with_lr_one_it_is_the_average() -> None:
     first, second = {"w": torch.ones(7)}, {"w": torch.ones(7)}
     outer, plain = Nesterov(lr=1.0, momentum=0.0), Average()
@@ -243,14 +232,6 @@ def test_without_momentum_and_with_lr_one_it_is_the_average() -> None:
         outer.step(first, {"w": mean})
         plain.step(second, {"w": mean})
     assert torch.equal(first["w"], second["w"])
-
-
-def test_average_comes_to_the_mean_of_the_parameters() -> None:
-    agreed = {"w": torch.randn(5)}
-    peers = [torch.randn(5) for _ in range(3)]
-    mean = torch.stack([agreed["w"] - peer for peer in peers]).mean(0)
-    Average().step(agreed, {"w": mean})
-    torch.testing.assert_close(agreed["w"], torch.stack(peers).mean(0))
 
 
 def test_moments_follow_the_parameters_to_their_device() -> None:

@@ -19,8 +19,6 @@ STUBBORN = (
     "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); signal.pause()"
 )
 
-PATIENT = "import signal; print('up', flush=True); signal.pause()"
-
 PARENT = """
 import sys
 from pathlib import Path
