@@ -13,7 +13,7 @@ from e2e.learners import shared_daemons
 from e2e.swarm import DaemonProcess, eventually
 from e2e.threads import together
 from equipoise.averaging.timing import INITIAL_WAIT
-from equipoise.peer import Outcome, Run, connect
+from equipoise.peer import Idle, Outcome, Run, connect
 from equipoise.peer.training import Gossip
 from oracles.training import batch_of, loss_of, network
 
@@ -116,6 +116,27 @@ def test_a_straggler_ends_with_the_others(places: list[DaemonProcess]) -> None:
     all_here = threading.Barrier(PEERS)
     ends = together(end, places)
     assert all(one is not None and len(one.contributors) == PEERS for one in ends), ends
+
+
+def test_shift_moves_tensors_by_the_difference_and_keeps_changes_made_meanwhile(
+    places: list[DaemonProcess],
+) -> None:
+    values, weights, added = [torch.arange(8.0), -3 * torch.ones(8)], [1.0, 3.0], [10.0, 20.0]
+    copied = threading.Barrier(2)
+
+    def move(at: int) -> tuple[Outcome, torch.Tensor]:
+        tensor = values[at].clone()
+        with connect(places[at].home) as peer, peer.join("moved", {"w": tensor}, codec="fp32") as run:
+            eventually(lambda: run.state == Idle(peers=1), "the other peer")
+            copied.wait(60.0)
+            pending = run.shift(weights[at])
+            tensor += added[at]
+            return pending.result(), tensor
+
+    for at, (outcome, tensor) in enumerate(together(move, range(2))):
+        assert sorted(outcome.contributors.values()) == weights, outcome
+        mean = (weights[0] * values[0] + weights[1] * values[1]) / sum(weights)
+        torch.testing.assert_close(tensor, mean + added[at])
 
 
 def test_a_search_that_is_stopped_as_soon_as_it_is_asked_for_ends(places: list[DaemonProcess]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import statistics
 import threading
 import time
@@ -22,7 +23,7 @@ from e2e.learners import LISTEN, Learner, Reporting, daemons, shared, shared_dae
 from e2e.swarm import DaemonProcess, Swarm, eventually
 from e2e.threads import begin, settle, together
 from equipoise.peer import Client, Refused, Run, connect
-from equipoise.peer.training import SwarmOptimizer
+from equipoise.peer.training import DiLoCo, SwarmOptimizer
 from oracles.training import Nesterov, batch_of, difference, loss_of, network, train_diloco, train_whole
 
 pytestmark = pytest.mark.timeout(240)
@@ -127,6 +128,50 @@ def test_diloco_is_what_its_paper_says(places: list[DaemonProcess], tmp_path: Pa
     batches = [[batch_of(worker, number, SAMPLES) for number in range(steps)] for worker in range(workers)]
     train_diloco(model, OPTIMIZERS["adamw"], batches, every, Nesterov())
     assert difference(load_file(tmp_path / "fp32-0.safetensors"), dict(model.state_dict())) <= 1e-5
+
+
+def streamed(every: int, steps: int) -> list[dict[str, torch.Tensor]]:
+    """The workers' parameters when each half of the network is exchanged by itself, half a period apart."""
+    halves = [{"0.weight", "0.bias", "4.weight", "4.bias", "2.bias"}, {"2.weight"}]
+    due = {2 % every: halves[1], 0: halves[0]}
+    agreed, outer = dict(copy.deepcopy(network()).named_parameters()), Nesterov()
+    moments = {name: torch.zeros_like(one, dtype=torch.float64) for name, one in agreed.items()}
+    workers = [network() for _ in range(2)]
+    optimizers = [torch.optim.AdamW(worker.parameters(), lr=1e-2) for worker in workers]
+    for step in range(1, steps + 1):
+        for index, (worker, optimizer) in enumerate(zip(workers, optimizers, strict=True)):
+            optimizer.zero_grad()
+            loss_of(worker, batch_of(index, step - 1, SAMPLES)).backward()
+            optimizer.step()
+        with torch.no_grad():
+            for name in due.get(step % every, ()):
+                here = [dict(worker.named_parameters())[name] for worker in workers]
+                delta = torch.stack([agreed[name] - one for one in here]).double().mean(0)
+                moments[name].mul_(outer.momentum).add_(delta)
+                agreed[name] -= (outer.lr * (delta + outer.momentum * moments[name])).float()
+                for one in here:
+                    one.copy_(agreed[name])
+    return [dict(worker.state_dict()) for worker in workers]
+
+
+def test_fragments_of_diloco_are_exchanged_in_turn(places: list[DaemonProcess]) -> None:
+    every, steps = 5, 15
+
+    def train(at: int) -> tuple[nn.Module, list[int]]:
+        model = network()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        with connect(places[at].home) as peer, peer.join("streams", model, codec="fp32") as run:
+            with DiLoCo(run, every=every, fragments=2, wait_for=1) as group:
+                for number in range(steps):
+                    optimizer.zero_grad()
+                    loss_of(model, batch_of(at, number, SAMPLES)).backward()
+                    optimizer.step()
+            return model, [member.id.epoch for member in group.members]
+
+    ends = together(train, range(2))
+    assert [epochs for _, epochs in ends] == [[3, 3]] * 2
+    for (model, _), expected in zip(ends, streamed(every, steps), strict=True):
+        assert difference(dict(model.state_dict()), expected) <= 1e-5
 
 
 def test_a_peer_trains_alone_until_others_come_and_they_take_over_its_state(
