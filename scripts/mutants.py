@@ -213,7 +213,7 @@ class Mutant(NamedTuple):
             code: CodeType = compile(self.of(path.read_text()), str(path), "exec")
             return code
 
-        SourceFileLoader.get_code = get_code  # type: ignore[method-assign]
+        SourceFileLoader.get_code = get_code  # type: ignore[method-assign,assignment]
 
 
 class FirstFailure:

@@ -68,8 +68,8 @@ def test_two_processes_under_ddp_are_one_peer(places: list[DaemonProcess], tmp_p
         sgd.zero_grad()
         loss_of(expected, joined([batch_of(at, step, SAMPLES) for at in range(RANKS + 1)])).backward()
         sgd.step()
-    for found in (*(load_file(tmp_path / f"rank-{at}.safetensors") for at in range(RANKS)), end.result()):
-        state = found if isinstance(found, dict) else dict(found.state_dict())
+    found = [load_file(tmp_path / f"rank-{at}.safetensors") for at in range(RANKS)]
+    for state in (*found, dict(end.result().state_dict())):
         assert difference(state, dict(expected.state_dict())) <= 1e-5
 
 
