@@ -14,11 +14,10 @@ from typing import Annotated, Protocol
 import msgspec
 
 from equipoise.averaging.metrics import Report, Values
+from equipoise.averaging.options import MAX_GROUP_SIZE, Needs
 from equipoise.averaging.outcome import check_weight
 from equipoise.averaging.ports import MAX_CREDENTIAL_BYTES
-from equipoise.averaging.spec import MAX_GROUP_SIZE
 from equipoise.averaging.state import StateId, group_state
-from equipoise.averaging.strategy import Needs
 from equipoise.averaging.weights import ATTENDANCE_LIMIT, MAX_WEIGHT, Weight, contributing
 
 MAX_PEER_CHARS = 64

@@ -1,14 +1,40 @@
-"""`RunOptions`: a user's choices for a run. Clients send them, so this imports no torch."""
+"""`RunOptions`: a user's choices for a run, and limits of runs. Clients send them, so this imports no torch."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import msgspec
 
 from equipoise.averaging.weights import CAPPED
 
+MAX_GROUP_SIZE = 64
+"""Most members of a group: the cost of a round grows with their square, and the manifest must fit into one header."""
+
+MAX_PARTS = 65_536
+"""Most parts of a vector: it bounds the bitmaps of parts in messages (8 KiB)."""
+
+MAX_NAME_CHARS = 64
+
 MAX_TERM_CHARS = 64
+
+MAX_TERMS = 32
+"""Most terms: an optimizer with its schedule takes about ten; peers whose terms differ get all of them."""
+
+MAX_TERM_VALUE_CHARS = 256
+"""Longest value of a term: an optimizer with all its options takes 200 characters."""
+
+MARK_BYTES = 4
+"""Length of a tensor's mark. Two different tensors have the same mark by chance once in four thousand million."""
+
+MAX_MARKS = 8192
+"""Most tensors with a mark, 32 KiB in all; a difference behind them is reported without a tensor's name."""
+
+MAX_PARKED_GROUPS = 4
+"""Most parked joins, in group sizes: views of the run differ by a group or two, never by this many."""
+
+TOPOLOGIES = ("random", "exponential", "ring")
+"""Words for the peers among which a peer of gossip draws its partners; see `gossip.topology`."""
 
 MAX_SPEC_CHARS = 256
 """Longest spec of a strategy or a rule, which may have lists among its options."""
@@ -40,3 +66,19 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
     group_size: Number = 16
     part_values: Number = 1024 * 1024
     weights: Word = CAPPED
+
+
+class Needs(NamedTuple):
+    """The needs of a group of a run.
+
+    Attributes:
+        group_size: Most members.
+        quorum: Fewest contributors.
+        least: Least weight of a contributor.
+        places: Whether all peers hold one state, so that each round has one group, of the peers that have its places.
+    """
+
+    group_size: int
+    quorum: int = 2
+    least: float = 0.0
+    places: bool = False

@@ -11,44 +11,36 @@ from functools import cached_property
 import msgspec
 
 from equipoise.averaging.layout import Layout
-from equipoise.averaging.options import MAX_TERM_CHARS, RunOptions, Terms
+from equipoise.averaging.options import (
+    MARK_BYTES,
+    MAX_GROUP_SIZE,
+    MAX_MARKS,
+    MAX_NAME_CHARS,
+    MAX_PARTS,
+    MAX_TERM_CHARS,
+    MAX_TERM_VALUE_CHARS,
+    MAX_TERMS,
+    Needs,
+    RunOptions,
+    Terms,
+)
 from equipoise.averaging.rules import Rule, parse_rule
 from equipoise.averaging.schema import Schema
-from equipoise.averaging.strategy import Needs, Strategy, parse_strategy
+from equipoise.averaging.strategy import Strategy, parse_strategy
 from equipoise.averaging.weights import cap_of
 from equipoise.compression import parse_codec
 
 PROTOCOL_VERSION = 13
 """Version of the messages, part of every spec's hash; it grows when older peers would misread messages."""
 
-MAX_GROUP_SIZE = 64
-"""Most members of a group: the cost of a round grows with their square, and the manifest must fit into one header."""
-
 MIN_PART_VALUES, MAX_PART_VALUES = 256, 1024 * 1024
 """Fewest and most values of a part: in fp32 they must fit into one frame's body of 4 MiB; tiny parts are for tests."""
-
-MAX_PARTS = 65_536
-"""Most parts of a vector: it bounds the bitmaps of parts in messages (8 KiB)."""
 
 SHORT_PARTS = 2 * MAX_GROUP_SIZE
 """Most parts of a vector that are shorter than `part_values`: the last of each member's share, in both regions."""
 
-MAX_NAME_CHARS = 64
-
-MAX_TERMS = 32
-"""Most terms: an optimizer with its schedule takes about ten; peers whose terms differ get all of them."""
-
-MAX_TERM_VALUE_CHARS = 256
-"""Longest value of a term: an optimizer with all its options takes 200 characters."""
-
 PLACES = "parameter groups"
 """Name of the term whose last word has a character for each tensor, or for several in a row: its place in a group."""
-
-MARK_BYTES = 4
-"""Length of a tensor's mark. Two different tensors have the same mark by chance once in four thousand million."""
-
-MAX_MARKS = 8192
-"""Most tensors with a mark, 32 KiB in all; a difference behind them is reported without a tensor's name."""
 
 _PRINTABLE = re.compile(r"\A[ -~]*\Z")
 

@@ -1,50 +1,22 @@
 """Strategies, by their specs: the ways in which peers form groups.
 
-A strategy makes the machine that forms this peer's groups, and the machine of a round. The strategies here share one
-round, whose agreement is a two-sided commit where two are in it. The machines are imported when a daemon makes them: a
-training script only names a strategy.
+A strategy has values only, since a training script only names it; `averaging/machines.py` makes the machine that forms
+this peer's groups. All strategies share one round, whose agreement is a two-sided commit where two are in it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from random import Random
-from typing import TYPE_CHECKING, NamedTuple
 
-from equipoise.averaging.gossip.topology import TOPOLOGIES
-from equipoise.averaging.options import MAX_SPEC_CHARS
+from equipoise.averaging.options import MAX_SPEC_CHARS, TOPOLOGIES
 from equipoise.averaging.weights import LEAST_CONTRIBUTION
 from equipoise.compression.grammar import Registry, canonical, choice, decimal, whole, words
-
-if TYPE_CHECKING:
-    from equipoise.averaging.allreduce.events import Group
-    from equipoise.averaging.allreduce.machine import AllReduce as RoundMachine
-    from equipoise.averaging.matchmaking.closing import ClosePolicy
-    from equipoise.averaging.matchmaking.context import Context
-    from equipoise.averaging.matchmaking.matchmaker import Matchmaker
-
 
 EXCHANGE_SECONDS = 120.0
 """Time for the exchange of a federated round, beyond the time for its forming: a gigabyte at 100 Mbit/s takes 80 s."""
 
 MAX_SECONDS = 86_400
 """Longest grace, and longest deadline, of a federated round, in seconds: a day, the longest patience of a join."""
-
-
-class Needs(NamedTuple):
-    """The needs of a group of a run.
-
-    Attributes:
-        group_size: Most members.
-        quorum: Fewest contributors.
-        least: Least weight of a contributor.
-        places: Whether all peers hold one state, so that each round has one group, of the peers that have its places.
-    """
-
-    group_size: int
-    quorum: int = 2
-    least: float = 0.0
-    places: bool = False
 
 
 class Strategy:
@@ -68,24 +40,6 @@ class Strategy:
     pairs: bool = False
     batches: bool = True
 
-    def matchmaker(self, context: Context, chance: Random) -> Matchmaker:
-        """Make the machine that forms the groups of one peer in `context`; the machine draws from `chance` alone."""
-        from equipoise.averaging.matchmaking.machine import Matchmaking
-
-        return Matchmaking(context, self.policy(context))
-
-    def exchange(self, group: Group, me: int, now: float, timeout: float) -> RoundMachine:
-        """Make the machine of one round, by which member `me` exchanges with its group within `timeout` seconds."""
-        from equipoise.averaging.allreduce.machine import AllReduce as RoundMachine
-
-        return RoundMachine(group, me, now, timeout)
-
-    def policy(self, context: Context) -> ClosePolicy:
-        """Make the policy by which a coordinator in `context` closes its groups."""
-        from equipoise.averaging.matchmaking.closing import ClosePolicy
-
-        return ClosePolicy(context)
-
 
 class AllReduce(Strategy):
     """Groups by round: the ready peers meet once a round, up to `group_size` in a group."""
@@ -107,14 +61,8 @@ class Gossip(Strategy):
     pairs = True
 
     def __init__(self, topology: str = "random") -> None:
-        self._topology = topology
+        self.topology = topology
         self.spec = canonical(self.name, {"topology": topology})
-
-    def matchmaker(self, context: Context, chance: Random) -> Matchmaker:
-        """See `Strategy.matchmaker`."""
-        from equipoise.averaging.gossip.machine import Pairing
-
-        return Pairing(context, self._topology, chance)
 
 
 @dataclass(eq=False)
@@ -167,12 +115,6 @@ class Federated(Strategy):
         self.reserve = self.grace + EXCHANGE_SECONDS
         if len(self.spec) > MAX_SPEC_CHARS:
             raise ValueError(f"federated: expected tags that fit into a spec of {MAX_SPEC_CHARS} characters")
-
-    def policy(self, context: Context) -> ClosePolicy:
-        """See `Strategy.policy`."""
-        from equipoise.averaging.matchmaking.closing import QuorumAndGrace
-
-        return QuorumAndGrace(context, self)
 
 
 STRATEGIES: Registry[Strategy] = Registry("strategy", "strategies", "gossip:topology=random", MAX_SPEC_CHARS)

@@ -10,9 +10,9 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from equipoise.averaging.options import Terms
+from equipoise.averaging.options import MAX_NAME_CHARS, Terms
 from equipoise.averaging.schema import Dtype, Schema
-from equipoise.averaging.spec import MAX_NAME_CHARS, RunSpec, SpecError
+from equipoise.averaging.spec import RunSpec, SpecError
 from equipoise.peer.control.messages import JoinRun
 
 AVERAGE: Final = "average"

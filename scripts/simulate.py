@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import fmean
 
 from equipoise.averaging.allreduce.events import Fail, Finish
-from equipoise.averaging.gossip.topology import TOPOLOGIES
+from equipoise.averaging.options import TOPOLOGIES
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 

@@ -194,8 +194,7 @@ class RoundDriver:
             self.group, self._me, task.spec.layout, task.vectors, sessions.pool, task.spec.rule, reducer
         )
         self._began = self._loop.time()
-        exchange = task.spec.strategy.exchange
-        self._endpoint = Endpoint(self.group, self._me, self._began, task.timeout, exchange)
+        self._endpoint = Endpoint(self.group, self._me, self._began, task.timeout)
         self._machine = self._endpoint.machine
         self._vote_signatures = VoteSignatures(self.id, self._me, self._peers, task.identity)
         self._members = {self._peers[index]: index for index in self._endpoint.others}

@@ -20,6 +20,7 @@ from equipoise.averaging.allreduce import messages as wire
 from equipoise.averaging.claims import Claims
 from equipoise.averaging.draw import Drawn
 from equipoise.averaging.layout import Vectors, fingerprint
+from equipoise.averaging.machines import matchmaker
 from equipoise.averaging.manifest import NONCE_BYTES, Identity, Join, Manifest
 from equipoise.averaging.matchmaking import events
 from equipoise.averaging.matchmaking import messages as matchmaking_messages
@@ -104,7 +105,7 @@ class RunDriver:
         self._identity = identity
         context = Context(spec.name, spec.hash, sessions.peer, spec.needs, identity.sign, identity.verify)
         self._membership = context.membership
-        self._machine = spec.strategy.matchmaker(context, random.Random())
+        self._machine = matchmaker(spec.strategy, context, random.Random())
         self._spec_diff = SpecDiff(spec, sessions.peer, self._loop.time())
         self._claims = Claims(spec.options.group_size)
         self._compared = asyncio.Event()

@@ -15,8 +15,6 @@ member would look dead.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from equipoise.averaging.allreduce import events
 from equipoise.averaging.allreduce import messages as wire
 from equipoise.averaging.allreduce.events import Action, Event, Group
@@ -27,22 +25,15 @@ from equipoise.averaging.timing import HEARTBEAT_SECONDS, SILENCE_SECONDS
 
 
 class Endpoint:
-    """One member's end of a round; `make` makes its machine of the other arguments, which are those of `AllReduce`.
+    """One member's end of a round; its arguments are those of `AllReduce`.
 
     Attributes:
         machine: The round machine, which decides the round's result.
         others: Indices of the members that this member can reach.
     """
 
-    def __init__(
-        self,
-        group: Group,
-        me: int,
-        now: float,
-        timeout: float,
-        make: Callable[[Group, int, float, float], AllReduce],
-    ) -> None:
-        self.machine = make(group, me, now, timeout)
+    def __init__(self, group: Group, me: int, now: float, timeout: float) -> None:
+        self.machine = AllReduce(group, me, now, timeout)
         self._dialable = group.dialable
         self.others = tuple(members_of(self.machine.peers))
         self._detector = FailureDetector(self.others, now)

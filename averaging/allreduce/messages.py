@@ -11,8 +11,8 @@ from typing import Annotated
 
 import msgspec
 
+from equipoise.averaging.options import MAX_PARTS
 from equipoise.averaging.ports import Buffer, parser
-from equipoise.averaging.spec import MAX_PARTS
 
 MAX_BALLOT = 2**40
 """Highest ballot that a message may name, a hostile Prepare too. No honest round needs a millionth of it."""

@@ -45,7 +45,7 @@ class Pairing(Matchmaker):
 
     Args:
         context: Where the peer stands in the run.
-        topology: One of `topology.TOPOLOGIES`.
+        topology: One of `options.TOPOLOGIES`.
         chance: Draws partners and waits.
     """
 

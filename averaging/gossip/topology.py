@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-TOPOLOGIES = ("random", "exponential", "ring")
+from equipoise.averaging.options import TOPOLOGIES
 
 
 def partners(topology: str, peers: Iterable[str], me: str) -> tuple[str, ...]:
     """Return the peers from which `me` draws, evenly.
 
     Args:
-        topology: One of `TOPOLOGIES`.
+        topology: One of `options.TOPOLOGIES`.
         peers: PeerIDs of the run, in any order; with or without `me`.
         me: This peer.
 

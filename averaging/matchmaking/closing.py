@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from equipoise.averaging.counts import count
 from equipoise.averaging.draw import Drawn, draw
@@ -11,12 +11,10 @@ from equipoise.averaging.matchmaking import messages as wire
 from equipoise.averaging.matchmaking.context import Context
 from equipoise.averaging.matchmaking.group_builder import GroupBuilder, Limit
 from equipoise.averaging.state import StateId
+from equipoise.averaging.strategy import Federated
 from equipoise.averaging.timing import HOLD_SECONDS, KEEPALIVE, PATIENT_KEEPALIVE, REDRAWN_SECONDS
 from equipoise.averaging.weights import contributing
 from equipoise.limits import LruDict
-
-if TYPE_CHECKING:
-    from equipoise.averaging.strategy import Federated
 
 MAX_NAMED = 3
 """Most peers that a reason names, so that it fits on a line."""

@@ -13,8 +13,8 @@ from equipoise.averaging.matchmaking import messages as wire
 from equipoise.averaging.matchmaking.events import Action, Send
 from equipoise.averaging.matchmaking.group_builder import StragglerWait
 from equipoise.averaging.matchmaking.membership import LEAP, MAX_JUMP, Membership
+from equipoise.averaging.options import Needs
 from equipoise.averaging.outcome import Outcome
-from equipoise.averaging.strategy import Needs
 from equipoise.averaging.weights import ATTENDANCE_LIMIT
 from equipoise.limits import Allowance, LruDict
 

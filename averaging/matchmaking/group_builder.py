@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Set
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
 from equipoise.averaging.manifest import Join, shortfall
+from equipoise.averaging.matchmaking.messages import Standing
+from equipoise.averaging.options import MAX_PARKED_GROUPS, Needs
 from equipoise.averaging.state import StateId, group_state
-from equipoise.averaging.strategy import Needs
 from equipoise.averaging.timing import (
     GRACE,
     INITIAL_WAIT,
@@ -23,9 +24,6 @@ from equipoise.averaging.timing import (
     MIN_WAIT,
     OVERDUE_SECONDS,
 )
-
-if TYPE_CHECKING:
-    from equipoise.averaging.matchmaking.messages import Standing
 
 WINDOW = 32
 """Most rounds remembered: enough for a quantile, few enough to follow a swarm that changes."""
@@ -44,9 +42,6 @@ always late would never close."""
 PATIENCE_SPENT = 0.5
 """Largest share of its patience that a join spends in matchmaking. The group closes when half its joins have spent that
 share, because the round needs the rest."""
-
-MAX_PARKED_GROUPS = 4
-"""Most parked joins, in group sizes: views of the run differ by a group or two, never by this many."""
 
 
 class StragglerWait:

@@ -14,17 +14,18 @@ from typing import Annotated
 import msgspec
 
 from equipoise.averaging.manifest import Join, Manifest, PeerName, RoundNumber, SpecHash, Ticket
-from equipoise.averaging.matchmaking.group_builder import MAX_PARKED_GROUPS
-from equipoise.averaging.options import Number, Word
-from equipoise.averaging.ports import Buffer, parser
-from equipoise.averaging.spec import (
+from equipoise.averaging.options import (
     MARK_BYTES,
     MAX_GROUP_SIZE,
     MAX_MARKS,
     MAX_NAME_CHARS,
+    MAX_PARKED_GROUPS,
     MAX_TERM_VALUE_CHARS,
     MAX_TERMS,
+    Number,
+    Word,
 )
+from equipoise.averaging.ports import Buffer, parser
 from equipoise.averaging.state import StateId
 from equipoise.averaging.timing import MAX_WAIT
 

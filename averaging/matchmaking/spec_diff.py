@@ -19,8 +19,9 @@ import msgspec
 from equipoise.averaging.matchmaking import messages as wire
 from equipoise.averaging.matchmaking.events import CandidatesSeen, Event, MessageReceived, PeerLost, Send
 from equipoise.averaging.matchmaking.topology import rank
+from equipoise.averaging.options import MARK_BYTES, MAX_TERM_VALUE_CHARS
 from equipoise.averaging.ports import Candidate
-from equipoise.averaging.spec import MARK_BYTES, MAX_TERM_VALUE_CHARS, PLACES, PROTOCOL_VERSION, RunSpec
+from equipoise.averaging.spec import PLACES, PROTOCOL_VERSION, RunSpec
 from equipoise.averaging.timing import SILENCE_SECONDS
 from equipoise.limits import Allowance
 

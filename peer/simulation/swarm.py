@@ -17,6 +17,7 @@ from msgspec import structs
 
 from equipoise.averaging.aio.buffer_pool import BufferPool
 from equipoise.averaging.draw import Drawn
+from equipoise.averaging.machines import policy
 from equipoise.averaging.manifest import NONCE_BYTES, Join, Manifest
 from equipoise.averaging.matchmaking.context import Context
 from equipoise.averaging.matchmaking.coordinator import ENDED_KEPT, LEAST_LATE
@@ -25,8 +26,9 @@ from equipoise.averaging.matchmaking.machine import federated
 from equipoise.averaging.matchmaking.membership import MISSES, Membership
 from equipoise.averaging.matchmaking.messages import MAX_HOPS
 from equipoise.averaging.matchmaking.spec_diff import answer_of, differences
+from equipoise.averaging.options import MAX_GROUP_SIZE
 from equipoise.averaging.outcome import Exchanging, Gathering, Idle, NoPeers, Outcome, RunState
-from equipoise.averaging.spec import MAX_GROUP_SIZE, RunSpec
+from equipoise.averaging.spec import RunSpec
 from equipoise.averaging.state import StateId
 from equipoise.averaging.statesync.server import KEPT_MEANS
 from equipoise.averaging.strategy import Federated
@@ -177,7 +179,7 @@ class SimulatedRun:
         self._needs = context.needs
         context.membership = Company(self)
         self._wait = context.straggler_wait
-        self._policy = spec.strategy.policy(context)
+        self._policy = policy(spec.strategy, context)
         self._round = 0
         self._builder = self._gather()
         self._beyond: LruDict[StateId, Exchange] = LruDict(ENDED_KEPT)

@@ -15,8 +15,8 @@ import logging
 import torch
 from msgspec import structs
 
+from equipoise.averaging.options import MAX_GROUP_SIZE
 from equipoise.averaging.outcome import Outcome
-from equipoise.averaging.spec import MAX_GROUP_SIZE
 from equipoise.averaging.weights import ATTENDANCE_LIMIT
 from equipoise.peer.client.futures import PendingRound
 from equipoise.peer.client.interrupts import frees_its_run

@@ -26,10 +26,9 @@ from equipoise.averaging.manifest import (
 )
 from equipoise.averaging.matchmaking.messages import GroupFormed, JoinRequest, decode, encode
 from equipoise.averaging.metrics import MAX_METRICS, MAX_NAME_CHARS, Report
+from equipoise.averaging.options import MAX_GROUP_SIZE, Needs
 from equipoise.averaging.ports import MAX_CREDENTIAL_BYTES, MAX_HEADER_BYTES, FrameRefused
-from equipoise.averaging.spec import MAX_GROUP_SIZE
 from equipoise.averaging.state import MAX_EPOCH, StateId
-from equipoise.averaging.strategy import Needs
 from equipoise.averaging.weights import MAX_WEIGHT
 from simulator.matchmaking import SPEC, signer, verify
 

@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 
-from equipoise.averaging.options import RunOptions
+from equipoise.averaging.options import MAX_GROUP_SIZE, MAX_PARTS, RunOptions
 from equipoise.averaging.outcome import Outcome, check_weight
 from equipoise.averaging.schema import Schema
-from equipoise.averaging.spec import MAX_GROUP_SIZE, MAX_PARTS, SHORT_PARTS, RunSpec, SpecError
+from equipoise.averaging.spec import SHORT_PARTS, RunSpec, SpecError
 from equipoise.compression import CodecError
 from fakes.specs import spec
 

@@ -10,11 +10,13 @@ import pytest
 import torch
 
 from equipoise.averaging.gossip.machine import Pairing
+from equipoise.averaging.machines import matchmaker
 from equipoise.averaging.matchmaking.context import Context
 from equipoise.averaging.matchmaking.machine import Matchmaking
+from equipoise.averaging.options import Needs
 from equipoise.averaging.outer import parse_outer
 from equipoise.averaging.rules import Mean, parse_rule
-from equipoise.averaging.strategy import Federated, Needs, Strategy, parse_strategy
+from equipoise.averaging.strategy import Federated, Strategy, parse_strategy
 from simulator.matchmaking import RUN, SPEC, signer, verify
 
 FEDERATED = "federated:fraction=1,minimum=2,available=2,quorum=2,grace=10,deadline=600,late=drop"
@@ -92,9 +94,9 @@ def test_refusals_name_what_came_and_what_is_known(
     assert all(word in str(caught.value) for word in words), caught.value
 
 
-def test_a_strategy_makes_what_forms_the_groups() -> None:
+def test_each_strategy_has_the_machine_that_forms_its_groups() -> None:
     def made(strategy: Strategy) -> object:
-        return strategy.matchmaker(Context(RUN, SPEC, "a", Needs(16), signer("a"), verify), Random(0))
+        return matchmaker(strategy, Context(RUN, SPEC, "a", Needs(16), signer("a"), verify), Random(0))
 
     assert isinstance(made(parse_strategy("allreduce")), Matchmaking)
     assert isinstance(made(parse_strategy("gossip")), Pairing)

@@ -10,7 +10,7 @@ from equipoise.averaging.matchmaking.context import Context
 from equipoise.averaging.matchmaking.machine import Matchmaking
 from equipoise.averaging.matchmaking.messages import MAX_PATIENCE, JoinRequest
 from equipoise.averaging.matchmaking.topology import rank
-from equipoise.averaging.strategy import Needs
+from equipoise.averaging.options import Needs
 from simulator.matchmaking import RUN, SPEC, Record, signer, stated, verify
 
 NAMES = ["alice", "bob", "carol", "dave", "erin", "frank", "grace", "heidi"]

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import NamedTuple
 
+from equipoise.averaging.machines import policy
 from equipoise.averaging.manifest import NONCE_BYTES, Join, Manifest
 from equipoise.averaging.matchmaking import events
 from equipoise.averaging.matchmaking.context import Context
@@ -73,7 +74,7 @@ class Trainer(matchmaking.Peer):
     def matchmaker(self, world: World, context: Context) -> Matchmaker:
         """See `matchmaking.Peer.matchmaker`."""
         assert isinstance(world, FederatedWorld)
-        return Matchmaking(context, world.strategy.policy(context))
+        return Matchmaking(context, policy(world.strategy, context))
 
     def act(self) -> None:
         """Do what is due: catch up, train, or join; again and again."""

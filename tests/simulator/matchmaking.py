@@ -17,8 +17,8 @@ from equipoise.averaging.matchmaking.context import Context
 from equipoise.averaging.matchmaking.machine import Matchmaking
 from equipoise.averaging.matchmaking.matchmaker import Matchmaker
 from equipoise.averaging.matchmaking.messages import MatchmakingMessage, decode, encode
+from equipoise.averaging.options import Needs
 from equipoise.averaging.state import StateId
-from equipoise.averaging.strategy import Needs
 from simulator import network
 from simulator.core import NEVER, Driver
 from simulator.network import Network

@@ -93,8 +93,7 @@ class Member:
         self.group = group
         self.index = index
         self.values = values
-        given = (group, index, now, timeout)
-        self.endpoint = AllReduce(*given) if bare else Endpoint(*given, AllReduce)
+        self.endpoint = (AllReduce if bare else Endpoint)(group, index, now, timeout)
         signer = Signer(group.names[index])
         self.vote_signatures = VoteSignatures(group.round_id, index, group.names, signer)
         self.ended: events.Finish | events.Fail | None = None

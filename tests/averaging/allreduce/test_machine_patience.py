@@ -12,7 +12,6 @@ from equipoise.averaging.allreduce.failure_detector import (
     MIN_BYTES_PER_SECOND,
     SLOWNESS,
 )
-from equipoise.averaging.allreduce.machine import AllReduce
 from equipoise.averaging.timing import HEARTBEAT_SECONDS, STALL_SECONDS
 from fakes.one_member import ALL, TIMEOUT, A, B, C, Table, ends, recipients, sent
 from simulator.scenario import group_of
@@ -107,7 +106,7 @@ def test_a_partner_that_stops_within_a_part_is_given_up_when_it_is_silent() -> N
 
 @pytest.mark.parametrize("pause", [0.0, 1.5, 3.0, 20.0])
 def test_time_in_which_this_process_stood_still_blames_nobody(pause: float) -> None:
-    endpoint = Endpoint(group_of((A, B), (1, 1, 1)), A, 0.0, TIMEOUT, AllReduce)
+    endpoint = Endpoint(group_of((A, B), (1, 1, 1)), A, 0.0, TIMEOUT)
     now = HEARTBEAT_SECONDS
     endpoint.start(0.0)
     endpoint.handle(Woke(), now)

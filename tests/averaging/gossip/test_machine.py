@@ -12,8 +12,8 @@ from equipoise.averaging.manifest import NONCE_BYTES, Join, Manifest
 from equipoise.averaging.matchmaking import events
 from equipoise.averaging.matchmaking.context import Context
 from equipoise.averaging.matchmaking.messages import GroupFormed, JoinRefused, JoinRequest, Whereabouts
+from equipoise.averaging.options import Needs
 from equipoise.averaging.outcome import Exchanging, Gathering, Idle, NoPeers
-from equipoise.averaging.strategy import Needs
 from fakes.matchmaking import OTHER_SPEC, asks, join, ready, seen
 from simulator.matchmaking import RUN, SPEC, signer, verify
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from equipoise.averaging.gossip.topology import TOPOLOGIES, partners
+from equipoise.averaging.gossip.topology import partners
+from equipoise.averaging.options import TOPOLOGIES
 
 
 def named(count: int) -> list[str]:

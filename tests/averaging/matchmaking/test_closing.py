@@ -7,14 +7,16 @@ from typing import Any
 import pytest
 
 from equipoise.averaging.draw import draw
+from equipoise.averaging.machines import policy
 from equipoise.averaging.matchmaking import events
 from equipoise.averaging.matchmaking import messages as wire
 from equipoise.averaging.matchmaking.context import Context
 from equipoise.averaging.matchmaking.group_builder import INVITE_AGAIN_SECONDS
 from equipoise.averaging.matchmaking.machine import Matchmaking
+from equipoise.averaging.options import Needs
 from equipoise.averaging.outcome import Gathering, Idle
 from equipoise.averaging.state import StateId
-from equipoise.averaging.strategy import Federated, Needs
+from equipoise.averaging.strategy import Federated
 from equipoise.averaging.timing import (
     HOLD_SECONDS,
     INVITE_SECONDS,
@@ -34,7 +36,7 @@ def machine(name: str, count: int, federated: Federated) -> Matchmaking:
     """A machine of a federated run with a warm view of the first `count` peers."""
     needs = Needs(8, federated.quorum, federated.least)
     context = Context(RUN, SPEC, name, needs, signer(name), verify)
-    one = Matchmaking(context, federated.policy(context))
+    one = Matchmaking(context, policy(federated, context))
     one.handle(events.Woke(), 0.0)
     one.handle(seen(*NAMES[:count]), 0.0)
     meet(one, *(other for other in NAMES[:count] if other != name))

@@ -8,9 +8,10 @@ import pytest
 from equipoise.averaging.matchmaking import messages as wire
 from equipoise.averaging.matchmaking.context import FORGER_SECONDS, MAX_JOINS_OF_ONE
 from equipoise.averaging.matchmaking.events import Action, Form, MessageReceived, PeerLost, RoundEnded, Woke
-from equipoise.averaging.matchmaking.group_builder import INVITE_AGAIN_SECONDS, MAX_PARKED_GROUPS
+from equipoise.averaging.matchmaking.group_builder import INVITE_AGAIN_SECONDS
 from equipoise.averaging.matchmaking.machine import Matchmaking
 from equipoise.averaging.matchmaking.membership import DIAL_SECONDS, LEAP, MISSES, WARM_SECONDS
+from equipoise.averaging.options import MAX_PARKED_GROUPS
 from equipoise.averaging.timing import INITIAL_WAIT, INVITE_SECONDS, KEEPALIVE, MIN_WAIT, SILENT_SECONDS
 from fakes.matchmaking import OTHER_SPEC, asks, elapse, formed, join, machine, ready, roles, seen, sent
 from simulator.matchmaking import RUN

@@ -7,9 +7,9 @@ from equipoise.averaging.matchmaking import messages as wire
 from equipoise.averaging.matchmaking.context import Context
 from equipoise.averaging.matchmaking.machine import Matchmaking
 from equipoise.averaging.matchmaking.membership import SETTLE_SECONDS
+from equipoise.averaging.options import Needs
 from equipoise.averaging.outcome import Outcome
 from equipoise.averaging.state import StateId
-from equipoise.averaging.strategy import Needs
 from equipoise.averaging.timing import INITIAL_WAIT
 from fakes.matchmaking import NAMES, asks, elapse, formed, meet, others_of, ready, seen
 from simulator.matchmaking import RUN, SPEC, signer, verify

@@ -14,8 +14,8 @@ from equipoise.averaging.matchmaking.events import Action, MessageReceived, Send
 from equipoise.averaging.matchmaking.joiner import LONELY_SECONDS
 from equipoise.averaging.matchmaking.machine import Matchmaking
 from equipoise.averaging.matchmaking.messages import Invitation, JoinAccepted, JoinRequest, Whereabouts
+from equipoise.averaging.options import Needs
 from equipoise.averaging.outcome import NoPeers
-from equipoise.averaging.strategy import Needs
 from equipoise.averaging.timing import HOLD_SECONDS, INITIAL_WAIT, REPLY_SECONDS
 from fakes.seeds import few_and_many
 from simulator.matchmaking import RUN, SPEC, Record, Weather, World, verify
