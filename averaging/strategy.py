@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from equipoise.averaging.options import MAX_SPEC_CHARS, TOPOLOGIES
 from equipoise.averaging.weights import LEAST_CONTRIBUTION
-from equipoise.compression.grammar import Registry, canonical, choice, decimal, whole, words
+from equipoise.compression.grammar import canonical, choice, decimal, whole, words
+from equipoise.compression.registry import Registry
 
 EXCHANGE_SECONDS = 120.0
 """Time for the exchange of a federated round, beyond the time for its forming: a gigabyte at 100 Mbit/s takes 80 s."""

@@ -6,16 +6,11 @@ out every option, in the order in which it is documented; only an empty list is 
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
-
-if TYPE_CHECKING:
-    from equipoise.compression.plugins import Plugins
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 Value = int | float | str | tuple[str, ...]
-T = TypeVar("T")
 
 MAX_DIGITS = 6
 """Most digits of a whole number in a spec."""
@@ -30,9 +25,6 @@ MIN_DECIMAL, MAX_DECIMAL = 1e-30, 1e30
 """Least and greatest decimal number in a spec, except for 0: in float32 both are finite, and not subnormal."""
 
 _DECIMAL = re.compile(r"(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e-?[0-9]{1,2})?")
-
-SHOWN_CHARS = 32
-"""Most characters of a spec that is too long that its error repeats."""
 
 MAX_WORDS = 8
 """Most words of a list in a spec."""
@@ -111,85 +103,3 @@ def _written(value: Value) -> str:
         return str(value)
     digits, _, exponent = repr(value).removesuffix(".0").partition("e")
     return f"{digits}e{int(exponent)}" if exponent else digits
-
-
-class Registry(Generic[T]):
-    """Everything of one kind, by name.
-
-    Args:
-        kind: What it is called: "codec".
-        kinds: More of them: "codecs".
-        example: A spec, for people who gave no string.
-        most: Characters of the longest spec; what is longer is not repeated in errors.
-        plugins: Finds what installed packages add, for names that are not registered.
-    """
-
-    def __init__(
-        self, kind: str, kinds: str, example: str, most: int = 64, plugins: Plugins[T] | None = None
-    ) -> None:
-        self._kind, self._kinds = kind, kinds
-        self._example = example
-        self._most = most
-        self._plugins = plugins
-        self._known: dict[str, tuple[Callable[..., T], Mapping[str, Option]]] = {}
-
-    def register(self, name: str, make: Callable[..., T], **options: Option) -> None:
-        """Make one more known: specs of `name` are what `make` returns, which is called with all options by name."""
-        self._known[name] = make, options
-
-    def parse(self, spec: str) -> T:
-        """Return what `spec` names.
-
-        Raises:
-            ValueError: Nothing of that name, no such option or value; one line that names what came, what is known,
-                and the nearest known name.
-        """
-        if not isinstance(spec, str):
-            came = type(spec).__name__
-            told = f"a {self._kind} spec is a string such as {self._example!r}, not {came}"
-            raise ValueError(f"{told}; {self._nearest('')}")
-        name, colon, text = spec.partition(":")
-        if len(spec) > self._most:
-            told = f"a {self._kind} spec has at most {self._most} characters, not {len(spec)}"
-            raise ValueError(f"{told}: {spec[:SHOWN_CHARS]!r}...; {self._nearest(name[:SHOWN_CHARS])}")
-        found = self._known.get(name) or (self._plugins.find(name) if self._plugins else None)
-        if found is None:
-            raise ValueError(f"unknown {self._kind} {name!r}; {self._nearest(name)}")
-        make, known = found
-        given = _given(name, text, known) if colon else {}
-        made = make(**{option: given.get(option, takes.default) for option, takes in known.items()})
-        if len(getattr(made, "spec", "")) > self._most:
-            raise ValueError(f"{name}: its whole {self._kind} spec is longer than {self._most} characters")
-        return made
-
-    def _nearest(self, came: str) -> str:
-        names = [*self._known, *(self._plugins.names() if self._plugins else ())]
-        return f"{self._kinds} are {', '.join(names)}{_hint(came, names)}"
-
-
-def _given(name: str, text: str, known: Mapping[str, Option]) -> dict[str, Value]:
-    given: dict[str, Value] = {}
-    for item in text.split(","):
-        option, _, came = item.partition("=")
-        if not known:
-            raise ValueError(f"{name} takes no options, not {item!r}; write {name!r}")
-        if option not in known:
-            options = f"options are {', '.join(known)}{_hint(option, known)}"
-            raise ValueError(f"{name} has no option {option!r}; {options}")
-        if option in given:
-            raise ValueError(f"{name}: option {option!r} is given twice")
-        value = known[option].read(came)
-        if value is None:
-            takes = known[option]
-            told = f"{name}: {option} is {takes.expected}, not {came!r}"
-            raise ValueError(told + _hint(came, takes.known))
-        given[option] = value
-    return given
-
-
-def _hint(came: str, known: Iterable[str]) -> str:
-    """Name the nearest known name to what came, or to its first word, as in "gossip(ring)"."""
-    names, lower = list(known), came.strip().lower()
-    tries = (difflib.get_close_matches(one, names, n=1) for one in (lower, re.split(r"\W", lower)[0]))
-    near = next(filter(None, tries), None)
-    return f" (did you mean {near[0]!r}?)" if near else ""

@@ -5,8 +5,9 @@ from __future__ import annotations
 from equipoise.compression.codec import Codec
 from equipoise.compression.errors import CodecError
 from equipoise.compression.floats import FloatCodec
-from equipoise.compression.grammar import Registry, whole
+from equipoise.compression.grammar import whole
 from equipoise.compression.int8 import DEFAULT_BLOCK, Int8Codec
+from equipoise.compression.registry import Registry
 
 CODECS: Registry[Codec] = Registry("codec", "codecs", f"int8:block={2 * DEFAULT_BLOCK}")
 """All codecs; `CODECS.register` makes another one known."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from equipoise.averaging.outer.step import OuterStep
 from equipoise.averaging.outer.steps import Average, FedAdagrad, FedAdam, FedAvgM, FedYogi, Nesterov
-from equipoise.compression.grammar import Registry, decimal
-from equipoise.compression.plugins import Plugins
+from equipoise.compression.grammar import decimal
+from equipoise.compression.registry import Plugins, Registry
 
 OUTER_STEPS: Registry[OuterStep] = Registry(
     "outer step", "outer steps", "nesterov:lr=0.7", 128, Plugins("equipoise.outer", OuterStep)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from equipoise.averaging.rules.ranking import Median, Trimmed
 from equipoise.averaging.rules.rule import Mean, Reduced, Rule, RuleError
-from equipoise.compression.grammar import Registry, decimal
-from equipoise.compression.plugins import Plugins
+from equipoise.compression.grammar import decimal
+from equipoise.compression.registry import Plugins, Registry
 
 RULES: Registry[Rule] = Registry(
     "rule", "rules", "trimmed:beta=0.2", plugins=Plugins("equipoise.rules", Rule)

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from equipoise.compression.grammar import Registry, decimal, whole
+from equipoise.compression.grammar import decimal, whole
+from equipoise.compression.registry import Registry
 
 Indices = NDArray[np.int64]
 

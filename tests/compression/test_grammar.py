@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from equipoise.compression.grammar import (
     MAX_DECIMAL,
     MIN_DECIMAL,
-    Registry,
     Value,
     canonical,
     choice,
@@ -19,6 +18,7 @@ from equipoise.compression.grammar import (
     whole,
     words,
 )
+from equipoise.compression.registry import Registry
 
 
 class Made:
