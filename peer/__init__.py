@@ -5,18 +5,19 @@ A training script needs `connect` (the daemon of this machine) or `Peer` (a daem
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from equipoise.averaging.outcome import Exchanging, Gathering, Idle, NoPeers, Outcome
     from equipoise.averaging.schema import SchemaError
     from equipoise.averaging.spec import SpecError
-    from equipoise.peer.client.connect import Client, connect
-    from equipoise.peer.client.embedded import Peer
     from equipoise.peer.client.futures import PendingRound
-    from equipoise.peer.client.run import Run
+    from equipoise.peer.connecting import Client, connect
     from equipoise.peer.control.messages import Progress
+    from equipoise.peer.embedded import Peer
     from equipoise.peer.errors import ConfigError, DaemonLost, EquipoiseError, NoDaemon, Refused, RoundPending
+    from equipoise.peer.run import Run
     from equipoise.peer.status import Status
 
 _HOMES = (
@@ -24,9 +25,9 @@ _HOMES = (
     *(
         "peer.control.messages",
         "peer.client.futures",
-        "peer.client.run",
-        "peer.client.connect",
-        "peer.client.embedded",
+        "peer.run",
+        "peer.connecting",
+        "peer.embedded",
     ),
 )
 """Modules of the names, those first that load fast."""
@@ -61,8 +62,6 @@ def __dir__() -> list[str]:
 
 def __getattr__(name: str) -> Any:
     # The command line imports this package and must not wait for torch.
-    import importlib
-
     homes = _HOMES if name in __all__ else ()
     found = (vars(importlib.import_module(f"equipoise.{home}")) for home in homes)
     for names in found:

@@ -16,6 +16,7 @@ from typing import Annotated, Any
 import msgspec
 import platformdirs
 
+from equipoise.dht.address import AddressError, parse_address, parse_announce, parse_listen
 from equipoise.dht.sanitize import read_regular
 from equipoise.dht.state import MAX_TAG_CHARACTERS, MAX_TAGS, BootstrapStatus, Tags
 from equipoise.peer.errors import ConfigError, FlagError
@@ -278,7 +279,7 @@ def _shown(value: Any) -> str:
 def _bytes_per_second(text: str) -> float:
     """Read a number of bytes per second, or a rate with its unit.
 
-    humanfriendly knows no bits and takes any letters for a unit, so the form is checked here. "10Mb/s" is ambiguous.
+    The form is checked here, because "10Mb/s" is ambiguous.
 
     Raises:
         ValueError: It is neither.
@@ -289,10 +290,9 @@ def _bytes_per_second(text: str) -> float:
         found = _RATE.fullmatch(text.strip())
     if found is None:
         raise ValueError(text)
-    import humanfriendly  # Takes long to import, and few need it.
-
-    size = float(humanfriendly.parse_size(found["amount"] + (found["prefix"] or "") + "B"))
-    return size / 8 if found["bits"] else size
+    prefix = (found["prefix"] or "").lower()
+    unit = (1024 if prefix.endswith("i") else 1000) ** " kmgt".index(prefix[:1] or " ")
+    return int(float(found["amount"]) * unit) / (8 if found["bits"] else 1)
 
 
 def _malformed(
@@ -300,9 +300,6 @@ def _malformed(
 ) -> tuple[BootstrapStatus, ...]:
     if not (config.join or config.listen or config.direct_listen or config.announce):
         return ()
-    # Imports cryptography.
-    from equipoise.dht.address import AddressError, parse_address, parse_announce, parse_listen
-
     parsers = {"listen": parse_listen, "direct_listen": parse_listen, "announce": parse_announce}
     for key, parse in parsers.items():
         for address in getattr(config, key):

@@ -63,14 +63,14 @@ def inside(path: str) -> None:
     from blake3 import blake3
 
     from equipoise.averaging.outcome import Outcome
-    from equipoise.peer.client.run import Run
+    from equipoise.peer.client.run import JoinedRun
 
     began = time.time()
     rounds: list[dict[str, Any]] = []
-    counted, agreed = Run._collected, Run.wait_for
+    counted, agreed = JoinedRun._collected, JoinedRun.wait_for
     met: list[float] = []
 
-    def noted(self: Run, outcome: Outcome | None) -> None:
+    def noted(self: JoinedRun, outcome: Outcome | None) -> None:
         if outcome is not None:
             rounds.append(
                 {
@@ -82,12 +82,12 @@ def inside(path: str) -> None:
             )
         counted(self, outcome)
 
-    def waited(self: Run, peers: int, timeout: float = 60.0) -> bool:
+    def waited(self: JoinedRun, peers: int, timeout: float = 60.0) -> bool:
         found = agreed(self, peers, timeout)
         met.append(time.time())
         return found
 
-    Run._collected, Run.wait_for = noted, waited  # type: ignore[method-assign]
+    JoinedRun._collected, JoinedRun.wait_for = noted, waited  # type: ignore[method-assign]
     left = runpy.run_path(path, run_name="__main__")
     parameters = b"".join(one.detach().numpy().tobytes() for one in left["model"].parameters())
     told = {

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
+from humanfriendly import format_size
 from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -339,8 +340,6 @@ def _short(peer: str) -> str:
 
 def _value(setting: Setting) -> str:
     if setting.key in RATES:
-        from humanfriendly import format_size
-
         return f"{format_size(setting.value)}/s" if setting.value else "measured"
     value = "automatic" if setting.value is None else setting.value
     return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)

@@ -21,6 +21,7 @@ from equipoise.peer.cli import output
 from equipoise.peer.config import CHANNELS, LOG_LEVELS, find_home, load
 from equipoise.peer.control.client import open_link
 from equipoise.peer.control.messages import Answer, AskPeers, AskRounds, AskStatus, Request, StopDaemon
+from equipoise.peer.daemon import run_daemon
 from equipoise.peer.daemon.history import last_of_each_run, read_history
 from equipoise.peer.errors import EquipoiseError, NoDaemon
 from equipoise.peer.home import STOP_SECONDS, end_by_force, wait_until_free
@@ -224,9 +225,7 @@ def daemon(show_config: bool, as_json: bool, **flags: Any) -> None:
     if show_config:
         output.print_json(loaded.settings) if as_json else output.print_settings(loaded.settings)
         return
-    from equipoise.peer.daemon.run_daemon import run_daemon
-
-    run_daemon(loaded)
+    run_daemon.run_daemon(loaded)
 
 
 class _Launch(click.Command):
@@ -264,9 +263,7 @@ def launch(command: tuple[str, ...], resume: bool, **flags: Any) -> None:
     if shutil.which(command[0]) is None:
         raise click.UsageError(f"cannot find the command {command[0]!r}")
     loaded = load(flags)
-    from equipoise.peer.daemon.run_daemon import launch as run
-
-    sys.exit(run(loaded, command, resume))
+    sys.exit(run_daemon.launch(loaded, command, resume))
 
 
 @click.command(short_help="Run a whole swarm on this machine.")

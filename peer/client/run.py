@@ -1,4 +1,4 @@
-"""`Run`: one training effort that a script takes part in."""
+"""`JoinedRun`: one training effort that a script takes part in, with all that its trainers need of it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, overload
+from typing import Any, Literal, Self, overload
 
 import torch
 from msgspec import structs
@@ -42,11 +42,6 @@ from equipoise.peer.errors import DaemonLost, EquipoiseError, Refused, RoundPend
 from equipoise.peer.purposes import AVERAGE, STEP
 from equipoise.peer.shared_memory import Region, SharedMemory
 
-if TYPE_CHECKING:
-    from equipoise.peer.training.checkpoint import Checkpoints
-    from equipoise.peer.training.optimizer import SwarmOptimizer
-    from equipoise.peer.training.options import OptionKeywords
-
 STATE_SECONDS = 0.25
 """Longest wait of `state` for a daemon that is busy encoding; it then returns the last answer."""
 
@@ -71,25 +66,8 @@ SETTLE_SECONDS = 1.0
 log = logging.getLogger(__name__)
 
 
-class Run:
-    """Takes part in rounds with this script's tensors; one round at a time.
-
-    `average` exchanges the tensors, `step` accumulated gradients. Peers that average never meet peers that step.
-
-    Attributes:
-        name: The run's name.
-        mean: The mean of the last ok `step`, by name, fp32, on the tensors' devices. Empty before the first one.
-        options: The strategy, rule, codec and sizes that its peers share.
-        request: The request that joined the run, kept for a daemon that replaces a lost one.
-        left: Whether the script has left the run.
-        terms: The terms given to `agree`.
-        agreed: The request of `agree`, kept for a daemon that replaces a lost one.
-        replicated: Whether all peers hold the parameters bit for bit: peers with other dtypes never meet then.
-        trained_by: Name of the optimizer or loop that steps the run; only one can.
-        pending: The round that was started with `wait=False` and whose `result` has not been called yet.
-        rounds_ok: Number of rounds that were ok.
-        rounds_failed: Number of rounds that failed.
-    """
+class JoinedRun:
+    """A run without its trainers, which build on it; see `equipoise.peer.run.Run`."""
 
     def __init__(
         self,
@@ -97,7 +75,7 @@ class Run:
         request: messages.JoinRun,
         binding: Binding,
         region: Region,
-        join: Callable[[RunOptions, str, Tensors, Tensors], Run],
+        join: Callable[[RunOptions, str, Tensors, Tensors], JoinedRun],
     ) -> None:
         self.request = request
         self.name = request.run
@@ -125,7 +103,7 @@ class Run:
         self._last_ok: Outcome | None = None
         self._why_not = ""
         self._join = join
-        self._branches: list[Run] = []
+        self._branches: list[JoinedRun] = []
         self._is_branch = False
         self.terms: Mapping[str, str] = {}
         self.agreed: messages.AgreeRun | None = None
@@ -498,40 +476,6 @@ class Run:
         """The tensors that the run was joined with."""
         return self._binding.source
 
-    def optimizer(
-        self,
-        inner: torch.optim.Optimizer,
-        *,
-        checkpoints: Checkpoints | None = None,
-        **options: Unpack[OptionKeywords],
-    ) -> SwarmOptimizer:
-        """Wrap any torch optimizer over this run's parameters, so that the whole swarm makes its steps together.
-
-        Args:
-            inner: The optimizer.
-            checkpoints: When to write checkpoints, and whether to start from one; None: neither.
-            **options: Fields of `equipoise.peer.training.Options`; `target_batch_size` is required.
-
-        Raises:
-            TypeError: An option is unknown; names it, and the closest known one.
-            ValueError: An option is out of its range.
-            CheckpointError: Training should resume, but the checkpoints are damaged or of another training.
-            Refused: The run's parameters are not the optimizer's.
-        """
-        # Imported here, because a script that only averages does not need it.
-        from equipoise.peer.training.checkpoint import keep_checkpoints
-        from equipoise.peer.training.optimizer import SwarmOptimizer
-        from equipoise.peer.training.options import Options, from_keywords
-
-        with self.undone_on_failure():
-            optimizer = SwarmOptimizer(
-                self, inner, from_keywords("run.optimizer", Options, options, ("checkpoints",))
-            )
-            if checkpoints is not None:
-                optimizer.register_step_post_hook(keep_checkpoints(optimizer.member, self, checkpoints))
-        self.before_leaving(optimizer.leave)  # Runs before the keeper, which records the final state.
-        return optimizer
-
     def tell(self, topic: messages.Topic, line: str) -> None:
         """Let the daemon's `status` show a line on a topic, in place of the topic's last line; none if it is empty."""
         with self._lock:
@@ -557,7 +501,7 @@ class Run:
         """The daemon's home; empty if that is a temporary one."""
         return self._link.welcome.home
 
-    def branch(self, name: str, tensors: Tensors, **changes: Any) -> Run:
+    def branch(self, name: str, tensors: Tensors, **changes: Any) -> JoinedRun:
         """Join a run that is a part of this one, with another name, other tensors, and its options but for `changes`.
 
         Raises:

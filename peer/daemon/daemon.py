@@ -19,9 +19,9 @@ from equipoise.dht.sanitize import escaped
 from equipoise.dht.state import AddressState, BootstrapStatus, SwarmStatus
 from equipoise.peer.config import Loaded
 from equipoise.peer.control.messages import Welcome
-from equipoise.peer.control.server import ControlServer
 from equipoise.peer.daemon.history import History
 from equipoise.peer.daemon.logs import PrivateFileHandler, close_log, open_log
+from equipoise.peer.daemon.server import ControlServer
 from equipoise.peer.daemon.session import Service
 from equipoise.peer.errors import EquipoiseError, Refused, Unreached
 from equipoise.peer.home import LOG_FILE, Home

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 import msgspec
 import uvloop
 
+from equipoise.dht.hivemind_stub import bare_packages
 from equipoise.dht.sanitize import escaped
 from equipoise.peer.config import HOME_ENV, RESUME_ENV, Loaded
 from equipoise.peer.errors import EquipoiseError
@@ -79,7 +80,6 @@ def load_daemon(loaded: Loaded, stream: TextIO, home: Home) -> Daemon:
     # numpy read this when they are imported, and libp2p's process does not.
     os.environ["OMP_NUM_THREADS"] = "1"
 
-    from equipoise.dht.hivemind_stub import bare_packages
     from equipoise.peer.daemon.daemon import Daemon
 
     bare_packages()

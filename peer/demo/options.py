@@ -7,7 +7,12 @@ from pathlib import Path
 
 import msgspec
 
+from equipoise.averaging.outer import parse_outer
+from equipoise.averaging.rules import parse_rule
+from equipoise.averaging.strategy import parse_strategy
+from equipoise.compression import parse_codec
 from equipoise.peer.errors import EquipoiseError, FlagError
+from equipoise.peer.simulation import partition
 
 MAX_PEERS = 16
 """A peer takes about 0.5 GB; more would not fit an ordinary machine."""
@@ -54,13 +59,6 @@ class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
             raise EquipoiseError("the demo's data comes with scikit-learn", hint)
 
     def _check_specs(self) -> None:
-        # These import torch, which the command line does without until the demo really runs.
-        from equipoise.averaging.outer import parse_outer
-        from equipoise.averaging.rules import parse_rule
-        from equipoise.averaging.strategy import parse_strategy
-        from equipoise.compression import parse_codec
-        from equipoise.peer.simulation import partition
-
         try:
             strategy = parse_strategy(self.strategy)
             parse_codec(strategy.codec if self.codec is None else self.codec)

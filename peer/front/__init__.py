@@ -9,11 +9,14 @@
 
 from __future__ import annotations
 
+from importlib import metadata
 from typing import TYPE_CHECKING
 
+from equipoise import peer
+
 if TYPE_CHECKING:
-    from equipoise.peer.client.connect import connect
-    from equipoise.peer.client.embedded import Peer
+    from equipoise.peer.connecting import connect
+    from equipoise.peer.embedded import Peer
 
     __version__: str
 
@@ -29,11 +32,7 @@ if not TYPE_CHECKING:  # Type checkers see the names above, and report any other
     def __getattr__(name: str) -> object:
         # `equipoise --help` imports this package first, and must not wait for torch.
         if name == "__version__":
-            from importlib import metadata
-
             return metadata.version("equipoise")
         if name in __all__:
-            from equipoise import peer
-
             return getattr(peer, name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -6,18 +6,15 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TYPE_CHECKING
 
 from msgspec import structs
 
 from equipoise.averaging.outcome import FetchOutcome
+from equipoise.averaging.state import StateId
 from equipoise.peer.control.messages import FetchMean, FetchState
 from equipoise.peer.shared_memory import SharedMemory
-
-if TYPE_CHECKING:
-    from equipoise.averaging.state import StateId
-    from equipoise.peer.simulation.swarm import Kept, Member, SimulatedRun
-    from equipoise.peer.simulation.virtual_time import VirtualTime
+from equipoise.peer.simulation.swarm import Kept, Member, SimulatedRun
+from equipoise.peer.simulation.virtual_time import VirtualTime
 
 SNAPSHOT_SECONDS, MEAN_SECONDS = 0.5, 0.1
 """Virtual time from the choice of a snapshot, or of a mean, to its last byte."""

@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from equipoise.peer.client.connect import Client
-from equipoise.peer.client.run import Run
 from equipoise.peer.client.tensors import Tensors
+from equipoise.peer.connecting import Client
+from equipoise.peer.run import Run
 from equipoise.peer.simulation.link import SimulatedLink
 from equipoise.peer.simulation.swarm import MAX_PEERS, SimulatedSwarm
 from equipoise.peer.simulation.virtual_time import Chance, VirtualTime

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from random import Random
+from typing import Protocol
 
 from msgspec import structs
 
@@ -36,7 +37,6 @@ from equipoise.averaging.timing import GRACE
 from equipoise.limits import LruDict
 from equipoise.peer.control.messages import StartRound
 from equipoise.peer.errors import Refused
-from equipoise.peer.simulation.downloads import Download
 from equipoise.peer.simulation.exchange import Exchanged, exchange
 from equipoise.peer.simulation.virtual_time import VirtualTime
 
@@ -131,6 +131,18 @@ class Kept:
     holders: tuple[Member, ...]
 
 
+class Waiting(Protocol):
+    """A member's download that goes on; see `downloads.Download`."""
+
+    member: Member
+
+    def look(self) -> None:
+        """Go on, if it can."""
+
+    def stop(self, reason: str) -> None:
+        """End it without a result."""
+
+
 class Company(Membership):
     """The members of a run as its coordinator sees them: all of them, at once."""
 
@@ -163,7 +175,7 @@ class SimulatedRun:
         self.spec = spec
         self.members: dict[str, Member] = {}
         self.kept: LruDict[StateId, Kept] = LruDict(KEPT_MEANS)
-        self.downloads: list[Download] = []
+        self.downloads: list[Waiting] = []
         self._time = time
         self._chance = chance
         self._pool = pool

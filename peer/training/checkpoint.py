@@ -32,7 +32,7 @@ from blake3 import blake3
 
 from equipoise.averaging.metrics import values_of
 from equipoise.averaging.state import StateId
-from equipoise.peer.client.run import Run
+from equipoise.peer.client.run import JoinedRun
 from equipoise.peer.config import RESUME_ENV
 from equipoise.peer.errors import EquipoiseError
 from equipoise.peer.home import CHECKPOINTS
@@ -402,7 +402,9 @@ class Keeper:
         self.tell(line)
 
 
-def keep_checkpoints(member: Member, run: Run, checkpoints: Checkpoints, scores: bool = False) -> Keeper:
+def keep_checkpoints(
+    member: Member, run: JoinedRun, checkpoints: Checkpoints, scores: bool = False
+) -> Keeper:
     """Start a replica from its newest sound checkpoint, if it should resume, and write others until the run is left.
 
     Args:
@@ -436,7 +438,7 @@ def keep_checkpoints(member: Member, run: Run, checkpoints: Checkpoints, scores:
     return keeper
 
 
-def subject_of(run: Run) -> Subject:
+def subject_of(run: JoinedRun) -> Subject:
     """The subject of the run's checkpoints: its model, and its terms, but for `ENDS`."""
     schema = run.schema
     # A checkpoint depends on nothing else of the tensors, such as the way in which they travel.

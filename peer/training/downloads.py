@@ -10,7 +10,7 @@ import torch
 from equipoise.averaging.outcome import FetchOutcome, Outcome
 from equipoise.averaging.state import StateId
 from equipoise.peer.client.futures import Download
-from equipoise.peer.client.run import Run
+from equipoise.peer.client.run import JoinedRun
 from equipoise.peer.errors import Refused
 from equipoise.peer.training import events
 from equipoise.peer.training.image import Image, TrainingState
@@ -36,7 +36,7 @@ class Downloads:
         unheard: Number of peers that did not answer that question.
     """
 
-    def __init__(self, run: Run, state: TrainingState) -> None:
+    def __init__(self, run: JoinedRun, state: TrainingState) -> None:
         self.image: Image | None = None
         self.mean: tuple[memoryview, Outcome] | None = None
         self.behind = self.unheard = 0

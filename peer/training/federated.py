@@ -39,7 +39,7 @@ from equipoise.averaging.strategy import MAX_SECONDS
 from equipoise.averaging.strategy import Federated as FederatedStrategy
 from equipoise.averaging.weights import LEAST_CONTRIBUTION
 from equipoise.peer.client.interrupts import frees_its_run
-from equipoise.peer.client.run import Run
+from equipoise.peer.client.run import JoinedRun
 from equipoise.peer.client.tensors import copies_of, stepped_tensors
 from equipoise.peer.errors import Refused
 from equipoise.peer.training import image
@@ -144,7 +144,7 @@ class Federated:
     @frees_its_run
     def __init__(
         self,
-        run: Run,
+        run: JoinedRun,
         fit: Fit | None,
         evaluate: Fit | None = None,
         outer: str | OuterStep = "average",

@@ -20,7 +20,7 @@ from equipoise.averaging.outcome import Outcome
 from equipoise.averaging.weights import ATTENDANCE_LIMIT
 from equipoise.peer.client.futures import PendingRound
 from equipoise.peer.client.interrupts import frees_its_run
-from equipoise.peer.client.run import Run
+from equipoise.peer.client.run import JoinedRun
 from equipoise.peer.client.tensors import named_tensors
 from equipoise.peer.errors import Refused
 from equipoise.peer.training import member
@@ -53,7 +53,7 @@ class Gossip(LocalTraining[Outcome]):
 
     @frees_its_run
     def __init__(
-        self, run: Run, every: int = 0, *, weight: float = 1.0, timeout: float = 30.0, wait_for: int = 0
+        self, run: JoinedRun, every: int = 0, *, weight: float = 1.0, timeout: float = 30.0, wait_for: int = 0
     ) -> None:
         """Watch the steps of the optimizer that holds the run's parameters, from `with` on.
 

@@ -22,7 +22,7 @@ from blake3 import blake3
 
 from equipoise.averaging.outer import OuterStep
 from equipoise.averaging.state import MAX_EPOCH, StateId
-from equipoise.peer.client.run import Run
+from equipoise.peer.client.run import JoinedRun
 from equipoise.peer.client.tensors import parameters_of, persistent_buffers
 from equipoise.peer.training.safetensors_io import MAX_HEADER_BYTES, ImageError, header_bytes, pack, unpack
 
@@ -389,7 +389,7 @@ def digest(tensors: Mapping[str, torch.Tensor]) -> str:
     return content.hexdigest()
 
 
-def averaged_buffers(run: Run, averaged: bool = True) -> dict[str, torch.Tensor]:
+def averaged_buffers(run: JoinedRun, averaged: bool = True) -> dict[str, torch.Tensor]:
     """The buffers that travel with a run's steps; one line says so if the model has some, and they do not."""
     if averaged:
         return run.averaged_buffers()

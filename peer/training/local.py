@@ -27,7 +27,7 @@ from equipoise.averaging.outcome import Outcome
 from equipoise.averaging.outer import Average, Nesterov, OuterStep, parse_outer
 from equipoise.averaging.schema import SchemaError
 from equipoise.peer.client.interrupts import frees_its_run
-from equipoise.peer.client.run import Run
+from equipoise.peer.client.run import JoinedRun
 from equipoise.peer.client.tensors import copies_of, stepped_tensors
 from equipoise.peer.errors import Refused
 from equipoise.peer.training import image
@@ -65,7 +65,7 @@ class LocalTraining(ABC, Generic[End]):
         finished: Result of `finish`, once it has returned.
     """
 
-    def __init__(self, run: Run, parameters: Collection[torch.Tensor]) -> None:
+    def __init__(self, run: JoinedRun, parameters: Collection[torch.Tensor]) -> None:
         """`parameters` are the run's.
 
         Raises:
@@ -147,7 +147,7 @@ class DiLoCo(LocalTraining[Finished]):
     @frees_its_run
     def __init__(
         self,
-        run: Run,
+        run: JoinedRun,
         every: int = 0,
         outer: OuterStep | str | None = None,
         *,
@@ -286,7 +286,7 @@ class LocalSGD(DiLoCo):
 
     def __init__(
         self,
-        run: Run,
+        run: JoinedRun,
         every: int = 0,
         *,
         checkpoints: Checkpoints | None = None,
@@ -308,7 +308,7 @@ class Fragment:
     """
 
     def __init__(
-        self, run: Run, local: Named, buffers: Named, outer: OuterStep, options: LocalOptions, at: int
+        self, run: JoinedRun, local: Named, buffers: Named, outer: OuterStep, options: LocalOptions, at: int
     ) -> None:
         self.sent_at = self.own_steps = self._given_steps = 0
         self.run = run

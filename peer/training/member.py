@@ -18,7 +18,7 @@ from equipoise.averaging.state import StateId
 from equipoise.averaging.weights import ATTENDANCE_LIMIT
 from equipoise.peer.client.accumulate import Accumulator
 from equipoise.peer.client.futures import PendingRound
-from equipoise.peer.client.run import Run
+from equipoise.peer.client.run import JoinedRun
 from equipoise.peer.client.tensors import Gradients, named_gradients
 from equipoise.peer.errors import Refused
 from equipoise.peer.training import events
@@ -145,7 +145,7 @@ class Member:
     """
 
     def __init__(
-        self, run: Run, subject: Subject, options: CommonOptions, target: float | None = None
+        self, run: JoinedRun, subject: Subject, options: CommonOptions, target: float | None = None
     ) -> None:
         """Take part.
 
@@ -692,7 +692,7 @@ class Member:
             self._own = None  # These gradients are of the state before.
 
 
-def require_places(run: Run, others: int) -> None:
+def require_places(run: JoinedRun, others: int) -> None:
     """Check that this peer and those it waits for fit into one group.
 
     Raises:
@@ -704,7 +704,7 @@ def require_places(run: Run, others: int) -> None:
         raise Refused(told, f"join the run with group_size >= {others + 1}, or wait for fewer")
 
 
-def wait_for(runs: Sequence[Run], peers: int) -> None:
+def wait_for(runs: Sequence[JoinedRun], peers: int) -> None:
     """Wait until `peers` others have joined each run on equal terms, at most `WAIT_SECONDS`; late peers come later."""
     deadline, others = runs[0].clock() + WAIT_SECONDS, count(peers, "other peer")
     for run in runs if peers else ():

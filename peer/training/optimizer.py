@@ -12,7 +12,7 @@ import math
 import sys
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from blake3 import blake3
@@ -23,14 +23,15 @@ from equipoise.averaging.outcome import Outcome
 from equipoise.averaging.spec import PLACES
 from equipoise.averaging.state import StateId
 from equipoise.peer.client.accumulate import NotFinite
-from equipoise.peer.client.run import Run
+from equipoise.peer.client.run import JoinedRun
 from equipoise.peer.client.tensors import sparse_gradients, stepped_tensors
 from equipoise.peer.errors import Refused
 from equipoise.peer.training import image
 from equipoise.peer.training.batch_quota import Pace
+from equipoise.peer.training.checkpoint import Checkpoints, keep_checkpoints
 from equipoise.peer.training.guard import Guard, is_probe
 from equipoise.peer.training.member import FINISH_SECONDS, Finished, Member, Subject, require_places, wait_for
-from equipoise.peer.training.options import Options, number, short
+from equipoise.peer.training.options import OptionKeywords, Options, from_keywords, number, short
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +48,7 @@ MAX_GROUPS = 16
 MAX_PLACES = 128
 """Most characters for the places of parameters: of a model with more, each stands for several in a row."""
 
-_runs: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[Run]] = weakref.WeakKeyDictionary()
+_runs: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[JoinedRun]] = weakref.WeakKeyDictionary()
 """The run that steps an optimizer."""
 
 
@@ -78,7 +79,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
         parameters: The run's parameters, by name.
     """
 
-    def __init__(self, run: Run, inner: torch.optim.Optimizer, options: Options) -> None:
+    def __init__(self, run: JoinedRun, inner: torch.optim.Optimizer, options: Options) -> None:
         """Wrap `inner`.
 
         Raises:
@@ -428,7 +429,24 @@ def _schedule(scheduler: torch.optim.lr_scheduler.LRScheduler) -> str:
     return ", ".join([type(scheduler).__name__, short(", ".join(settings))])
 
 
-def _check_inner(run: Run, inner: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+def swarm_optimizer(
+    run: JoinedRun,
+    inner: torch.optim.Optimizer,
+    checkpoints: Checkpoints | None = None,
+    **options: Unpack[OptionKeywords],
+) -> SwarmOptimizer:
+    """Make the optimizer of a run; see `Run.optimizer`."""
+    with run.undone_on_failure():
+        optimizer = SwarmOptimizer(
+            run, inner, from_keywords("run.optimizer", Options, options, ("checkpoints",))
+        )
+        if checkpoints is not None:
+            optimizer.register_step_post_hook(keep_checkpoints(optimizer.member, run, checkpoints))
+    run.before_leaving(optimizer.leave)  # Runs before the keeper, which records the final state.
+    return optimizer
+
+
+def _check_inner(run: JoinedRun, inner: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     if isinstance(inner, SwarmOptimizer):
         told = "expected a torch optimizer, got one that a run steps already: one run takes one optimizer"
         raise TypeError(told)

@@ -12,7 +12,7 @@ import torch
 from e2e.netns import Host, Network, available
 from e2e.swarm import Swarm, eventually
 from equipoise.peer import connect
-from equipoise.peer.client.connect import Client
+from equipoise.peer.connecting import Client
 
 pytestmark = [
     pytest.mark.netns,

@@ -28,9 +28,9 @@ from equipoise.averaging.statesync.server import KEPT_MEANS
 from equipoise.averaging.strategy import parse_strategy
 from equipoise.averaging.weights import ATTENDANCE_LIMIT, CAPPED, cap_of, counted_weights
 from equipoise.compression import parse_codec
-from equipoise.peer.client.run import Run
 from equipoise.peer.client.tensors import Binding, Tensors
 from equipoise.peer.control.messages import AgreeRun, JoinRun, LeaveRun, ReportAccumulated, StartRound
+from equipoise.peer.run import Run
 from equipoise.peer.shared_memory import Region
 
 LIMIT_SECONDS = 100_000.0

@@ -9,15 +9,15 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import AcceleratorState
 
-from equipoise.peer.client.run import Run
+from equipoise.peer.client.run import JoinedRun
 from equipoise.peer.errors import Refused
 from equipoise.peer.training.adapters.schedule import paced
-from equipoise.peer.training.optimizer import SwarmOptimizer
+from equipoise.peer.training.optimizer import SwarmOptimizer, swarm_optimizer
 
 
 def step_with_swarm(
     accelerator: Accelerator,
-    run: Run,
+    run: JoinedRun,
     optimizer: AcceleratedOptimizer,
     scheduler: AcceleratedScheduler | None = None,
     *,
@@ -54,13 +54,13 @@ def step_with_swarm(
     return take_over(optimizer, run, batch_size=size, **options)
 
 
-def take_over(optimizer: AcceleratedOptimizer, run: Run, **options: Any) -> SwarmOptimizer:
+def take_over(optimizer: AcceleratedOptimizer, run: JoinedRun, **options: Any) -> SwarmOptimizer:
     """Put the swarm's optimizer between a prepared one and what it wraps."""
     processes = AcceleratorState().num_processes
     if processes > 1:
         told = f"expected one process, got {processes}: they would be {processes} peers with one batch"
         raise Refused(told, "see equipoise.peer.training.ddp for a machine with several GPUs")
-    swarm = run.optimizer(optimizer.optimizer, **options)
+    swarm = swarm_optimizer(run, optimizer.optimizer, **options)
     # A new start, in place, since others hold it: it keeps bound methods of what it wraps.
     optimizer.__init__(swarm, device_placement=optimizer.device_placement, scaler=optimizer.scaler)
     return swarm

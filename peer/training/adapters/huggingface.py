@@ -9,7 +9,7 @@ from typing import Any
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import has_length
 
-from equipoise.peer.client.run import Run
+from equipoise.peer.client.run import JoinedRun
 from equipoise.peer.training.adapters.accelerate import take_over
 from equipoise.peer.training.adapters.schedule import paced
 from equipoise.peer.training.optimizer import SwarmOptimizer
@@ -32,7 +32,7 @@ class SwarmCallback(TrainerCallback):  # type: ignore[misc]
     """
 
     def __init__(
-        self, run: Run, *, target_batch_size: float, epochs: int | None = None, **options: Any
+        self, run: JoinedRun, *, target_batch_size: float, epochs: int | None = None, **options: Any
     ) -> None:
         """Say how the swarm steps.
 

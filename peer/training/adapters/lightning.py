@@ -6,10 +6,10 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from equipoise.peer.client.run import Run
+from equipoise.peer.client.run import JoinedRun
 from equipoise.peer.errors import Refused
 from equipoise.peer.training.adapters.schedule import paced
-from equipoise.peer.training.optimizer import SwarmOptimizer
+from equipoise.peer.training.optimizer import SwarmOptimizer, swarm_optimizer
 
 
 class SwarmCallback(Callback):  # type: ignore[misc]
@@ -26,7 +26,7 @@ class SwarmCallback(Callback):  # type: ignore[misc]
 
     def __init__(
         self,
-        run: Run,
+        run: JoinedRun,
         *,
         target_batch_size: float,
         batch_size: float,
@@ -67,7 +67,7 @@ class SwarmCallback(Callback):  # type: ignore[misc]
             "clip": trainer.gradient_clip_val or None,
             "scheduler": paced(schedulers[0] if schedulers else None),
         }
-        self.optimizer = self._run.optimizer(trainer.optimizers[0], **{**options, **self._options})
+        self.optimizer = swarm_optimizer(self._run, trainer.optimizers[0], **{**options, **self._options})
         trainer.strategy.optimizers = [self.optimizer]
         trainer.gradient_clip_val = None  # It would clip by this peer's own norm, before the average.
 

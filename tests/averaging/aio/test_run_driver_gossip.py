@@ -9,13 +9,10 @@ import torch
 
 from equipoise.averaging.aio.router import Router
 from equipoise.averaging.aio.run_driver import RunDriver
-from equipoise.averaging.allreduce.events import Action, Withdrew
-from equipoise.averaging.allreduce.machine import AllReduce
 from equipoise.averaging.options import RunOptions
 from equipoise.averaging.outcome import Gathering, Outcome
 from equipoise.averaging.schema import Schema
 from equipoise.averaging.spec import RunSpec
-from equipoise.averaging.strategy import Gossip
 from equipoise.averaging.weights import ATTENDANCE_LIMIT
 from fakes.memory import FakeIdentity, Net
 from fakes.vectors import averaged
@@ -41,25 +38,6 @@ async def test_nobody_waits_for_a_partner_that_withdraws_while_its_proposal_trav
     assert not outcome.ok
     assert "left the round" in outcome.reason
     assert not (await seeks).ok
-    await asyncio.gather(*(router.stop() for router in routers))
-
-
-async def test_a_strategy_brings_the_machine_of_its_exchanges(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Refuses(AllReduce):
-        """A machine that exchanges nothing."""
-
-        def start(self, now: float) -> list[Action]:
-            return super().handle(Withdrew("it exchanges by another machine"), now)
-
-    monkeypatch.setattr(Gossip, "exchange", staticmethod(Refuses))
-    spec = RunSpec.create("run", Schema.of({"w": torch.zeros(VALUES)}), RunOptions(strategy="gossip"))
-    net, names = Net(), ["alice", "bob"]
-    routers = [Router(*net.peer(name), FakeIdentity(name)) for name in names]
-    runs = [await router.join(spec) for router in routers]
-    await net.acquainted(spec.name, names)
-    calls = [averaged(run, torch.ones(VALUES), torch.empty(VALUES), 1.0, 20.0) for run in runs]
-    outcomes = await asyncio.gather(*calls)
-    assert any("it exchanges by another machine" in one.reason for one in outcomes), outcomes
     await asyncio.gather(*(router.stop() for router in routers))
 
 

@@ -13,9 +13,9 @@ import torch
 
 from e2e.swarm import eventually
 from equipoise.peer import Client, RoundPending, Run, connect
-from equipoise.peer.client.embedded import DaemonThread
 from equipoise.peer.client.interrupts import uninterrupted
 from equipoise.peer.config import load
+from equipoise.peer.embedded import DaemonThread
 from equipoise.peer.training import DiLoCo, Federated, Gossip, LocalSGD
 from fakes.daemon import FakeNetwork, FakeRunDriver
 

@@ -24,9 +24,9 @@ from equipoise.compression import CodecError, parse_codec
 from equipoise.peer.client import encoding, lanes
 from equipoise.peer.client.encoding import Encoder
 from equipoise.peer.client.lanes import DeviceLane, kernels_of
-from equipoise.peer.client.run import Run
 from equipoise.peer.client.tensors import Binding
 from equipoise.peer.control.messages import JoinRun, StartRound
+from equipoise.peer.run import Run
 from equipoise.peer.shared_memory import Region
 
 DEVICES = (torch.device("cpu:0"), torch.device("cpu"))

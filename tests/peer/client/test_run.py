@@ -21,9 +21,9 @@ from equipoise.compression import parse_codec
 from equipoise.compression.device_reduce import DeviceReducer
 from equipoise.dht.records import MAX_RUNS_PER_PEER
 from equipoise.peer import Client, Exchanging, connect
-from equipoise.peer.client.embedded import DaemonThread, Peer
 from equipoise.peer.config import load
 from equipoise.peer.daemon.session import MAX_RUNS
+from equipoise.peer.embedded import DaemonThread, Peer
 from equipoise.peer.purposes import PURPOSES
 from fakes.daemon import FakeHub, FakeNetwork, FakeRunDriver
 

@@ -6,8 +6,8 @@ import os
 import socket
 
 from equipoise.peer.control.messages import LENGTH
-from equipoise.peer.control.server import _watching
 from equipoise.peer.control.socket import FrameSocket
+from equipoise.peer.daemon.server import _watching
 
 
 async def test_received_descriptors_are_not_inherited_by_children() -> None:

@@ -12,10 +12,10 @@ import torch
 from equipoise.averaging.outcome import Outcome
 from equipoise.peer import connect
 from equipoise.peer.cli import program
-from equipoise.peer.client.embedded import DaemonThread
 from equipoise.peer.config import load
 from equipoise.peer.daemon import history
 from equipoise.peer.daemon.history import MAX_KEPT, ROUNDS_FILE, History, last_of_each_run, read_history
+from equipoise.peer.embedded import DaemonThread
 from fakes.daemon import FakeNetwork
 
 

@@ -15,7 +15,7 @@ from e2e.swarm import eventually
 from equipoise.averaging.outcome import Idle, Outcome
 from equipoise.averaging.weights import ATTENDANCE_LIMIT
 from equipoise.peer import Client
-from equipoise.peer.client.embedded import Peer
+from equipoise.peer.embedded import Peer
 from equipoise.peer.training import Gossip
 from fakes.daemon import FakeNetwork
 

@@ -11,7 +11,7 @@ import torch
 
 from equipoise.averaging.schema import SchemaError
 from equipoise.peer import Refused
-from equipoise.peer.client.embedded import Peer
+from equipoise.peer.embedded import Peer
 from equipoise.peer.training import DiLoCo, Federated, Gossip, LocalSGD
 from equipoise.peer.training.federated import Task
 from equipoise.peer.training.local import LocalTraining

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from contracts.run import SOON, join_all, together
-from equipoise.peer.client.embedded import Peer
+from equipoise.peer.embedded import Peer
 from equipoise.peer.training import Federated, LocalSGD
 from equipoise.peer.training.federated import Task
 from fakes.daemon import FakeNetwork

@@ -8,20 +8,19 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from equipoise.dht.streams import Acceptor
 from equipoise.peer.control import messages
 from equipoise.peer.control.messages import CONTROL_VERSION, Hello, Request, RunRequest
 from equipoise.peer.control.socket import SEND_SECONDS, FrameSocket
-from equipoise.peer.daemon.session import Session
+from equipoise.peer.daemon.history import History
+from equipoise.peer.daemon.session import Service, Session
 from equipoise.peer.errors import ControlError, EquipoiseError, Refused
 from equipoise.peer.home import BACKLOG, peer_credentials
 from equipoise.peer.shared_memory import SharedMemory
+from equipoise.peer.status import Status
 from equipoise.tasks import end
-
-if TYPE_CHECKING:
-    from equipoise.peer.daemon.daemon import Daemon
 
 MAX_CONNECTIONS = 64
 """Clients of one machine: a trainer for each accelerator, and some people who look at the status.
@@ -41,10 +40,26 @@ HELLO_SECONDS = 30.0
 log = logging.getLogger(__name__)
 
 
+class Host(Protocol):
+    """The daemon that the clients reach."""
+
+    service: Service
+    history: History
+
+    def welcome(self) -> messages.Welcome:
+        """Return the answer to a greeting."""
+
+    def status(self) -> Status:
+        """Return a snapshot of everything that can be asked about the daemon."""
+
+    def request_stop(self, reason: str) -> None:
+        """Begin to stop."""
+
+
 class Connection:
     """One client: reads its requests, answers each when its answer is there, leaves its runs when it goes."""
 
-    def __init__(self, connected: FrameSocket, daemon: Daemon, pid: int) -> None:
+    def __init__(self, connected: FrameSocket, daemon: Host, pid: int) -> None:
         self._socket = connected
         self._daemon = daemon
         self._pid = pid
@@ -238,7 +253,7 @@ class Connection:
 class ControlServer:
     """Accepts clients and serves each until it or the daemon goes."""
 
-    def __init__(self, daemon: Daemon) -> None:
+    def __init__(self, daemon: Host) -> None:
         self._daemon = daemon
         self._connections: dict[Connection, asyncio.Task[None]] = {}
         self._acceptor: Acceptor | None = None

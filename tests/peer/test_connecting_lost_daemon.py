@@ -16,13 +16,12 @@ from contracts.run import OPTIONS, SOON, together
 from e2e.swarm import eventually
 from equipoise.averaging.outcome import Idle, NoPeers
 from equipoise.averaging.state import StateId
-from equipoise.peer import Client, DaemonLost, Refused, Run, connect
-from equipoise.peer.client import connect as connecting
-from equipoise.peer.client.connect import WEATHER_LOOKS
-from equipoise.peer.client.embedded import DaemonThread
+from equipoise.peer import Client, DaemonLost, Refused, Run, connect, connecting
 from equipoise.peer.config import load
+from equipoise.peer.connecting import WEATHER_LOOKS
 from equipoise.peer.control.client import Link
 from equipoise.peer.control.messages import AgreeRun, JoinRun
+from equipoise.peer.embedded import DaemonThread
 from equipoise.peer.errors import Unwelcome
 from equipoise.peer.shared_memory import Region
 from fakes.daemon import FakeNetwork

@@ -15,8 +15,8 @@ from typing import Any
 
 import msgspec
 
-from equipoise.peer.client.connect import Client
 from equipoise.peer.config import Loaded, load
+from equipoise.peer.connecting import Client
 from equipoise.peer.control.client import START_SECONDS, Link
 from equipoise.peer.daemon.daemon import Daemon
 from equipoise.peer.daemon.run_daemon import run_loop

@@ -14,14 +14,13 @@ import torch
 
 from e2e.swarm import eventually
 from equipoise.compression.choice import Choice
-from equipoise.peer import connect
+from equipoise.peer import connect, connecting
 from equipoise.peer.cli import program
-from equipoise.peer.client import connect as connecting
-from equipoise.peer.client.embedded import DaemonThread
 from equipoise.peer.config import load
 from equipoise.peer.control.messages import CONTROL_VERSION, LENGTH, AskStatus, Hello, encode
-from equipoise.peer.control.server import MAX_CONNECTIONS
 from equipoise.peer.daemon import session
+from equipoise.peer.daemon.server import MAX_CONNECTIONS
+from equipoise.peer.embedded import DaemonThread
 from equipoise.peer.errors import Unwelcome
 from equipoise.peer.home import connect_socket
 from fakes.daemon import FakeNetwork

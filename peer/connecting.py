@@ -18,13 +18,14 @@ from equipoise.averaging.spec import RunSpec
 from equipoise.averaging.strategy import parse_strategy
 from equipoise.averaging.weights import CAPPED
 from equipoise.compression import parse_codec
-from equipoise.peer.client.run import AGREE_SECONDS, Run
+from equipoise.peer.client.run import AGREE_SECONDS
 from equipoise.peer.client.tensors import Binding, Tensors
 from equipoise.peer.config import find_home
 from equipoise.peer.control.client import ANSWER_SECONDS, START_SECONDS, Connection, Link, open_link
 from equipoise.peer.control.messages import AgreeRun, AskPeers, AskRounds, AskStatus, JoinRun
 from equipoise.peer.errors import DaemonLost, EquipoiseError, NoDaemon
 from equipoise.peer.purposes import AVERAGE, swarm_name
+from equipoise.peer.run import Run
 from equipoise.peer.shared_memory import Region
 from equipoise.peer.status import PeerRow, Status
 
