@@ -44,7 +44,7 @@ LATE = {
     ("peer/daemon/run_daemon.py", "equipoise.peer.daemon.daemon"),  # numpy, once OMP_NUM_THREADS is set.
     ("peer/demo/trainer.py", "sklearn.datasets"),  # An extra, which takes a second.
 }
-"""The imports within functions: of torch, and of what loads a library that is large, optional, or reads its settings."""
+"""The imports within functions: of torch, and of modules that load a large or optional library."""
 
 UNIONS = ("Event", "Action", "Move")
 """How the names of the unions of a machine's events and actions end."""
