@@ -17,7 +17,7 @@ import socket
 import struct
 import termios
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from equipoise.dht.address import varint
 
@@ -41,11 +41,8 @@ links deliver segments of 1.4 KB. This is half of the receive buffer with which 
 PAUSE_SECONDS = 0.5
 """Time without accepting after the system had no descriptor left."""
 
-_INFO_BYTES = 128
-_ROUND_TRIP_US = struct.Struct("=68xI")
-"""tcp_info.tcpi_rtt: the smoothed round-trip time in microseconds."""
-_ACKNOWLEDGED_BYTES = struct.Struct("=120xQ")
-"""tcp_info.tcpi_bytes_acked (RFC 4898, tcpEStatsAppHCThruOctetsAcked), in Linux since 4.1."""
+_TCP_INFO = struct.Struct("=16xI8xI36xI48xQ")
+"""Linux's tcp_info: tcpi_snd_mss, tcpi_sacked, tcpi_rtt, and since 4.1 tcpi_bytes_acked."""
 _INT = struct.Struct("=i")
 
 Buffer = bytes | bytearray | memoryview
@@ -91,9 +88,13 @@ class Stream:
 
     @property
     def delivered(self) -> int:
-        """Bytes that the other end's kernel has acknowledged, encryption and handshake included; else `sent`."""
+        """Bytes that the other end's kernel has, encryption and handshake included; else `sent`.
+
+        What has arrived behind a gap counts: else a lost packet would look like a pause and a sudden lump.
+        """
         if not self.closed:
-            self._acknowledged = _tcp_info(self._socket, _ACKNOWLEDGED_BYTES)
+            info = _tcp_info(self._socket)
+            self._acknowledged = info and info.acknowledged + info.behind_gap * info.segment
         return self.sent if self._acknowledged is None else self._acknowledged
 
     @property
@@ -104,7 +105,8 @@ class Stream:
     @property
     def rtt(self) -> float:
         """Smoothed round-trip time, in seconds; 0 where that cannot be told, as through p2pd."""
-        return 0.0 if self.closed else (_tcp_info(self._socket, _ROUND_TRIP_US) or 0) / 1e6
+        info = None if self.closed else _tcp_info(self._socket)
+        return info.rtt_us / 1e6 if info else 0.0
 
     @property
     def arrived(self) -> int:
@@ -278,13 +280,29 @@ class Stream:
         self._watchdog = self._loop.call_later(WATCH_SECONDS, self._watch) if bounded else None
 
 
-def _tcp_info(connection: socket.socket, field: struct.Struct) -> int | None:
-    """Return a field of the kernel's `tcp_info` of a TCP connection; None where the kernel does not tell."""
+class _TcpInfo(NamedTuple):
+    """What the kernel knows of a TCP connection.
+
+    Attributes:
+        segment: Bytes of a segment.
+        behind_gap: Segments that have arrived though one before them has not.
+        rtt_us: The smoothed round-trip time in microseconds.
+        acknowledged: Bytes up to the first gap that have arrived.
+    """
+
+    segment: int
+    behind_gap: int
+    rtt_us: int
+    acknowledged: int
+
+
+def _tcp_info(connection: socket.socket) -> _TcpInfo | None:
+    """Return what the kernel knows of a TCP connection; None where it does not tell."""
     try:
-        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
+        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
     except OSError:  # Not TCP.
         return None
-    return None if len(info) < _INFO_BYTES else int(field.unpack_from(info)[0])
+    return None if len(info) < _TCP_INFO.size else _TcpInfo(*_TCP_INFO.unpack(info))
 
 
 def _waiting(connection: socket.socket, which: int = termios.FIONREAD) -> int:

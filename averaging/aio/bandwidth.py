@@ -1,15 +1,20 @@
 """The bandwidth of this peer, learnt from its sending.
 
-A member's share follows from its bandwidth (`balance`), so the estimate must be steady: the shares of equal members
-should be equal. It is the upper quartile of the rates over windows in which something waited to be sent all the time
-(in the others, receivers held it up; the very fastest owe their speed to buffers), averaged over recent bursts, old
-ones counting half as much as the next. A window is as long as its bytes need, over several bursts on a slow link. The
-first window of a burst counts only if it is the only one: a token bucket that has filled meanwhile passes it faster.
+A member's share follows from its bandwidth (`balance`). A link is seldom full: receivers are late, acknowledgements
+wait in the receivers' own full links, and small shares end before TCP has found its speed. So only the fastest part of
+what was sent tells the bandwidth. The estimate is the rate that the fastest tenth of the bytes of the last bursts
+reached. Windows of time are counted by their bytes, because a link that waits fills few of them.
 
 A burst lasts until the receivers have acknowledged it: the kernel may take all of it at once, and send it for seconds.
+A window is as long as its bytes need, over several bursts on a slow link. The first window of a burst counts only if it
+is the only one, because a token bucket that has filled meanwhile passes it faster.
 """
 
 from __future__ import annotations
+
+from bisect import bisect_left
+from collections import deque
+from itertools import accumulate
 
 SAMPLE_SECONDS = 0.05
 """Most time between two looks at what has been delivered."""
@@ -17,17 +22,21 @@ SAMPLE_SECONDS = 0.05
 IDLE_BYTES = 16 * 1024
 """Most bytes on their way with which nothing is being sent: heartbeats and the like are always on their way."""
 
-WINDOW_SECONDS = 0.1
-"""Least time that a rate is taken over: what socket buffers and token buckets swallow at once is no rate."""
+WINDOW_SECONDS = 0.01
+"""Least time that a rate is taken over: a wake-up of this process may be late by a millisecond or two."""
 
-MIN_BYTES = 256 * 1024
-"""Fewest bytes of a window: with fewer it tells more of round trips than of bandwidth. A link of 1 Mbit/s takes 2 s."""
+MIN_BYTES = 128 * 1024
+"""Fewest bytes of a window: with fewer it tells more of round trips and lumps than of bandwidth. A link of 1 Mbit/s
+takes 1 s."""
 
-MAX_WINDOWS = 1024
-"""Most windows of one burst: more than a minute's, after which others tell nothing new."""
+BURST_SECONDS = 10.0
+"""Longest burst: a link that is never idle counts as several, so its bandwidth is known too."""
 
-KEPT = 0.5
-"""Weight of all earlier bursts against the newest: a link that slows down by half is known after three rounds."""
+BURSTS = 6
+"""Bursts that count. A round has two, so a link that slows down is known after three rounds."""
+
+FASTEST = 0.1
+"""Share of the bytes that were sent at the estimate or faster."""
 
 
 class Bandwidth:
@@ -42,7 +51,8 @@ class Bandwidth:
         self._began: tuple[float, int] | None = None
         self._last = 0.0, 0
         self._window = 0.0, 0
-        self._rates: list[float] = []
+        self._windows: list[tuple[float, int]] = []
+        self._bursts: deque[list[tuple[float, int]]] = deque(maxlen=BURSTS)
 
     def observe(self, now: float, delivered: int) -> None:
         """Something has been waiting or on its way since the last call, if there was one in this burst.
@@ -58,9 +68,9 @@ class Bandwidth:
         seconds, count = self._window[0] + now - since, self._window[1] + delivered - before
         self._window = seconds, count
         if seconds >= WINDOW_SECONDS and count >= MIN_BYTES:
-            self._window = 0.0, 0
-            if len(self._rates) < MAX_WINDOWS:
-                self._rates.append(count / seconds)
+            self._add(seconds, count)
+        if now - self._began[0] >= BURST_SECONDS:
+            self.end_burst(now, delivered)
 
     @property
     def sample_seconds(self) -> float:
@@ -69,15 +79,23 @@ class Bandwidth:
         return min(max(lasted, SAMPLE_SECONDS) / 10, SAMPLE_SECONDS)
 
     def end_burst(self, now: float, delivered: int) -> None:
-        """All has been delivered."""
-        if self._began is not None and not self._rates:
+        """All has been delivered, or the burst has been as long as it may."""
+        if self._began is not None and not self._windows:
             # Little was sent, or all of it soon. That it was over so soon is what counts then.
             since, before = self._began
             if delivered - before >= MIN_BYTES and now > since:
-                self._window = 0.0, 0
-                self._rates.append((delivered - before) / (now - since))
-        if rates := sorted(self._rates[1:] or self._rates):
-            kept = KEPT if self.estimate else 0.0
-            self.estimate = kept * self.estimate + (1 - kept) * rates[len(rates) * 3 // 4]
+                self._add(now - since, delivered - before)
         self._began = None
-        self._rates.clear()
+        if self._windows:
+            self._bursts.append(self._windows[1:] or self._windows)
+            self._windows = []
+            self.estimate = self._fastest()
+
+    def _add(self, seconds: float, count: int) -> None:
+        self._window = 0.0, 0
+        self._windows.append((count / seconds, count))
+
+    def _fastest(self) -> float:
+        windows = sorted((window for burst in self._bursts for window in burst), reverse=True)
+        reached = list(accumulate(count for _, count in windows))
+        return windows[bisect_left(reached, FASTEST * reached[-1])][0]

@@ -134,8 +134,8 @@ class PeerChannels:
 
     @property
     def delivered(self) -> int:
-        """Bytes delivered to the peer so far, by channels that have closed too."""
-        return self._delivered + sum(channel.delivered for channel in self.channels)
+        """Bytes delivered to the peer by direct channels so far, closed ones included. Libp2p tells of no delivery."""
+        return self._delivered + sum(channel.delivered for channel in self.direct)
 
     @property
     def received(self) -> int:
@@ -166,11 +166,14 @@ class PeerChannels:
 
     def remove(self, channel: Channel) -> None:
         """Note that a channel is of no more use; what it carried still counts."""
-        (self.direct if channel in self.direct else self.streams).remove(channel)
+        if channel in self.direct:
+            self.direct.remove(channel)
+            self._delivered += channel.delivered
+        else:
+            self.streams.remove(channel)
         self.greeted.discard(channel)
         self._moved.pop(channel, None)
         self.outbox.lose(channel)
-        self._delivered += channel.delivered
         self._received += channel.received
         self.news.set()
 
@@ -510,7 +513,7 @@ class Sessions:
         """Sample the bytes delivered, again and again from the first bulk frame until all bulk is."""
         now, all_channels = self._loop.time(), self._peers.values()
         delivered = self._delivered_before + sum(channels.delivered for channels in all_channels)
-        on_way = sum(channel.in_flight for channels in all_channels for channel in channels.channels)
+        on_way = sum(channel.in_flight for channels in all_channels for channel in channels.direct)
         if begins or on_way > IDLE_BYTES or any(channels.outbox.has_bulk for channels in all_channels):
             self.bandwidth.observe(now, delivered)
             self._measuring = self._loop.call_later(self.bandwidth.sample_seconds, self._measure)

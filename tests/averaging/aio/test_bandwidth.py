@@ -75,12 +75,34 @@ def test_a_slow_link_is_measured_over_several_rounds_with_few_bytes_each() -> No
     assert bandwidth.estimate == pytest.approx(125e3, rel=0.05)
 
 
-def test_a_link_that_slows_down_is_known_after_three_bursts() -> None:
+def test_a_link_that_is_never_idle_is_measured() -> None:
+    bandwidth = Bandwidth()
+    for tick in range(400):
+        bandwidth.observe(tick * 0.05, int(125e3 * tick * 0.05))
+    assert bandwidth.estimate == pytest.approx(125e3, rel=0.05)
+
+
+def test_a_link_that_slows_down_is_known_after_three_rounds_of_two_bursts_each() -> None:
     bandwidth, now = Bandwidth(), 0.0
     now = send(bandwidth, 100e6, 1.0)
-    for _ in range(3):
+    for _ in range(2 * 3):
         now = send(bandwidth, 10e6, 1.0, now + 1)
-    assert bandwidth.estimate == pytest.approx(10e6 + 90e6 / 8, rel=0.02)
+    assert bandwidth.estimate == pytest.approx(10e6, rel=0.02)
+
+
+def test_late_receivers_hide_nothing_if_the_link_was_full_for_a_tenth_of_the_bytes() -> None:
+    """A fast member of a group whose others acknowledge late: most of the time next to nothing passes."""
+    bandwidth, now, delivered = Bandwidth(), 0.0, 0
+    for _ in range(5):
+        for rate, seconds in ((25e6, 0.03), (4e6, 0.2), (2e6, 0.3), (0.1e6, 3.0)):
+            until = now + seconds
+            while now < until:
+                bandwidth.observe(now, delivered)
+                step = bandwidth.sample_seconds
+                now, delivered = now + step, delivered + int(rate * step)
+        bandwidth.end_burst(now, delivered)
+        now += 1.0
+    assert bandwidth.estimate == pytest.approx(25e6, rel=0.2)
 
 
 def test_a_burst_shorter_than_a_window_counts_as_a_whole() -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
+from equipoise.averaging.aio import bandwidth
 from equipoise.averaging.aio import sessions as module
 from equipoise.averaging.aio.sessions import PeerChannels, Sessions
 from equipoise.averaging.ports import Channel
@@ -155,6 +156,19 @@ async def test_a_round_goes_through_direct_channels(pair: Pair) -> None:
     pair.sessions["a"].post("b", b"control")
     assert await pair.hear(2) == [b"control", b"bulk"]
     assert not pair.streams["a"].channels
+
+
+@pytest.mark.parametrize("direct", [True, False], ids=["direct", "libp2p"])
+async def test_only_what_direct_channels_deliver_is_measured(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, direct: bool
+) -> None:
+    monkeypatch.setattr(bandwidth, "SAMPLE_SECONDS", 0.0)
+    pair.begin(b"credential of b" if direct else b"")
+    for _ in range(4):
+        pair.sessions["a"].post_bulk("b", ROUND, lambda: (b"bulk", bytes(bandwidth.MIN_BYTES)))
+    await pair.hear(4)
+    pair.sessions["a"]._measure()
+    assert (pair.sessions["a"].bandwidth.estimate > 0) == direct, "libp2p swallows megabytes at once"
 
 
 async def test_only_a_round_meets_the_others_that_it_admits(pair: Pair) -> None:
