@@ -132,7 +132,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
         tasks: Tasks of its event loop; it grows with runs and peers, and not with rounds.
         threads: Threads of its process.
         files: Open descriptors of its process, sockets included.
-        clients: Number of connected clients.
+        clients: Number of scripts that are connected, each counted once. `equipoise status` does not count itself.
         swarm: Its standing towards the others.
         runs: The runs that it takes part in.
         kernels: Implementation that encodes and decodes.

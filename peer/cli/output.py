@@ -121,7 +121,7 @@ def _overview(status: Status) -> Iterator[RenderableType]:
     yield from _headline(status)
     yield Text()
     process = f"{_short(status.peer_id)}, pid {status.pid}, up {_duration(status.uptime)}"
-    connected = f"{count(len(status.swarm.connected), 'peer')}, {count(status.clients, 'client')}"
+    connected = f"{count(len(status.swarm.connected), 'peer')}, {count(status.clients, 'script')}"
     rows = [("daemon", process), ("connected", connected)]
     given = sorted(status.swarm.bootstrap, key=lambda row: row.state == "connected")
     # The reason why one leads nowhere names its host and port.
@@ -151,7 +151,7 @@ def _details(status: Status) -> Iterator[RenderableType]:
     yield from (_line("joins through", f"{row.address} ({_why(row)})") for row in swarm.bootstrap)
     yield from (_line("met before", f"{row.address} ({_why(row)})") for row in swarm.returning)
     yield from (_line("reached", line) for line in _reach(swarm.reach))
-    yield _line("connected", f"{count(len(swarm.connected), 'peer')}, {count(status.clients, 'client')}")
+    yield _line("connected", f"{count(len(swarm.connected), 'peer')}, {count(status.clients, 'script')}")
     yield from (_line("direct", line) for line in _direct(swarm.direct))
     yield _line("memory", f"{status.memory / 1e6:.0f} MB")
     yield _line("holds", f"{status.tasks} tasks, {status.threads} threads, {status.files} open files")

@@ -132,8 +132,8 @@ class Daemon:
         """The daemon's answer to a greeting."""
         return Welcome(self._swarm.peer, self._config.name, os.getpid(), self._config.home)
 
-    def status(self) -> Status:
-        """A snapshot of everything that can be asked about the daemon."""
+    def status(self, clients: int) -> Status:
+        """A snapshot of everything that can be asked about the daemon, which has so many clients."""
         process, swarm = psutil.Process(), self._standing()
         return Status(
             name=self._config.name,
@@ -144,7 +144,7 @@ class Daemon:
             tasks=len(asyncio.all_tasks()),
             threads=process.num_threads(),
             files=process.num_fds(),
-            clients=self.server.clients,
+            clients=clients,
             swarm=swarm,
             runs=tuple(session.status() for session in self.service.sessions),
             kernels=self.service.kernels,

@@ -62,12 +62,17 @@ class Connection:
     def __init__(self, connected: FrameSocket, daemon: Host, pid: int) -> None:
         self._socket = connected
         self._daemon = daemon
-        self._pid = pid
+        self.pid = pid
         self._client = f"process {pid}"
         self._sessions: dict[str, Session] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = asyncio.Event()
         self._greeted = False
+
+    @property
+    def takes_part(self) -> bool:
+        """True while the client is in a run."""
+        return bool(self._sessions)
 
     @property
     def silent(self) -> bool:
@@ -81,7 +86,7 @@ class Connection:
 
     async def serve(self) -> None:
         """Serve until the client goes or `close` is called; then leave its runs and close the socket."""
-        with _watching(self._pid, self.close):
+        with _watching(self.pid, self.close):
             reading = asyncio.create_task(self._read())
             closed = asyncio.create_task(self._closed.wait())
             await asyncio.wait({reading, closed}, return_when=asyncio.FIRST_COMPLETED)
@@ -139,7 +144,7 @@ class Connection:
                 f"the daemon speaks version {CONTROL_VERSION} of the control protocol and the client version "
                 f"{hello.version}; upgrade equipoise on the {older}'s side and start that again"
             )
-        self._client = f"{hello.client[:64]!r} (process {self._pid})"
+        self._client = f"{hello.client[:64]!r} (process {self.pid})"
         self._greeted = True
         await self._socket.send(messages.encode_reply(number, self._daemon.welcome()))
 
@@ -188,7 +193,7 @@ class Connection:
             case messages.Ping():
                 return None
             case messages.AskStatus():
-                return self._daemon.status()
+                return self._daemon.status(self._daemon.server.clients(self))
             case messages.AskPeers():
                 return [row for session in service.sessions for row in await session.peers()]
             case messages.AskRounds(limit):
@@ -258,10 +263,9 @@ class ControlServer:
         self._connections: dict[Connection, asyncio.Task[None]] = {}
         self._acceptor: Acceptor | None = None
 
-    @property
-    def clients(self) -> int:
-        """Number of connected clients."""
-        return len(self._connections)
+    def clients(self, asker: Connection) -> int:
+        """Number of connected processes. The one that asks, as `equipoise status`, counts only if it is in a run."""
+        return len({one.pid for one in self._connections if one is not asker or one.takes_part})
 
     def start(self, listener: socket.socket) -> None:
         """Accept clients on `listener`, which is taken over."""

@@ -280,4 +280,4 @@ def test_a_client_that_is_closed_while_it_connects_leaves_no_connection(
 
     eventually(lambda: links[0].lost, "the end of its connection")
     with connect(machines[0].home) as other:
-        eventually(lambda: other.status().clients == 1 and not other.status().runs, "the end of the run")
+        eventually(lambda: other.status().clients == 0 and not other.status().runs, "the end of the run")

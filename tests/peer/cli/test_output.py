@@ -111,6 +111,7 @@ def test_nothing_is_folded_or_cut_when_piped(capsys: pytest.CaptureFixture[str])
     short = REASON.replace(PEER, f"..{PEER[-8:]}")
     assert "\nrun       state      round  ok        why\n" in text
     assert f"\ndigits-0  Gathering  12     41 of 43  waits for two of four: {short}\n" in text
+    assert "connected      0 peers, 2 scripts\n" in text
     assert f"joins through  refused: {short}\n" in text
     assert f"met before     ..{OTHER[-8:]}, timeout: next attempt in 42 s: {short}\n" in text
     assert PEER not in text

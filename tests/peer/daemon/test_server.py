@@ -42,10 +42,17 @@ def sockets(home: Path) -> Iterator[list[socket.socket]]:
 
 
 def test_silent_clients_are_in_nobodys_way(home: Path, sockets: list[socket.socket]) -> None:
-    with connect(home) as client:
-        eventually(lambda: client.status().clients <= MAX_CONNECTIONS, "the end of a silent client")
+    with connect(home):
+        assert sockets[0].recv(1) == b"", "the daemon has closed the connection"
 
-    assert sockets[0].recv(1) == b""
+
+def test_a_script_counts_once_and_what_only_asks_does_not_count(home: Path) -> None:
+    with connect(home) as asking:
+        assert asking.status().clients == 0, "as `equipoise status` on a daemon without a script"
+        with connect(home), connect(home):
+            assert asking.status().clients == 1, "two connections of one kernel"
+        asking.join("digits", [torch.zeros(2)])
+        assert asking.status().clients == 1, "it is in a run"
 
 
 def test_closing_a_client_does_not_wait_for_the_end_of_the_daemon(
