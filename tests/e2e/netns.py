@@ -67,7 +67,7 @@ class Host:
 
     Attributes:
         namespace: Name of its network namespace.
-        address: Its IPv4 address; a private one behind a NAT.
+        address: Its only address; a private one behind a NAT.
         public: The address that others see: its router's behind a NAT.
         port: Name of the switch's port that its traffic passes.
         gateway: Namespace at the other end of its cable: the switch's, or its router's.
@@ -102,7 +102,8 @@ class Network:
         neighbours: Mapping[int, int] | None = None,
         lan: str = PUBLIC,
     ) -> None:
-        """`neighbours` of hosts behind a NAT share its router: an index of `nat` for each. Others are in `lan`."""
+        """`neighbours` of hosts behind a NAT share its router: an index of `nat` for each. Others are in `lan`:
+        three bytes of IPv4 addresses, or a prefix of IPv6 ones, as `fd00:7`."""
         neighbours = neighbours or {}
         nat = {*nat, *symmetric, *neighbours}
         if not 1 <= hosts <= MAX_HOSTS or not set(nat) <= set(range(hosts)):
@@ -216,7 +217,7 @@ class Network:
         return (host.namespace, "eth0"), (host.gateway, host.socket)
 
     def _host(self, index: int) -> Host:
-        address, port = f"{self._lan}.{index + 1}", f"port{index}"
+        address, port = f"{self._lan}{'::' if ':' in self._lan else '.'}{index + 1}", f"port{index}"
         namespace = self._namespace(f"host{index}")
         self._plug(port, namespace, address)
         return Host(namespace, address, address, port, self._switch, port)
@@ -300,7 +301,9 @@ def _sweep() -> None:
 
 
 def _configure(namespace: str, device: str, address: str) -> None:
-    _ip(namespace, "address", "add", f"{address}/24", "dev", device)
+    # Without `nodad` nothing can be bound to an IPv6 address for a second or two.
+    words = [f"{address}/64", "nodad"] if ":" in address else [f"{address}/24"]
+    _ip(namespace, "address", "add", *words, "dev", device)
     _ip(namespace, "link", "set", device, "up")
 
 
