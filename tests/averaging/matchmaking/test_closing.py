@@ -11,7 +11,7 @@ from equipoise.averaging.machines import policy
 from equipoise.averaging.matchmaking import events
 from equipoise.averaging.matchmaking import messages as wire
 from equipoise.averaging.matchmaking.context import Context
-from equipoise.averaging.matchmaking.group_builder import INVITE_AGAIN_SECONDS
+from equipoise.averaging.matchmaking.group_builder import INVITE_AGAIN_SECONDS, GroupBuilder, Parked
 from equipoise.averaging.matchmaking.machine import Matchmaking
 from equipoise.averaging.options import Needs
 from equipoise.averaging.outcome import Gathering, Idle
@@ -167,6 +167,25 @@ def test_a_drawn_peer_that_dies_is_replaced_by_the_next_which_has_time_to_leave_
         one.handle(events.MessageReceived(next_, wire.LeaveRequest(RUN, ticket)), 6.0)
         assert not groups(alive(one, NAMES, 50.0, 6.0)), "it trains"
         assert groups(joins(one, next_, 50.0)) == [set(NAMES[:6]) - {dead}]
+
+
+def test_a_round_still_waits_for_a_peer_that_a_newcomer_has_displaced() -> None:
+    order = list(draw(NAMES, STATE.lineage, fraction=1.0, minimum=0))
+    first, *others = order[4:]
+    federated = Federated(fraction=0.4, quorum=2, grace=100.0)
+    context = Context(RUN, SPEC, first, Needs(8, 2), signer(first), verify)
+    policy = federated.policy(context)
+    for peers in (others, [*others, order[0]]):
+        context.membership.see([Record(name) for name in (first, *peers)], 1.0)
+        for name in peers:
+            context.membership.hear(name, 1.0)
+        drawn = policy.draw(STATE, 1.0).peers
+    assert order[0] in drawn
+    assert order[5] not in drawn, "it is displaced"
+    gathering = GroupBuilder(0, Needs(8, 2))
+    gathering.park(Parked(join(first, state=STATE), 1.0, 99.0, 0))
+    expected, _ = policy.awaited(gathering, 1.0)
+    assert order[5] in expected
 
 
 def test_a_replacement_that_stays_declines() -> None:

@@ -15,7 +15,12 @@ from equipoise.averaging.ports import FrameRefused
 from equipoise.averaging.state import MAX_EPOCH, StateId
 from equipoise.averaging.statesync import answers, messages, snapshot_quorum
 from equipoise.averaging.statesync.answers import Request
-from equipoise.averaging.statesync.chunk_scheduler import ChunkScheduler
+from equipoise.averaging.statesync.chunk_scheduler import (
+    LONG_SECONDS,
+    MAX_REST_SECONDS,
+    ChunkScheduler,
+    Source,
+)
 from equipoise.averaging.statesync.chunks import (
     CHUNK_BYTES,
     DIGEST_BYTES,
@@ -322,7 +327,53 @@ def test_more_than_the_limit_is_refused_before_any_memory_is_asked_for() -> None
     assert f"at most {3 * CHUNK_BYTES - 1} bytes" in end.outcome.reason
 
 
+def test_a_known_peer_that_is_there_is_asked_alone_and_strangers_have_no_say() -> None:
+    poll = snapshot_quorum.SnapshotQuorum(5, frozenset({"a"}))
+    assert poll.see(("a", "b", "c"), 0.0) == ["a"]
+    assert poll.see(("b", "c"), 1.0) == ["b", "c"], "none of them is left"
+
+
+def test_donors_whose_snapshots_differ_are_asked_less_and_less_often() -> None:
+    newcomer, wishes = Newcomer("a", "b"), []
+    epoch = 5
+    for _ in range(60):
+        for kind, peer in enumerate(("a", "b")):
+            newcomer.hear(peer, answer(epoch, offer_of(epoch, kind)))
+        if any(message.wanted and message.wanted[0] > epoch for _, message in newcomer.asked(Ask)):
+            wishes.append(newcomer.now)
+            epoch = newcomer.machine._poll.wanted[0]
+        newcomer.wait(0.5)
+    gaps = [after - before for before, after in itertools.pairwise(wishes)]
+    assert gaps == sorted(gaps)
+    assert gaps[-1] >= 4 * gaps[0]
+
+
 # ---- a download ----
+
+
+def test_a_donor_that_stalls_rests_twice_as_long_each_time_until_it_delivers() -> None:
+    source, rests = Source(), []
+    for now in (0.0, 100.0, 200.0, 300.0):
+        source.ask(1, now)
+        assert source.stall(now) == [1]
+        rests.append(source.rests_until - now)
+    assert rests == [STALL_SECONDS, 2 * STALL_SECONDS, 4 * STALL_SECONDS, MAX_REST_SECONDS][: len(rests)]
+    source.ask(1, 400.0)
+    source.deliver(1, 400.1)
+    source.ask(2, 401.0)
+    source.stall(401.0)
+    assert source.rests_until == 401.0 + STALL_SECONDS
+
+
+def test_a_slow_donor_is_asked_for_half_as_many_chunks() -> None:
+    source = Source()
+    for chunk in range(4):
+        source.ask(chunk, 0.0)
+        source.deliver(chunk, 0.1)
+    wide = source.room(1.0)
+    source.ask(9, 1.0)
+    source.deliver(9, 1.0 + 2 * LONG_SECONDS)
+    assert source.room(9.0) == wide // 2
 
 
 def test_all_donors_are_asked_and_told_when_it_is_over() -> None:

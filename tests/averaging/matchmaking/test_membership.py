@@ -1,0 +1,78 @@
+"""A peer's knowledge of the others, and the wait for parked joins, each by itself."""
+
+from __future__ import annotations
+
+import pytest
+
+from equipoise.averaging.matchmaking import messages as wire
+from equipoise.averaging.matchmaking.events import MessageReceived
+from equipoise.averaging.matchmaking.group_builder import GroupBuilder, Parked
+from equipoise.averaging.matchmaking.membership import (
+    MAX_PEERS,
+    MAX_SUSPECT_SECONDS,
+    SUSPECT_SECONDS,
+    Membership,
+)
+from equipoise.averaging.strategy import Needs
+from equipoise.averaging.timing import GRACE, INITIAL_WAIT, INVITE_SECONDS
+from fakes.matchmaking import asks, elapse, join, machine, ready, roles
+from simulator.matchmaking import RUN, SPEC, Record
+
+
+def knows(*names: str) -> Membership:
+    one = Membership("alice", SPEC, 4)
+    one.see([Record(name) for name in names], 0.0)
+    for name in names[:8]:
+        one.hear(name, 0.0)
+    return one
+
+
+def test_each_loss_in_a_row_doubles_the_time_without_questions() -> None:
+    one, now, waits = knows("bob"), 0.0, []
+    for _ in range(6):
+        one.lose("bob", now)
+        low, high = now, now + 2 * MAX_SUSPECT_SECONDS
+        while high - low > 0.01:
+            middle = (low + high) / 2
+            low, high = (middle, high) if one.suspects("bob", middle) else (low, middle)
+        waits.append(high - now)
+        now = high
+    assert waits == pytest.approx(
+        [*(SUSPECT_SECONDS * 2**n for n in range(4)), *[MAX_SUSPECT_SECONDS] * 2], abs=0.02
+    )
+
+
+def test_a_flooded_directory_fills_no_memory() -> None:
+    one = knows(*(f"peer{n}" for n in range(MAX_PEERS + 9)))
+    assert one.knows("peer0")
+    assert not one.knows(f"peer{MAX_PEERS}")
+
+
+def test_one_mate_that_boasts_does_not_change_the_believed_round() -> None:
+    one = knows("bob", "carol", "dave")
+    one.shared(["bob", "carol", "dave"])
+    for name, round in (("bob", 5), ("carol", 6), ("dave", 900)):
+        one.advance(name, round)
+    assert one.believed_round(1.0) == 6
+
+
+def test_a_join_after_long_waits_of_others_still_gets_in() -> None:
+    gathering = GroupBuilder(0, Needs(4))
+    for name, arrived in (("bob", 0.0), ("carol", 0.1), ("dave", 9.0)):
+        gathering.park(Parked(join(name), arrived, 1.0, 0))
+    assert gathering.out_of_patience() == 9.0 + GRACE
+
+
+def test_a_member_that_comes_after_the_close_teaches_how_late_it_was() -> None:
+    coordinator, second, rest = roles(3)
+    one = machine(coordinator, second, *rest)
+    one.handle(ready(), 1.0)
+    one.handle(asks(second), 1.0)
+    elapse(one, 1.0, 1.0 + INVITE_SECONDS)
+    one.handle(MessageReceived(rest[0], wire.Whereabouts(RUN, 0)), 1.0 + INVITE_SECONDS)
+    elapse(one, 1.0 + INVITE_SECONDS, 1.0 + INITIAL_WAIT)
+    learnt = one._context.straggler_wait._seen
+    before = list(learnt)
+    for now in (5.0, 6.0):
+        one.handle(asks(rest[0]), now)
+    assert list(learnt) == [*before, pytest.approx(4.0)], "once"
