@@ -43,14 +43,15 @@ log = logging.getLogger(__name__)
 class Host(Protocol):
     """The daemon that the clients reach."""
 
+    server: ControlServer
     service: Service
     history: History
 
     def welcome(self) -> messages.Welcome:
         """Return the answer to a greeting."""
 
-    def status(self) -> Status:
-        """Return a snapshot of everything that can be asked about the daemon."""
+    def status(self, clients: int) -> Status:
+        """Return a snapshot of everything that can be asked about the daemon, which has so many clients."""
 
     def request_stop(self, reason: str) -> None:
         """Begin to stop."""
