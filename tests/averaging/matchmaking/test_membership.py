@@ -13,7 +13,7 @@ from equipoise.averaging.matchmaking.membership import (
     SUSPECT_SECONDS,
     Membership,
 )
-from equipoise.averaging.strategy import Needs
+from equipoise.averaging.options import Needs
 from equipoise.averaging.timing import GRACE, INITIAL_WAIT, INVITE_SECONDS
 from fakes.matchmaking import asks, elapse, join, machine, ready, roles
 from simulator.matchmaking import RUN, SPEC, Record
