@@ -174,17 +174,17 @@ def test_a_round_still_waits_for_a_peer_that_a_newcomer_has_displaced() -> None:
     first, *others = order[4:]
     federated = Federated(fraction=0.4, quorum=2, grace=100.0)
     context = Context(RUN, SPEC, first, Needs(8, 2), signer(first), verify)
-    policy = federated.policy(context)
+    closing = policy(federated, context)
     for peers in (others, [*others, order[0]]):
         context.membership.see([Record(name) for name in (first, *peers)], 1.0)
         for name in peers:
             context.membership.hear(name, 1.0)
-        drawn = policy.draw(STATE, 1.0).peers
+        drawn = closing.draw(STATE, 1.0).peers
     assert order[0] in drawn
     assert order[5] not in drawn, "it is displaced"
     gathering = GroupBuilder(0, Needs(8, 2))
     gathering.park(Parked(join(first, state=STATE), 1.0, 99.0, 0))
-    expected, _ = policy.awaited(gathering, 1.0)
+    expected, _ = closing.awaited(gathering, 1.0)
     assert order[5] in expected
 
 
