@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
+from random import Random
 
 from equipoise.averaging.aio.round_driver import HEADER_PREFIX_BYTES, ROUND_FRAME, Rounds
 from equipoise.averaging.aio.run_driver import MATCHMAKING_FRAME, RunDriver
@@ -51,6 +52,7 @@ class Router:
         bandwidth: Bytes per second that this peer can send; 0 to measure it.
         direct: Carries frames between members of a group faster than `transport`, where it can.
         reducer: Reduces parts on a device; without one the loop does, on the CPU.
+        chance: See `Sessions`; a simulation gives one with a seed.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class Router:
         bandwidth: float = 0.0,
         direct: DirectTransport | None = None,
         reducer: DeviceReducer | None = None,
+        chance: Random | None = None,
     ) -> None:
         self._runs: dict[str, RunDriver] = {}
         self._leftovers: OrderedDict[str, tuple[Transfer, asyncio.TimerHandle]] = OrderedDict()
@@ -68,7 +71,7 @@ class Router:
         directory.carry = self._carry
         self._identity = identity
         self._bandwidth = bandwidth
-        self._sessions = Sessions(transport, self, direct)
+        self._sessions = Sessions(transport, self, direct, chance)
         self._rounds = Rounds(self._sessions, reducer)
         self._tasks = TaskSet()
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
-import random
 import time
 from collections import deque
 from collections.abc import Sized
@@ -105,7 +103,7 @@ class RunDriver:
         self._identity = identity
         context = Context(spec.name, spec.hash, sessions.peer, spec.needs, identity.sign, identity.verify)
         self._membership = context.membership
-        self._machine = matchmaker(spec.strategy, context, random.Random())
+        self._machine = matchmaker(spec.strategy, context, sessions.chance)
         self._spec_diff = SpecDiff(spec, sessions.peer, self._loop.time())
         self._claims = Claims(spec.options.group_size)
         self._compared = asyncio.Event()
@@ -354,7 +352,7 @@ class RunDriver:
             again, dialable = dialable is not None, self._sessions.dialable
             join = msgspec.structs.replace(
                 join,
-                nonce=os.urandom(NONCE_BYTES),
+                nonce=self._sessions.chance.randbytes(NONCE_BYTES),
                 bandwidth=self._bandwidth,
                 credential=self._sessions.credential,
                 dialable=dialable,

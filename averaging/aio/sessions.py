@@ -19,8 +19,8 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-import os
 from collections.abc import Mapping
+from random import Random, SystemRandom
 from typing import Protocol
 
 from equipoise.averaging.aio.bandwidth import IDLE_BYTES, Bandwidth
@@ -110,11 +110,11 @@ class PeerChannels:
         news: Set when a channel was opened, greeted or removed, or when no direct one will be open for now.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, session: bytes) -> None:
         self.streams: list[Channel] = []
         self.direct: list[Channel] = []
         self.greeted: set[Channel] = set()
-        self.outbox = Outbox(os.urandom(SESSION_BYTES))
+        self.outbox = Outbox(session)
         self.writer: asyncio.Task[None] | None = None
         self.dialling: asyncio.Task[None] | None = None
         self.patience = 0.0
@@ -202,16 +202,23 @@ class Sessions:
         transport: Opens and accepts channels.
         receiver: Is told of frames and losses.
         direct: Opens and accepts faster ones between members of a group, where there is such a thing.
+        chance: Makes the names of sessions, joins and downloads; by default such that nobody can guess them.
 
     Attributes:
         pool: Memory for the bodies of frames.
+        chance: This daemon's source of chance.
         bandwidth: The bandwidth of this peer, as measured while something waits to be sent.
     """
 
     def __init__(
-        self, transport: Transport, receiver: Receiver, direct: DirectTransport | None = None
+        self,
+        transport: Transport,
+        receiver: Receiver,
+        direct: DirectTransport | None = None,
+        chance: Random | None = None,
     ) -> None:
         self.pool = BufferPool()
+        self.chance = chance or SystemRandom()
         self.bandwidth = Bandwidth()
         self._transport = transport
         self._receiver = receiver
@@ -356,7 +363,7 @@ class Sessions:
     # ---- dialling ----
 
     def _get(self, peer: str) -> PeerChannels:
-        channels = self._peers.pop(peer, None) or PeerChannels()
+        channels = self._peers.pop(peer, None) or PeerChannels(self.chance.randbytes(SESSION_BYTES))
         self._peers[peer] = channels  # most recently used last
         if len(self._peers) > MAX_PEERS:
             unused = [
@@ -563,7 +570,7 @@ class Sessions:
                 channels.remove(other)
                 other.close()
         channels.greeted.clear()
-        if channels.outbox.begin_anew(os.urandom(SESSION_BYTES)):
+        if channels.outbox.begin_anew(self.chance.randbytes(SESSION_BYTES)):
             self._tell_lost(channel.peer, "it has begun another session", gone=True)
 
     async def _receive(self, channels: PeerChannels, channel: Channel) -> None:

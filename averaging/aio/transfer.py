@@ -6,7 +6,6 @@ import asyncio
 import heapq
 import logging
 import mmap
-import os
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sized
 from itertools import accumulate
@@ -294,7 +293,7 @@ class Transfer:
         Raises:
             ValueError: A download of this run is going on already.
         """
-        run, ticket = self._spec.name, os.urandom(TICKET_BYTES)
+        run, ticket = self._spec.name, self._sessions.chance.randbytes(TICKET_BYTES)
         request = Request(run, self._spec.hash, ticket, at_least, limit, circle=among, barred=barred)
         got = await self._get(request, timeout, room)
         if got.state is None:
@@ -351,7 +350,7 @@ class Transfer:
             memory = memoryview(mmap.mmap(-1, size))  # It takes no memory before it is written to.
             return memory
 
-        spec, ticket = self._spec, os.urandom(TICKET_BYTES)
+        spec, ticket = self._spec, self._sessions.chance.randbytes(TICKET_BYTES)
         limit = spec.layout.encoded_size + MAX_MANIFEST_BYTES
         quorum = spec.strategy.quorum if spec.strategy.least else 0
         membership, drawn = self._membership, frozenset(self.draw(after).peers)

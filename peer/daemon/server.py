@@ -8,17 +8,15 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Protocol
 
 from equipoise.dht.streams import Acceptor
 from equipoise.peer.control import messages
-from equipoise.peer.control.messages import CONTROL_VERSION, Hello, Request, RunRequest
+from equipoise.peer.control.messages import CONTROL_VERSION, Hello
 from equipoise.peer.control.socket import SEND_SECONDS, FrameSocket
-from equipoise.peer.daemon.history import History
-from equipoise.peer.daemon.session import Service, Session
+from equipoise.peer.daemon.dispatcher import Dispatcher, Serving
 from equipoise.peer.errors import ControlError, EquipoiseError, Refused
 from equipoise.peer.home import BACKLOG, peer_credentials
-from equipoise.peer.shared_memory import SharedMemory
 from equipoise.peer.status import Status
 from equipoise.tasks import end
 
@@ -31,30 +29,22 @@ Where so many are connected, a new client takes the place of the oldest that has
 MAX_PENDING = 64
 """Requests of one client that are worked on at once, at most one round for each of its runs; more have to wait."""
 
-MAX_ROUNDS_LISTED = 64
-"""An outcome of a group of 64 takes about 8 KB; so many fit one frame."""
-
 HELLO_SECONDS = 30.0
 """Bounds the silence of a new connection: a client says hello at once, where it gets a processor."""
 
 log = logging.getLogger(__name__)
 
 
-class Host(Protocol):
+class Host(Serving, Protocol):
     """The daemon that the clients reach."""
 
     server: ControlServer
-    service: Service
-    history: History
 
     def welcome(self) -> messages.Welcome:
         """Return the answer to a greeting."""
 
     def status(self, clients: int) -> Status:
         """Return a snapshot of everything that can be asked about the daemon, which has so many clients."""
-
-    def request_stop(self, reason: str) -> None:
-        """Begin to stop."""
 
 
 class Connection:
@@ -64,8 +54,8 @@ class Connection:
         self._socket = connected
         self._daemon = daemon
         self.pid = pid
-        self._client = f"process {pid}"
-        self._sessions: dict[str, Session] = {}
+        script, take = f"process {pid}", connected.take_descriptor
+        self._dispatcher = Dispatcher(daemon, script, take, self._say, self._status)
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = asyncio.Event()
         self._greeted = False
@@ -73,7 +63,7 @@ class Connection:
     @property
     def takes_part(self) -> bool:
         """True while the client is in a run."""
-        return bool(self._sessions)
+        return self._dispatcher.takes_part
 
     @property
     def silent(self) -> bool:
@@ -107,17 +97,15 @@ class Connection:
 
     async def leave_all(self, reason: str) -> None:
         """Leave all runs of this client, and wait until what was asked has been answered."""
-        await self._leave_sessions(reason)
+        await self._dispatcher.leave_all(reason)
         if self._tasks:
             _, late = await asyncio.wait(self._tasks, timeout=SEND_SECONDS)
             for task in late:
                 task.cancel()
-        await self._leave_sessions(reason)  # A join may have been on its way.
+        await self._dispatcher.leave_all(reason)  # A join may have been on its way.
 
-    async def _leave_sessions(self, reason: str) -> None:
-        sessions = list(self._sessions.values())
-        self._sessions.clear()
-        await asyncio.gather(*(self._daemon.service.leave(session, reason) for session in sessions))
+    def _status(self) -> Status:
+        return self._daemon.status(self._daemon.server.clients(self))
 
     async def _read(self) -> None:
         try:
@@ -129,10 +117,10 @@ class Connection:
                     await self._dispatch(frame)
                 frames = await self._socket.frames()
         except (TimeoutError, ControlError, Refused) as error:
-            log.warning("dropped %s: %s", self._client, error or "it said nothing")
+            log.warning("dropped %s: %s", self._dispatcher.client, error or "it said nothing")
             await self.dismiss(_reason(error))
         except (OSError, EOFError) as error:
-            log.debug("%s has gone: %s", self._client, error)
+            log.debug("%s has gone: %s", self._dispatcher.client, error)
 
     async def _greet(self, frame: bytes) -> None:
         number, content = messages.decode_number(frame)
@@ -145,7 +133,7 @@ class Connection:
                 f"the daemon speaks version {CONTROL_VERSION} of the control protocol and the client version "
                 f"{hello.version}; upgrade equipoise on the {older}'s side and start that again"
             )
-        self._client = f"{hello.client[:64]!r} (process {self.pid})"
+        self._dispatcher.client = f"{hello.client[:64]!r} (process {self.pid})"
         self._greeted = True
         await self._socket.send(messages.encode_reply(number, self._daemon.welcome()))
 
@@ -161,7 +149,7 @@ class Connection:
         try:
             await self._socket.send(reply)
         except (OSError, TimeoutError) as error:
-            log.info("%s cannot be answered: %s", self._client, error)
+            log.info("%s cannot be answered: %s", self._dispatcher.client, error)
             self.close()
 
     async def _say(self, line: str) -> None:
@@ -175,85 +163,13 @@ class Connection:
             number, content = messages.decode_number(frame)
             request = messages.decode_request(content)
             what = type(request).__name__
-            return messages.encode_reply(number, await self._do(request))
+            return messages.encode_reply(number, await self._dispatcher.do(request))
         except (EquipoiseError, ValueError) as error:
             failure = _reason(error)
         except Exception as error:
             log.exception("%s failed", what)
             failure = f"the daemon failed at {what}: {_reason(error)}; its log says more"
         return messages.encode_reply(number, failure=failure)
-
-    async def _do(self, request: Request[Any]) -> object:
-        """Do what is asked; returns the answer, of the type that the request names."""
-        service = self._daemon.service
-        match request:
-            case messages.JoinRun():
-                fd = self._socket.take_descriptor()
-                self._sessions[request.run] = await service.join(request, fd, self._client, self._say)
-                return None
-            case messages.Ping():
-                return None
-            case messages.AskStatus():
-                return self._daemon.status(self._daemon.server.clients(self))
-            case messages.AskPeers():
-                return [row for session in service.sessions for row in await session.peers()]
-            case messages.AskRounds(limit):
-                return self._daemon.history.last(min(max(limit, 1), MAX_ROUNDS_LISTED))[-MAX_ROUNDS_LISTED:]
-            case messages.StopDaemon():
-                self._daemon.request_stop(f"asked by {self._client}")
-                return None
-            case messages.OfferState() | messages.FetchState() | messages.FetchMean():
-                return await self._transfer(request)
-            case RunRequest():
-                return await self._do_in(self._session(request.run), request)
-        raise Refused(f"expected a request, got {type(request).__name__}")
-
-    async def _do_in(self, session: Session, request: RunRequest[Any]) -> object:
-        match request:
-            case messages.AgreeRun(_, terms, buffers, observes, dtypes):
-                await session.agree(terms, buffers, observes, dtypes)
-            case messages.StartRound():
-                outcome = await session.start_round(request)
-                self._daemon.history.add(outcome)
-                return outcome
-            case messages.StopRound(_, why):
-                session.stop_round(why)
-            case messages.StopFetch():
-                (await session.transfer()).withdraw("cancelled")
-            case messages.ReportAccumulated(_, weight):
-                await session.report_accumulated(weight)
-            case messages.TellStatus(_, topic, line):
-                session.tell(topic, line)
-            case messages.AskState():
-                return await session.state()
-            case messages.AskDraw(_, state):
-                return await session.draw(state)
-            case messages.AskProgress(_, target):
-                return await session.progress(target)
-            case messages.LeaveRun(run):
-                await self._daemon.service.leave(session, "its client has left the run")
-                self._sessions.pop(run, None)
-        return None
-
-    async def _transfer(
-        self, request: messages.OfferState | messages.FetchState | messages.FetchMean
-    ) -> object:
-        size = request.limit if isinstance(request, messages.FetchState) else request.size
-        # Taken first: it must not be left to the next request where this one is refused.
-        with contextlib.closing(SharedMemory.attach(self._socket.take_descriptor(), size)) as memory:
-            session = self._session(request.run)
-            match request:
-                case messages.FetchState():
-                    return await session.fetch(request, memory)
-                case messages.FetchMean():
-                    return await session.fetch_mean(request, memory)
-            await (await session.transfer()).offer(request.state, memory.view(size, writable=False))
-        return None
-
-    def _session(self, run: str) -> Session:
-        if run not in self._sessions:
-            raise Refused(f"this client does not take part in run {run[:64]!r}", "join it first")
-        return self._sessions[run]
 
 
 class ControlServer:

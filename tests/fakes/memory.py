@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from random import Random
 
 from equipoise.averaging.ports import MAX_BODY_BYTES, MAX_HEADER_BYTES, Buffer, Channel, FrameRefused, Place
 
@@ -26,9 +27,21 @@ class Entry:
 
 
 class Net:
-    """Peers that reach each other."""
+    """Peers that reach each other.
 
-    def __init__(self) -> None:
+    Attributes:
+        latency: Seconds that a frame is under way.
+        lag: Seconds until others see a record.
+        loss: Share of the frames at which a channel breaks; what is under way on it is lost.
+        cuts: Pairs of peers that reach each other no more.
+        frozen: Peers whose records stay as they are.
+    """
+
+    def __init__(self, latency: float = 0.0, lag: float = 0.0, loss: float = 0.0, seed: int = 0) -> None:
+        self.latency, self.lag, self.loss = latency, lag, loss
+        self.chance = Random(seed)
+        self.cuts: set[frozenset[str]] = set()
+        self.frozen: set[str] = set()
         self.transports: dict[str, MemoryTransport] = {}
         self.records: dict[str, dict[str, Entry]] = {}
         self._views: dict[tuple[str, str], int] = {}
@@ -61,6 +74,13 @@ class Net:
             self._looked.notify_all()
         return entries
 
+    def cut(self, *names: str) -> None:
+        """Part these peers from all others."""
+        self.cuts |= {frozenset((a, b)) for a in names for b in self.transports.keys() - set(names)}
+        for channel in [one for other in self.transports.values() for one in other.channels]:
+            if frozenset((channel.peer, channel.owner)) in self.cuts:
+                channel.close()
+
     def kill(self, name: str) -> None:
         """As by SIGKILL: its channels break, and it cannot be dialled."""
         transport = self.transports.pop(name)
@@ -74,6 +94,7 @@ class MemoryChannel:
         self, owner: MemoryTransport, peer: str, inbox: asyncio.Queue, outbox: asyncio.Queue
     ) -> None:
         self._owner = owner
+        self._net = owner.net
         self._peer = peer
         self._inbox = inbox
         self._outbox = outbox
@@ -87,12 +108,19 @@ class MemoryChannel:
     def peer(self) -> str:
         return self._peer
 
+    @property
+    def owner(self) -> str:
+        return self._owner.peer
+
     async def send(self, header: Buffer, body: Buffer = b"") -> None:
         if len(header) > MAX_HEADER_BYTES or len(body) > MAX_BODY_BYTES:
             raise ValueError(f"a frame of {len(header)} + {len(body)} bytes exceeds the maximum")
         if self.closed:
             raise ConnectionError(f"the channel to {self._peer} is closed")
-        await self._outbox.put((bytes(header), bytes(body)))
+        if self._net.loss and self._net.chance.random() < self._net.loss:
+            self.close()
+            raise ConnectionError(f"the channel to {self._peer} broke")
+        await self._outbox.put((bytes(header), bytes(body), _now() + self._net.latency))
         self.delivered += len(header) + len(body)
 
     async def receive(self, place: Place) -> tuple[bytes, memoryview]:
@@ -100,7 +128,11 @@ class MemoryChannel:
         if frame is None or self.closed:
             self.closed = True
             raise ConnectionError(f"the channel from {self._peer} is closed")
-        header, body = frame
+        header, body, due = frame
+        if due > _now():
+            await asyncio.sleep(due - _now())
+            if self.closed:
+                raise ConnectionError(f"the channel from {self._peer} broke")
         self.received += len(header) + len(body)
         self._owner.count_frame()
         if not body:
@@ -117,6 +149,7 @@ class MemoryChannel:
         if self.closed:
             return
         self.closed = True
+        self._owner.channels.remove(self)
         for queue in (self._inbox, self._outbox):
             while queue.full():
                 queue.get_nowait()
@@ -125,7 +158,7 @@ class MemoryChannel:
 
 class MemoryTransport:
     def __init__(self, net: Net, peer: str, dialable: bool) -> None:
-        self._net = net
+        self.net = net
         self._peer = peer
         self._dialable = dialable
         self.handler: Callable[[Channel], Awaitable[None]] | None = None
@@ -143,9 +176,10 @@ class MemoryTransport:
         return self._dialable
 
     async def open(self, peer: str) -> Channel:
-        await asyncio.sleep(0)
-        other = self._net.transports.get(peer)
-        if other is None or other.handler is None or not other.dialable:
+        await asyncio.sleep(2 * self.net.latency)
+        other = self.net.transports.get(peer)
+        severed = frozenset((peer, self._peer)) in self.net.cuts
+        if other is None or other.handler is None or not other.dialable or severed:
             raise ConnectionError(f"cannot reach {peer}: nobody answers")
         to, back = asyncio.Queue(8), asyncio.Queue(8)
         mine, theirs = MemoryChannel(self, peer, back, to), MemoryChannel(other, self._peer, to, back)
@@ -195,6 +229,10 @@ class MemoryDirectory:
         observes: bool = False,
     ) -> None:
         peer = self._transport.peer
+        if self._net.lag:
+            await asyncio.sleep(self._net.lag)
+        if peer in self._net.frozen:
+            return
         self._net.records.setdefault(run, {})[peer] = Entry(
             peer,
             spec,
@@ -208,10 +246,15 @@ class MemoryDirectory:
         )
 
     async def withdraw(self, run: str) -> None:
-        self._net.records.get(run, {}).pop(self._transport.peer, None)
+        if self._transport.peer not in self._net.frozen:
+            self._net.records.get(run, {}).pop(self._transport.peer, None)
 
     async def peers(self, run: str) -> Sequence[Entry]:
         return await self._net.view(run, self._transport.peer)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
 
 
 class FakeIdentity:

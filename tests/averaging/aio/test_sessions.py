@@ -264,7 +264,7 @@ async def test_a_daemon_that_stops_waits_for_no_dial_with_its_goodbye(pair: Pair
 
 
 def test_a_direct_channel_is_tried_again_ever_more_seldom_and_frames_wait_for_the_first_only() -> None:
-    link, tried = PeerChannels(), []
+    link, tried = PeerChannels(b"session"), []
     for now in range(200):
         if link.dials(float(now), seconds=0.5):
             tried.append((now, link.patience - now))

@@ -1,0 +1,148 @@
+"""The requests of one client to the daemon: each is done in the run that it names, and its answer returned."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any, Protocol
+
+from equipoise.peer.control import messages
+from equipoise.peer.control.messages import Request, RunRequest
+from equipoise.peer.daemon.session import Service, Session
+from equipoise.peer.errors import Refused
+from equipoise.peer.shared_memory import SharedMemory
+
+if TYPE_CHECKING:
+    from equipoise.peer.daemon.history import History
+    from equipoise.peer.status import Status
+
+MAX_ROUNDS_LISTED = 64
+"""An outcome of a group of 64 takes about 8 KB; so many fit one frame."""
+
+
+class Serving(Protocol):
+    """The daemon, as a dispatcher needs it."""
+
+    service: Service
+    history: History
+
+    def request_stop(self, reason: str) -> None:
+        """Begin to stop."""
+
+
+class Dispatcher:
+    """Does the requests of one client, whatever brings them.
+
+    Args:
+        daemon: Serves the client.
+        take_descriptor: Returns the next descriptor that the client has sent, which is taken over.
+        say: Has the client's script log a line.
+        status: Returns the daemon's status, as this client is to see it.
+
+    Attributes:
+        client: The client, as messages name it.
+    """
+
+    def __init__(
+        self,
+        daemon: Serving,
+        client: str,
+        take_descriptor: Callable[[], int],
+        say: Callable[[str], Awaitable[None]],
+        status: Callable[[], Status],
+    ) -> None:
+        self.client = client
+        self._daemon = daemon
+        self._take_descriptor = take_descriptor
+        self._say = say
+        self._status = status
+        self._sessions: dict[str, Session] = {}
+
+    @property
+    def takes_part(self) -> bool:
+        """True while the client is in a run."""
+        return bool(self._sessions)
+
+    async def do(self, request: Request[Any]) -> object:
+        """Do what is asked; returns the answer, of the type that the request names.
+
+        Raises:
+            EquipoiseError: It is refused; says why.
+            ValueError: It has a value that is out of range.
+        """
+        service = self._daemon.service
+        match request:
+            case messages.JoinRun():
+                fd = self._take_descriptor()
+                self._sessions[request.run] = await service.join(request, fd, self.client, self._say)
+                return None
+            case messages.Ping():
+                return None
+            case messages.AskStatus():
+                return self._status()
+            case messages.AskPeers():
+                return [row for session in service.sessions for row in await session.peers()]
+            case messages.AskRounds(limit):
+                return self._daemon.history.last(min(max(limit, 1), MAX_ROUNDS_LISTED))[-MAX_ROUNDS_LISTED:]
+            case messages.StopDaemon():
+                self._daemon.request_stop(f"asked by {self.client}")
+                return None
+            case messages.OfferState() | messages.FetchState() | messages.FetchMean():
+                return await self._transfer(request)
+            case RunRequest():
+                return await self._do_in(self._session(request.run), request)
+        raise Refused(f"expected a request, got {type(request).__name__}")
+
+    async def leave_all(self, reason: str) -> None:
+        """Leave all runs of this client."""
+        sessions = list(self._sessions.values())
+        self._sessions.clear()
+        await asyncio.gather(*(self._daemon.service.leave(session, reason) for session in sessions))
+
+    async def _do_in(self, session: Session, request: RunRequest[Any]) -> object:
+        match request:
+            case messages.AgreeRun(_, terms, buffers, observes, dtypes):
+                await session.agree(terms, buffers, observes, dtypes)
+            case messages.StartRound():
+                outcome = await session.start_round(request)
+                self._daemon.history.add(outcome)
+                return outcome
+            case messages.StopRound(_, why):
+                session.stop_round(why)
+            case messages.StopFetch():
+                (await session.transfer()).withdraw("cancelled")
+            case messages.ReportAccumulated(_, weight):
+                await session.report_accumulated(weight)
+            case messages.TellStatus(_, topic, line):
+                session.tell(topic, line)
+            case messages.AskState():
+                return await session.state()
+            case messages.AskDraw(_, state):
+                return await session.draw(state)
+            case messages.AskProgress(_, target):
+                return await session.progress(target)
+            case messages.LeaveRun(run):
+                await self._daemon.service.leave(session, "its client has left the run")
+                self._sessions.pop(run, None)
+        return None
+
+    async def _transfer(
+        self, request: messages.OfferState | messages.FetchState | messages.FetchMean
+    ) -> object:
+        size = request.limit if isinstance(request, messages.FetchState) else request.size
+        # Taken first: it must not be left to the next request where this one is refused.
+        with contextlib.closing(SharedMemory.attach(self._take_descriptor(), size)) as memory:
+            session = self._session(request.run)
+            match request:
+                case messages.FetchState():
+                    return await session.fetch(request, memory)
+                case messages.FetchMean():
+                    return await session.fetch_mean(request, memory)
+            await (await session.transfer()).offer(request.state, memory.view(size, writable=False))
+        return None
+
+    def _session(self, run: str) -> Session:
+        if run not in self._sessions:
+            raise Refused(f"this client does not take part in run {run[:64]!r}", "join it first")
+        return self._sessions[run]
