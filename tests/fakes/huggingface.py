@@ -10,7 +10,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
 from equipoise.peer.training.adapters.huggingface import SwarmCallback
-from fakes.training import FakeSwarm
+from fakes.world import World
 
 BATCH = 4
 EPOCHS = 6
@@ -56,11 +56,11 @@ def trainer(folder: Path, what: GPT2LMHeadModel, samples: Sequence[Sample], **op
 class Computing(TrainerCallback):
     """What a forward and a backward pass take."""
 
-    def __init__(self, fake: FakeSwarm) -> None:
-        self.fake = fake
+    def __init__(self, world: World) -> None:
+        self.world = world
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
-        self.fake.compute(0.5)
+        self.world.compute(0.5)
 
 
 class Noting(TrainerCallback):
@@ -80,19 +80,19 @@ def flat(what: torch.nn.Module) -> torch.Tensor:
 def swarm_of(
     folder: Path, peers: int, callback: dict[str, Any], **options: Any
 ) -> list[tuple[Trainer, SwarmCallback]]:
-    fake, made = FakeSwarm(), []
+    world, made = World(), []
 
     def work(peer: int) -> None:
         what = model()
-        run = fake.join(f"peer{peer}", "text", what)
-        one = SwarmCallback(run, clock=fake.clock, **callback)
+        run = world.join(f"peer{peer}", "text", what)
+        one = SwarmCallback(run, clock=world.clock, **callback)
         training = trainer(folder, what, data(peer), **options)
         training.add_callback(one)
-        training.add_callback(Computing(fake))
+        training.add_callback(Computing(world))
         made.append((training, one))
         training.train()
 
     for peer in range(peers):
-        fake.peer(f"peer{peer}", lambda peer=peer: work(peer))
-    fake.run()
+        world.peer(f"peer{peer}", lambda peer=peer: work(peer))
+    world.run()
     return made

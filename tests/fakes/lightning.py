@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from equipoise.peer.training.adapters.lightning import SwarmCallback
-from fakes.training import FakeSwarm
+from fakes.world import World
 from oracles.training import Batch, batch_of, loss_of, network
 
 BATCH = 4
@@ -62,18 +62,18 @@ def flat(what: nn.Module) -> torch.Tensor:
 def swarm_of(
     folder: Path, callback: dict[str, Any], **options: Any
 ) -> list[tuple[Regression, SwarmCallback, Trainer]]:
-    fake, made = FakeSwarm(), []
+    world, made = World(), []
 
     def work(peer: int) -> None:
-        module = Regression(compute=fake.compute)
+        module = Regression(compute=world.compute)
         one = SwarmCallback(
-            fake.join(f"peer{peer}", "text", module), batch_size=BATCH, clock=fake.clock, **callback
+            world.join(f"peer{peer}", "text", module), batch_size=BATCH, clock=world.clock, **callback
         )
         training = trainer(folder, callbacks=[one], **options)
         made.append((module, one, training))
         training.fit(module, batches(peer))
 
     for peer in range(2):
-        fake.peer(f"peer{peer}", lambda peer=peer: work(peer))
-    fake.run()
+        world.peer(f"peer{peer}", lambda peer=peer: work(peer))
+    world.run()
     return made

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from equipoise.averaging.outcome import Outcome
+from equipoise.peer.client.run import Run
 from equipoise.peer.training import SwarmOptimizer
-from fakes.training import FakeRun, FakeSwarm
+from fakes.world import World
 from oracles.training import batch_of, loss_of, network
 
 SAMPLES = 8
@@ -22,19 +23,16 @@ def adamw(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
 class Trainer:
     """One peer; the target is what four of them come to with one batch each."""
 
-    def __init__(
-        self, swarm: FakeSwarm, index: int, epochs: int, seconds: float = 0.5, **options: Any
-    ) -> None:
+    def __init__(self, swarm: World, index: int, epochs: int, seconds: float = 0.5, **options: Any) -> None:
         self.swarm, self.index, self.epochs, self.seconds = swarm, index, epochs, seconds
         self.options = {
             "target_batch_size": 4 * SAMPLES,
             "batch_size": SAMPLES,
-            "clock": swarm.clock,
             **options,
         }
         self.make: Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer] = adamw
         self.model: Any = network()
-        self.run: FakeRun
+        self.run: Run
         self.opt: SwarmOptimizer
         self.calls = 0
         self.seen: list[tuple[int, str]] = []
@@ -75,7 +73,7 @@ class Trainer:
         return {name: one.detach() for name, one in self.model.named_parameters()}
 
 
-def trained(swarm: FakeSwarm, peers: int = 4, epochs: int = 5, **options: Any) -> list[Trainer]:
+def trained(swarm: World, peers: int = 4, epochs: int = 5, **options: Any) -> list[Trainer]:
     trainers = [Trainer(swarm, index, epochs, **options).begin() for index in range(peers)]
     swarm.run()
     return trainers

@@ -20,13 +20,22 @@ from typing import Any, TypeVar
 from equipoise.averaging.aio.round_driver import HEADER_PREFIX_BYTES, ROUND_FRAME
 from equipoise.averaging.aio.router import Router
 from equipoise.averaging.outcome import Outcome
+from equipoise.averaging.state import StateId
 from equipoise.dht.records import TTL_SECONDS
 from equipoise.dht.state import ReachStatus
 from equipoise.peer.client.connect import Client
 from equipoise.peer.client.run import Run
 from equipoise.peer.client.tensors import Tensors
 from equipoise.peer.control.client import ANSWER_SECONDS, Connection
-from equipoise.peer.control.messages import Answer, Request, Welcome
+from equipoise.peer.control.messages import (
+    Answer,
+    FetchMean,
+    FetchState,
+    OfferState,
+    Request,
+    StartRound,
+    Welcome,
+)
 from equipoise.peer.daemon.dispatcher import Dispatcher
 from equipoise.peer.daemon.session import Service
 from equipoise.peer.errors import DaemonLost, EquipoiseError, Refused
@@ -171,7 +180,8 @@ class WorldLink(Connection):
             answer, error = await self.dispatcher.do(request), None
         except (EquipoiseError, ValueError) as refused:
             answer, error = None, Refused(str(refused))
-        await asyncio.sleep(self._world.holds(request))
+        if answer is not None:
+            await asyncio.sleep(self._world.held_back(request))
         if reply.done():
             return
         self._world.log.append((self._world.now, self.welcome.peer_id, request, answer))
@@ -186,7 +196,8 @@ class World:
         log: All that scripts have asked their daemons, with the answers: time, peer, request, answer.
         rounds: Ids of the rounds that have begun, in that order.
         fails: Called with the number of a round, from 1, and a peer; whether no frame of it gets through there.
-        holds: Called with a request; the seconds for which its answer is held back.
+        fetch_seconds: What the download of a snapshot takes longer than the network takes.
+        recover_seconds: And that of a mean that was missed.
         codec: Codec of runs that are joined without one.
         options: Further options of `join`.
     """
@@ -199,7 +210,7 @@ class World:
         self.log: list[tuple[float, str, Request[Any], Any]] = []
         self.rounds: list[bytes] = []
         self.fails: Callable[[int, str], bool] = lambda number, peer: False
-        self.holds: Callable[[Request[Any]], float] = lambda request: 0.0
+        self.fetch_seconds = self.recover_seconds = 0.0
         self.links: dict[str, WorldLink] = {}
         self.daemons: dict[str, WorldDaemon] = {}
         self._workers: dict[str, Worker] = {}
@@ -267,6 +278,11 @@ class World:
         try:
             self.time.run()
         finally:
+            self.close()
+
+    def close(self) -> None:
+        """End the daemons; idempotent."""
+        if not self.loop.is_closed():
             self.loop.run_until_complete(self._stop())
             self.loop.run_until_complete(self.loop.shutdown_asyncgens())
             self.loop.close()
@@ -304,6 +320,37 @@ class World:
             if self.fails(number, sender) or self.fails(number, receiver):
                 return []
         return [(header, body)]
+
+    def held_back(self, request: Request[Any]) -> float:
+        """The seconds for which the answer is held back."""
+        if isinstance(request, FetchState):
+            return self.fetch_seconds
+        return self.recover_seconds if isinstance(request, FetchMean) else 0.0
+
+    # ---- what has happened ----
+
+    @property
+    def recovered(self) -> list[tuple[str, StateId]]:
+        """Who had which missed mean."""
+        asked = [(peer, request, got) for _, peer, request, got in self.log if isinstance(request, FetchMean)]
+        return [(peer, request.after) for peer, request, got in asked if got is not None and got.ok]
+
+    @property
+    def offered(self) -> list[str]:
+        """Who has made a snapshot for others."""
+        return [peer for _, peer, asked, _ in self.log if isinstance(asked, OfferState)]
+
+    @property
+    def made(self) -> tuple[int, tuple[str, ...]]:
+        """The epoch of the last state that a round has made, and the peers that made it."""
+        counted = [one for _, _, one in self.outcomes if one.ok and one.state is not None and one.givers]
+        last = max(counted, key=lambda one: one.state.epoch, default=None)
+        return (0, ()) if last is None else (last.state.epoch + 1, tuple(last.givers))
+
+    @property
+    def outcomes(self) -> list[tuple[float, str, Outcome]]:
+        """The outcomes of rounds at each peer, with their times."""
+        return [(at, peer, got) for at, peer, asked, got in self.log if isinstance(asked, StartRound) and got]
 
     async def _stop(self) -> None:
         for link in self.links.values():

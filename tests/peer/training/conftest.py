@@ -8,10 +8,19 @@ import pytest
 import torch
 
 from fakes.training import FakeSwarm
+from fakes.world import World
+
+
+@pytest.fixture(params=["fp32"])
+def world(request: pytest.FixtureRequest) -> Iterator[World]:
+    found = World(request.param)
+    yield found
+    found.close()
 
 
 @pytest.fixture(params=["fp32"])
 def fake(request: pytest.FixtureRequest) -> FakeSwarm:
+    """For the few tests that say what each round gives."""
     return FakeSwarm(request.param)
 
 

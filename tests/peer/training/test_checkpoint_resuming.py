@@ -21,7 +21,7 @@ from equipoise.peer.training.checkpoint import (
     Misfit,
     read_manifest,
 )
-from fakes.training import FakeSwarm, Killed
+from fakes.world import Killed, World
 from oracles.training import batch_of, loss_of, network
 
 SAMPLES = 8
@@ -31,7 +31,7 @@ PEERS = 2
 class Trainer:
     """The loop that a user would write, whose checkpoints are in a directory of the peer's own."""
 
-    def __init__(self, swarm: FakeSwarm, folder: Path, index: int, epochs: int, **options: Any) -> None:
+    def __init__(self, swarm: World, folder: Path, index: int, epochs: int, **options: Any) -> None:
         self.swarm, self.index, self.epochs = swarm, index, epochs
         checkpoints = Checkpoints(
             every=4, directory=folder / f"peer{index}", resume=options.pop("resume", True)
@@ -74,7 +74,7 @@ def settle() -> None:
 
 
 def train(folder: Path, epochs: int, **options: Any) -> list[Trainer]:
-    swarm = FakeSwarm()
+    swarm = World()
     trainers = [Trainer(swarm, folder, index, epochs, **options) for index in range(PEERS)]
     swarm.run()
     return trainers
@@ -96,7 +96,8 @@ def test_stopping_and_resuming_changes_nothing(tmp_path: Path) -> None:
     straight = train(tmp_path / "b", 14)
     assert [trainer.began for trainer in resumed] == [6, 6]
     assert torch.equal(resumed[0].flat(), resumed[1].flat())
-    assert resumed[0].opt.id == straight[0].opt.id
+    assert resumed[0].opt.id == resumed[1].opt.id
+    assert resumed[0].opt.epoch == straight[0].opt.epoch
     assert torch.equal(resumed[0].flat(), straight[0].flat())
 
 
@@ -136,7 +137,7 @@ def test_other_terms_are_refused_and_nothing_is_loaded(
     tmp_path: Path, options: dict[str, Any], expected: str
 ) -> None:
     train(tmp_path, 4)
-    swarm = FakeSwarm()
+    swarm = World()
     trainer = Trainer(swarm, tmp_path, 0, 5, **options)
     with pytest.raises(Misfit, match=expected):
         swarm.run()
@@ -145,7 +146,7 @@ def test_other_terms_are_refused_and_nothing_is_loaded(
 
 def test_another_model_is_refused(tmp_path: Path) -> None:
     train(tmp_path, 4)
-    swarm = FakeSwarm()
+    swarm = World()
     trainer = Trainer(swarm, tmp_path, 0, 5)
     trainer.model = nn.Sequential(network(), nn.Linear(4, 4))
     with pytest.raises(Misfit, match=r"another model: '\d+ tensors, \d+ values, layout [0-9a-f]{16}' there"):
@@ -156,7 +157,7 @@ def test_a_directory_of_truncated_ones_is_refused_in_one_line(tmp_path: Path) ->
     train(tmp_path, 4)
     for path in (tmp_path / "peer0" / "text").glob("epoch-*"):
         os.truncate(path / IMAGE_FILE, 100)
-    swarm = FakeSwarm()
+    swarm = World()
     Trainer(swarm, tmp_path, 0, 5)
     with pytest.raises(Damaged, match=r"is truncated: state\.safetensors has 100 bytes of") as caught:
         swarm.run()
@@ -164,7 +165,7 @@ def test_a_directory_of_truncated_ones_is_refused_in_one_line(tmp_path: Path) ->
 
 
 def test_a_temporary_home_is_no_place_for_checkpoints(tmp_path: Path) -> None:
-    swarm = FakeSwarm()
+    swarm = World()
     Trainer(swarm, tmp_path, 0, 5, checkpoints=Checkpoints())
     with pytest.raises(
         CheckpointError, match="temporary home; give the Peer a home, or Checkpoints a directory"
@@ -179,7 +180,7 @@ def test_a_state_in_the_middle_of_an_update_is_not_written(tmp_path: Path) -> No
                 self.param_groups[0]["params"][0].add_(1.0)
             raise KeyboardInterrupt
 
-    swarm = FakeSwarm()
+    swarm = World()
     model = network()
 
     def work() -> None:
@@ -206,18 +207,18 @@ def test_a_state_in_the_middle_of_an_update_is_not_written(tmp_path: Path) -> No
 
 def train_locally(folder: Path, steps: int, fragments: int) -> list[DiLoCo]:
     """Two peers that exchange every four of their steps; returns what they came to."""
-    fake, made = FakeSwarm(), []
+    world, made = World(), []
 
     def work(peer: int) -> None:
         model = network()
-        run = fake.join(f"peer{peer}", "text", model)
+        run = world.join(f"peer{peer}", "text", model)
         checkpoints = Checkpoints(every=2, directory=folder / f"peer{peer}", resume=True)
         inner = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        local = DiLoCo(run, every=4, fragments=fragments, checkpoints=checkpoints, clock=fake.clock)
+        local = DiLoCo(run, every=4, fragments=fragments, checkpoints=checkpoints, clock=world.clock)
         made.append(local)
         with local:
             while local.steps < steps:
-                fake.compute(0.5)
+                world.compute(0.5)
                 inner.zero_grad()
                 loss_of(model, batch_of(peer, local.steps, SAMPLES)).backward()
                 inner.step()
@@ -226,8 +227,8 @@ def train_locally(folder: Path, steps: int, fragments: int) -> list[DiLoCo]:
             one.leave()
 
     for peer in range(PEERS):
-        fake.peer(f"peer{peer}", partial(work, peer))
-    fake.run()
+        world.peer(f"peer{peer}", partial(work, peer))
+    world.run()
     return made
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from equipoise.peer.training import ImageError, SwarmOptimizer
 from equipoise.peer.training.dcp import SwarmState
-from fakes.training import FakeSwarm
+from fakes.world import World
 from oracles.training import batch_of, loss_of, network
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
@@ -33,16 +33,16 @@ def halving(inner: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRSchedule
 
 def trained(make: Make, steps: int, model: nn.Module | None = None) -> SwarmOptimizer:
     """An optimizer that has made some steps alone."""
-    fake, made = FakeSwarm(), []
+    world, made = World(), []
 
     def work() -> None:
         own = model or network()
-        run = fake.join("peer0", "text", own)
+        run = world.join("peer0", "text", own)
         options: dict[str, Any] = {
             "target_batch_size": 8,
             "batch_size": 8,
             "patience": 0,
-            "clock": fake.clock,
+            "clock": world.clock,
         }
         made.append(run.optimizer(make(own.parameters()), scheduler=halving, **options))
         for step in range(steps):
@@ -50,8 +50,8 @@ def trained(make: Make, steps: int, model: nn.Module | None = None) -> SwarmOpti
             loss_of(own, batch_of(0, step, 8)).backward()
             made[0].step()
 
-    fake.peer("peer0", work)
-    fake.run()
+    world.peer("peer0", work)
+    world.run()
     return made[0]
 
 

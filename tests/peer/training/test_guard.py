@@ -17,7 +17,7 @@ from equipoise.peer import Refused
 from equipoise.peer.training import LocalSGD
 from equipoise.peer.training.guard import bit_sums
 from fakes.trainers import SAMPLES, Trainer, adamw, assert_alike
-from fakes.training import FakeSwarm
+from fakes.world import World
 from oracles.training import batch_of, loss_of, network
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
@@ -42,18 +42,20 @@ class Scripted(Trainer):
         super().backward()
 
 
-def two(fake: FakeSwarm, act: Act, both: bool = False, epochs: int = 12, **options: Any) -> list[Scripted]:
+def two(world: World, act: Act, both: bool = False, epochs: int = 12, **options: Any) -> list[Scripted]:
     """Two trainers; the first, or both, act."""
     acts = (act, act if both else nothing)
-    trainers = [Scripted(fake, index, epochs, act=acts[index], **options) for index in range(2)]
+    trainers = [Scripted(world, index, epochs, act=acts[index], **options) for index in range(2)]
     for trainer in trainers:
         trainer.begin()
-    fake.run()
+    world.run()
     return trainers
 
 
 def warned(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    """What scripts were told; daemons log beside them here."""
+    told = (record for record in caplog.records if not record.name.startswith("equipoise.averaging"))
+    return [record.getMessage() for record in told if record.levelname == "WARNING"]
 
 
 # ---- probes ----
@@ -86,58 +88,58 @@ def restores(trainer: Scripted) -> None:
 @pytest.mark.parametrize("scheduler", [None, warming])
 @pytest.mark.parametrize(("make", "at"), [(adamw, 0), (sgd, 0), (sgd, 3)], ids=["adamw", "sgd", "sgd later"])
 def test_a_probe_of_torchs_checkpoints_is_no_step(
-    fake: FakeSwarm, caplog: pytest.LogCaptureFixture, act: Act, scheduler: Any, make: Any, at: int
+    world: World, caplog: pytest.LogCaptureFixture, act: Act, scheduler: Any, make: Any, at: int
 ) -> None:
     def probes(trainer: Scripted) -> None:
         opt = trainer.opt
-        before = opt.id, opt.member.accumulated, opt.image(), fake.rounds, fake.now
+        before = opt.id, opt.member.accumulated, opt.image(), world.rounds, world.now
         act(trainer)
         assert (opt.id, opt.member.accumulated) == before[:2]
         assert torch.equal(opt.image(), before[2])
-        assert (fake.rounds, fake.now) == before[3:]
+        assert (world.rounds, world.now) == before[3:]
 
     trainers = [
-        Scripted(fake, index, 6, act=nothing if index else probes, at=range(at, at + 1), scheduler=scheduler)
+        Scripted(world, index, 6, act=nothing if index else probes, at=range(at, at + 1), scheduler=scheduler)
         for index in range(2)
     ]
     for trainer in trainers:
         trainer.make = make
         trainer.begin()
-    fake.run()
+    world.run()
     assert_alike(trainers)
     assert trainers[0].last.contributors == {"peer0": SAMPLES, "peer1": SAMPLES}
     assert trainers[0].calls == trainers[1].calls
     assert warned(caplog) == []
 
 
-def test_a_step_without_gradients_gives_nothing(fake: FakeSwarm) -> None:
+def test_a_step_without_gradients_gives_nothing(world: World) -> None:
     def steps(trainer: Scripted) -> None:
         trainer.opt.zero_grad()
         trainer.opt.step()
         assert trainer.opt.member.accumulated == 0
 
-    trainers = two(fake, steps, at=range(1))
+    trainers = two(world, steps, at=range(1))
     assert_alike(trainers)
     assert trainers[0].last.contributors == {"peer0": SAMPLES, "peer1": SAMPLES}
 
 
-def test_a_probe_is_no_local_step(fake: FakeSwarm) -> None:
+def test_a_probe_is_no_local_step(world: World) -> None:
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
     model, steps = network(), []
 
     def work() -> None:
-        run = fake.join("peer0", "text", model)
+        run = world.join("peer0", "text", model)
         inner = adamw(model.parameters())
-        with LocalSGD(run, every=10, clock=fake.clock) as group:
+        with LocalSGD(run, every=10, clock=world.clock) as group:
             get_optimizer_state_dict(model, inner)
             steps.append(group.steps)
             loss_of(model, batch_of(0, 0, SAMPLES)).backward()
             inner.step()
             steps.append(group.steps)
 
-    fake.peer("peer0", work)
-    fake.run()
+    world.peer("peer0", work)
+    world.run()
     assert steps == [0, 1]
 
 
@@ -184,9 +186,9 @@ def forgets(trainer: Scripted) -> None:
     ],
 )
 def test_a_peer_that_writes_says_so_and_takes_on_the_groups_state(
-    fake: FakeSwarm, caplog: pytest.LogCaptureFixture, act: Act, named: str
+    world: World, caplog: pytest.LogCaptureFixture, act: Act, named: str
 ) -> None:
-    writer, other = two(fake, act)
+    writer, other = two(world, act)
     assert_alike([writer, other])
     assert writer.seen[4][1].startswith("it caught up with the group at epoch 6")
     [told] = warned(caplog)
@@ -196,24 +198,22 @@ def test_a_peer_that_writes_says_so_and_takes_on_the_groups_state(
     assert {told for _, told in other.seen} == {"its state is the group's"}
 
 
-def test_a_write_to_a_frozen_parameter_is_told_once(
-    fake: FakeSwarm, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_write_to_a_frozen_parameter_is_told_once(world: World, caplog: pytest.LogCaptureFixture) -> None:
     @torch.no_grad()
     def merges(trainer: Scripted) -> None:
         trainer.model[0].weight.mul_(0.5)
 
-    trainers = [Scripted(fake, index, 8, act=act) for index, act in enumerate((merges, nothing))]
+    trainers = [Scripted(world, index, 8, act=act) for index, act in enumerate((merges, nothing))]
     for trainer in trainers:
         trainer.model[0].weight.requires_grad_(False)
         trainer.begin()
-    fake.run()
+    world.run()
     [told] = warned(caplog)
     assert "the script has written to frozen tensors, first to '0.weight'" in told
 
 
-def test_peers_that_all_write_the_same_go_on_together(fake: FakeSwarm) -> None:
-    trainers = two(fake, clamps, both=True)
+def test_peers_that_all_write_the_same_go_on_together(world: World) -> None:
+    trainers = two(world, clamps, both=True)
     assert_alike(trainers)
     assert float(trainers[0].model[2].weight.detach().abs().max()) < 0.2
     seen = [told for trainer in trainers for _, told in trainer.seen]
@@ -221,15 +221,15 @@ def test_peers_that_all_write_the_same_go_on_together(fake: FakeSwarm) -> None:
 
 
 def test_what_all_load_before_the_first_step_is_what_they_begin_with(
-    fake: FakeSwarm, caplog: pytest.LogCaptureFixture
+    world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
-    trainers = two(fake, loads, both=True, at=range(1))
+    trainers = two(world, loads, both=True, at=range(1))
     assert_alike(trainers)
     assert warned(caplog) == []
 
 
-def test_what_an_optimizer_remembers_at_the_start_is_part_of_the_state(fake: FakeSwarm) -> None:
-    first, second = Scripted(fake, 0, 1), Scripted(fake, 1, 1)
+def test_what_an_optimizer_remembers_at_the_start_is_part_of_the_state(world: World) -> None:
+    first, second = Scripted(world, 0, 1), Scripted(world, 1, 1)
     for parameter in second.model.parameters():
         parameter.grad = torch.ones_like(parameter)
     before = copy.deepcopy(second.model.state_dict())
@@ -242,19 +242,19 @@ def test_what_an_optimizer_remembers_at_the_start_is_part_of_the_state(fake: Fak
     assert first.opt.id != second.opt.id
 
 
-def test_a_swap_that_is_undone_is_no_write(fake: FakeSwarm, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_swap_that_is_undone_is_no_write(world: World, caplog: pytest.LogCaptureFixture) -> None:
     def swaps(trainer: Scripted) -> None:
         own = copy.deepcopy(trainer.model.state_dict())
         loads(trainer)
         trainer.model.load_state_dict(own)
 
-    trainers = two(fake, swaps, at=range(2, 8))
+    trainers = two(world, swaps, at=range(2, 8))
     assert_alike(trainers)
     assert {trainer.calls for trainer in trainers} == {12}
     assert warned(caplog) == []
 
 
-def test_a_peer_that_writes_before_each_step_is_refused_and_the_other_goes_on(fake: FakeSwarm) -> None:
+def test_a_peer_that_writes_before_each_step_is_refused_and_the_other_goes_on(world: World) -> None:
     errors: list[str] = []
 
     class Writing(Scripted):
@@ -264,10 +264,10 @@ def test_a_peer_that_writes_before_each_step_is_refused_and_the_other_goes_on(fa
             except Refused as error:
                 errors.append(str(error))
 
-    trainers = [Writing(fake, 0, 40, act=decays_by_data, at=range(4, 999)), Scripted(fake, 1, 40)]
+    trainers = [Writing(world, 0, 40, act=decays_by_data, at=range(4, 999)), Scripted(world, 1, 40)]
     for trainer in trainers:
         trainer.begin()
-    fake.run()
+    world.run()
     assert errors == [
         "the script has written to its parameters 3 times without an update; "
         "write in on_update= alone, alike on all peers"
@@ -275,17 +275,17 @@ def test_a_peer_that_writes_before_each_step_is_refused_and_the_other_goes_on(fa
     assert trainers[1].opt.epoch == 40
 
 
-def test_a_write_after_the_last_step_is_not_the_groups_state(fake: FakeSwarm) -> None:
+def test_a_write_after_the_last_step_is_not_the_groups_state(world: World) -> None:
     class Exporting(Scripted):
         def train(self) -> None:
             super().train()
             self.model.half()
             self.ended = self.opt.finish()
 
-    trainers = [Exporting(fake, index, 5) for index in range(2)]
+    trainers = [Exporting(world, index, 5) for index in range(2)]
     for trainer in trainers:
         trainer.begin()
-    fake.run()
+    world.run()
     assert [trainer.ended.in_step for trainer in trainers] == [False] * 2
     assert trainers[0].ended.reason.startswith("the script has written to '0.weight' since the last update")
     assert not trainers[0].opt.member.whole  # No checkpoint is made of it.
@@ -293,7 +293,7 @@ def test_a_write_after_the_last_step_is_not_the_groups_state(fake: FakeSwarm) ->
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_a_peer_whose_dtype_changed_is_refused_and_the_other_goes_on(
-    fake: FakeSwarm, dtype: torch.dtype
+    world: World, dtype: torch.dtype
 ) -> None:
     errors: list[str] = []
 
@@ -311,10 +311,10 @@ def test_a_peer_whose_dtype_changed_is_refused_and_the_other_goes_on(
                 self.opt.step()
             super().backward()
 
-    trainers = [Converting(fake, 0, 70), Scripted(fake, 1, 70)]
+    trainers = [Converting(world, 0, 70), Scripted(world, 1, 70)]
     for trainer in trainers:
         trainer.begin()
-    fake.run()
+    world.run()
     assert errors == [
         f"tensor '0.weight': expected torch.float32 on cpu, as at the start, got {dtype} on cpu; "
         "convert or move the model before join"
@@ -323,8 +323,8 @@ def test_a_peer_whose_dtype_changed_is_refused_and_the_other_goes_on(
     assert not any("astray" in told for _, told in trainers[1].seen)
 
 
-def test_another_tensor_in_the_place_of_a_parameter_is_refused(fake: FakeSwarm) -> None:
-    trainer = Scripted(fake, 0, 1)
+def test_another_tensor_in_the_place_of_a_parameter_is_refused(world: World) -> None:
+    trainer = Scripted(world, 0, 1)
     trainer.join()
     trainer.model[0].weight = nn.Parameter(trainer.model[0].weight.detach().clone())
     with pytest.raises(SchemaError, match=r"tensor '0\.weight' is another tensor than at the start"):
@@ -339,7 +339,7 @@ def halving(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRSche
 @pytest.mark.parametrize("as_tensor", [False, True])
 @pytest.mark.parametrize("key", ["lr", "weight_decay"])
 def test_a_changed_hyperparameter_is_taken_back(
-    fake: FakeSwarm, caplog: pytest.LogCaptureFixture, scheduler: Any, as_tensor: bool, key: str
+    world: World, caplog: pytest.LogCaptureFixture, scheduler: Any, as_tensor: bool, key: str
 ) -> None:
     def changes(trainer: Scripted) -> None:
         state = copy.deepcopy(trainer.opt.state_dict())
@@ -350,12 +350,13 @@ def test_a_changed_hyperparameter_is_taken_back(
         return torch.optim.AdamW(parameters, lr=torch.tensor(0.01) if as_tensor else 0.01, foreach=False)
 
     trainers = [
-        Scripted(fake, index, 8, act=nothing if index else changes, scheduler=scheduler) for index in range(2)
+        Scripted(world, index, 8, act=nothing if index else changes, scheduler=scheduler)
+        for index in range(2)
     ]
     for trainer in trainers:
         trainer.make = make
         trainer.begin()
-    fake.run()
+    world.run()
     assert_alike(trainers)
     assert {trainer.calls for trainer in trainers} == {8}
     [told] = warned(caplog)
@@ -363,8 +364,8 @@ def test_a_changed_hyperparameter_is_taken_back(
     assert "became 0.5, and it is taken back" in told
 
 
-def test_an_embedding_that_writes_in_its_forward_pass_is_refused(fake: FakeSwarm) -> None:
-    trainer = Scripted(fake, 0, 1)
+def test_an_embedding_that_writes_in_its_forward_pass_is_refused(world: World) -> None:
+    trainer = Scripted(world, 0, 1)
     trainer.model = nn.Sequential(nn.Embedding(50, 16, max_norm=1.0), nn.Linear(16, 4))
     with pytest.raises(Refused, match=r"'0' has max_norm: its forward pass writes its weight"):
         trainer.join()
@@ -404,7 +405,7 @@ class Averaging(Scripted):
 
 
 def test_on_update_is_called_once_for_each_update_also_of_newcomers_and_stragglers(
-    fake: FakeSwarm, caplog: pytest.LogCaptureFixture
+    world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Sleeping(Averaging):
         def backward(self) -> None:
@@ -414,15 +415,15 @@ def test_on_update_is_called_once_for_each_update_also_of_newcomers_and_straggle
 
     target = {"target_batch_size": 4 * SAMPLES}
     trainers = [
-        Averaging(fake, 0, 40, **target),
-        Averaging(fake, 1, 40, **target),
-        Sleeping(fake, 2, 40, **target),
+        Averaging(world, 0, 40, **target),
+        Averaging(world, 1, 40, **target),
+        Sleeping(world, 2, 40, **target),
     ]
-    newcomer = Averaging(fake, 3, 40, **target)
+    newcomer = Averaging(world, 3, 40, **target)
     for trainer in trainers:
         trainer.begin()
     newcomer.begin(at=6.0)
-    fake.run()
+    world.run()
     assert_alike([*trainers, newcomer])  # The image holds the shadow too.
     assert {int(trainer.shadow.n_averaged) for trainer in (*trainers, newcomer)} == {40}
     assert trainers[0].epochs_seen == list(range(1, 41))
@@ -431,7 +432,7 @@ def test_on_update_is_called_once_for_each_update_also_of_newcomers_and_straggle
 
 
 def test_extra_state_that_the_loop_changes_is_told_once(
-    fake: FakeSwarm, caplog: pytest.LogCaptureFixture
+    world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Natural(Averaging):
         def backward(self) -> None:
@@ -439,18 +440,18 @@ def test_extra_state_that_the_loop_changes_is_told_once(
                 self.shadow.update_parameters(self.model)
             super().backward()
 
-    Natural(fake, 0, 4, patience=0, by_loop=True, target_batch_size=SAMPLES).begin()
-    fake.run()
+    Natural(world, 0, 4, patience=0, by_loop=True, target_batch_size=SAMPLES).begin()
+    world.run()
     [told] = warned(caplog)
     assert "extra state 'shadow' has changed outside of on_update=" in told
 
 
-def test_weights_clipped_in_on_update_stay_alike(fake: FakeSwarm, caplog: pytest.LogCaptureFixture) -> None:
-    trainers = [Scripted(fake, index, 6) for index in range(2)]
+def test_weights_clipped_in_on_update_stay_alike(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    trainers = [Scripted(world, index, 6) for index in range(2)]
     for trainer in trainers:
         trainer.options["on_update"] = lambda trainer=trainer: clamps(trainer)
         trainer.begin()
-    fake.run()
+    world.run()
     assert_alike(trainers)
     assert {trainer.calls for trainer in trainers} == {6}
     assert float(trainers[0].model[2].weight.detach().abs().max()) == pytest.approx(0.05)
@@ -460,15 +461,15 @@ def test_weights_clipped_in_on_update_stay_alike(fake: FakeSwarm, caplog: pytest
 # ---- one optimizer, one run ----
 
 
-def test_one_torch_optimizer_for_two_runs_is_refused(fake: FakeSwarm) -> None:
+def test_one_torch_optimizer_for_two_runs_is_refused(world: World) -> None:
     model: Any = network()
     inner = adamw(model.parameters())
-    first = fake.join("peer0", "first", model)
+    first = world.join("peer0", "first", model)
     first.optimizer(inner, target_batch_size=8)
     with pytest.raises(Refused, match="got the one that steps run 'first'"):
-        fake.join("peer0", "second", model).optimizer(inner, target_batch_size=8)
+        world.join("peer0", "second", model).optimizer(inner, target_batch_size=8)
     first.left = True
-    fake.join("peer0", "third", model).optimizer(inner, target_batch_size=8)
+    world.join("peer0", "third", model).optimizer(inner, target_batch_size=8)
 
 
 def falling(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
@@ -478,7 +479,7 @@ def falling(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRSche
 
 @pytest.mark.parametrize("scheduler", [halving, falling])
 def test_a_scheduler_that_the_loop_steps_too_is_taken_back(
-    fake: FakeSwarm, caplog: pytest.LogCaptureFixture, scheduler: Any
+    world: World, caplog: pytest.LogCaptureFixture, scheduler: Any
 ) -> None:
     """The rate need not change at that step: it used to change some epochs later, on this peer alone."""
 
@@ -486,7 +487,7 @@ def test_a_scheduler_that_the_loop_steps_too_is_taken_back(
         assert trainer.opt.scheduler is not None
         trainer.opt.scheduler.step()
 
-    trainers = two(fake, steps, scheduler=scheduler)
+    trainers = two(world, steps, scheduler=scheduler)
     assert_alike(trainers)
     assert trainers[0].opt.param_groups[0]["lr"] == trainers[1].opt.param_groups[0]["lr"] < 0.01
     assert any("scheduler: its epoch, and it is taken back" in told for told in warned(caplog))
@@ -494,18 +495,18 @@ def test_a_scheduler_that_the_loop_steps_too_is_taken_back(
 
 @pytest.mark.parametrize("later", [False, True])
 def test_the_parameter_that_requires_gradients_only_now_or_no_more_is_named(
-    fake: FakeSwarm, later: bool
+    world: World, later: bool
 ) -> None:
     model: Any = network()
     model[2].weight.requires_grad_(not later)
-    run = fake.join("peer0", "text", model)
+    run = world.join("peer0", "text", model)
     model[2].weight.requires_grad_(later)
     with pytest.raises(SchemaError, match=r"have changed since join: 2\.weight; join again"):
         run.accumulate(model)
 
 
 def test_an_interrupted_update_is_no_write_of_the_script(
-    fake: FakeSwarm, caplog: pytest.LogCaptureFixture
+    world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Interrupted(Scripted):
         def join(self) -> None:
@@ -523,10 +524,10 @@ def test_an_interrupted_update_is_no_write_of_the_script(
             self.opt._options = dataclasses.replace(self.opt._options, on_update=updated)
             self.opt.step = steps  # type: ignore[method-assign, assignment]
 
-    trainers = [Interrupted(fake, index, 12) for index in range(2)]
+    trainers = [Interrupted(world, index, 12) for index in range(2)]
     for trainer in trainers:
         trainer.begin()
-    fake.run()
+    world.run()
     assert_alike(trainers)
     assert any(told.startswith("an update was interrupted") for _, told in trainers[0].seen)
     assert warned(caplog) == []

@@ -14,7 +14,7 @@ from equipoise.peer import Refused
 from equipoise.peer.training import DiLoCo, LocalSGD
 from equipoise.peer.training.local import dealt
 from fakes.trainers import SAMPLES, adamw
-from fakes.training import FakeSwarm
+from fakes.world import World
 from oracles.training import Nesterov as NesterovReference
 from oracles.training import batch_of, difference, loss_of, network, train_diloco
 
@@ -24,9 +24,7 @@ EVERY = 6
 class Local:
     """One peer with local steps."""
 
-    def __init__(
-        self, swarm: FakeSwarm, index: int, steps: int, seconds: float = 0.5, **options: Any
-    ) -> None:
+    def __init__(self, swarm: World, index: int, steps: int, seconds: float = 0.5, **options: Any) -> None:
         self.swarm, self.index, self.count, self.seconds = swarm, index, steps, seconds
         self.method: Callable[..., DiLoCo] = DiLoCo
         self.options = {"every": EVERY, "clock": swarm.clock, **options}
@@ -63,7 +61,7 @@ class Local:
         return [bytes(member.image().numpy()) for member in self.trained.members]
 
 
-def trained(swarm: FakeSwarm, peers: int, steps: int, **options: Any) -> list[Local]:
+def trained(swarm: World, peers: int, steps: int, **options: Any) -> list[Local]:
     found = [Local(swarm, index, steps, **options).begin() for index in range(peers)]
     swarm.run()
     return found
@@ -71,38 +69,38 @@ def trained(swarm: FakeSwarm, peers: int, steps: int, **options: Any) -> list[Lo
 
 @pytest.mark.parametrize("codec", ["fp32", "bf16", "int8"])
 def test_peers_end_alike_under_every_codec(codec: str) -> None:
-    peers = trained(FakeSwarm(codec), 3, 4 * EVERY)
+    peers = trained(World(codec), 3, 4 * EVERY)
     assert peers[0].trained.epoch == 4
     assert all(peer.images() == peers[0].images() for peer in peers)
     assert all(difference(peer.named(), peers[0].named()) == 0 for peer in peers)
 
 
-def test_diloco_comes_to_what_its_reference_does(fake: FakeSwarm) -> None:
-    peers = trained(fake, 4, 5 * EVERY)
+def test_diloco_comes_to_what_its_reference_does(world: World) -> None:
+    peers = trained(world, 4, 5 * EVERY)
     model = network()
     workers = [[batch_of(peer, at, SAMPLES) for at in range(5 * EVERY)] for peer in range(4)]
     train_diloco(model, adamw, workers, EVERY, NesterovReference())
     assert difference(peers[0].named(), dict(model.named_parameters())) < 1e-5
 
 
-def test_local_sgd_is_diloco_that_averages(fake: FakeSwarm) -> None:
-    peers = [Local(fake, index, 3 * EVERY) for index in range(3)]
+def test_local_sgd_is_diloco_that_averages(world: World) -> None:
+    peers = [Local(world, index, 3 * EVERY) for index in range(3)]
     for peer in peers:
         peer.method = LocalSGD
         peer.begin()
-    fake.run()
+    world.run()
     model = network()
     workers = [[batch_of(peer, at, SAMPLES) for at in range(3 * EVERY)] for peer in range(3)]
     train_diloco(model, adamw, workers, EVERY, NesterovReference(lr=1.0, momentum=0.0))
     assert difference(peers[0].named(), dict(model.named_parameters())) < 1e-5
 
 
-def test_fragments_are_exchanged_in_turn(fake: FakeSwarm) -> None:
+def test_fragments_are_exchanged_in_turn(world: World) -> None:
     steps: list[int] = []
-    peers = [Local(fake, index, 4 * EVERY, fragments=3) for index in range(2)]
+    peers = [Local(world, index, 4 * EVERY, fragments=3) for index in range(2)]
     for peer in peers:
         peer.begin()
-    fake.run()
+    world.run()
     for peer in peers:
         assert [member.id.epoch for member in peer.trained.members] == [4, 4, 4]
         assert peer.images() == peers[0].images()
@@ -113,17 +111,17 @@ def test_fragments_are_exchanged_in_turn(fake: FakeSwarm) -> None:
     )
 
 
-def test_with_overlap_nobody_waits_for_a_round(fake: FakeSwarm) -> None:
-    fake.round_seconds = 0.9
-    peers = trained(fake, 2, 32, fragments=2, delay=2, merge=0.5, every=10)
+def test_with_overlap_nobody_waits_for_a_round(world: World) -> None:
+    world.net.latency = 0.11
+    peers = trained(world, 2, 32, fragments=2, delay=2, merge=0.5, every=10)
     assert all(peer.images() == peers[0].images() for peer in peers)
     # Half a second a step; two meetings at the start, of two fragments, and two questions at the end.
-    assert fake.now <= 32 * 0.5 + 2 * 0.9 + 2 * fake.recover_seconds + 1e-6
+    assert world.now <= 32 * 0.5 + 2 * 0.9 + 2 * world.recover_seconds + 1e-6
 
 
-def test_merge_keeps_part_of_what_was_done_meanwhile(fake: FakeSwarm) -> None:
-    fake.round_seconds = 0.1
-    peers = trained(fake, 2, EVERY + 2, delay=2, merge=0.25)
+def test_merge_keeps_part_of_what_was_done_meanwhile(world: World) -> None:
+    world.net.latency = 0.01
+    peers = trained(world, 2, EVERY + 2, delay=2, merge=0.25)
     found = [peer.trained._fragments[0] for peer in peers]
     before = [network() for _ in range(2)]
     for index, model in enumerate(before):
@@ -140,98 +138,98 @@ def test_merge_keeps_part_of_what_was_done_meanwhile(fake: FakeSwarm) -> None:
         assert difference(peers[index].named(), expected) < 1e-5
 
 
-def test_a_late_joiner_takes_on_the_agreed_parameters_and_the_moments(fake: FakeSwarm) -> None:
-    early = [Local(fake, index, 200) for index in range(2)]
-    late = Local(fake, 2, 200)
+def test_a_late_joiner_takes_on_the_agreed_parameters_and_the_moments(world: World) -> None:
+    early = [Local(world, index, 200) for index in range(2)]
+    late = Local(world, 2, 200)
     late.model = network(seed=3)
     for peer in [*early, late]:
         peer.until_epoch = 12
         peer.begin(at=8.0 if peer is late else 0.0)
-    fake.run()
+    world.run()
     assert all(peer.trained.epoch == 12 for peer in [*early, late])
     assert late.images() == early[0].images()
     assert late.trained.steps == early[0].trained.steps
 
 
-def test_a_late_joiner_of_fragments(fake: FakeSwarm) -> None:
-    early = [Local(fake, index, 200, fragments=2, delay=1, merge=0.5) for index in range(2)]
-    late = Local(fake, 2, 200, fragments=2, delay=1, merge=0.5)
+def test_a_late_joiner_of_fragments(world: World) -> None:
+    early = [Local(world, index, 200, fragments=2, delay=1, merge=0.5) for index in range(2)]
+    late = Local(world, 2, 200, fragments=2, delay=1, merge=0.5)
     for peer in [*early, late]:
         peer.until_epoch = 14
         peer.begin(at=8.0 if peer is late else 0.0)
-    fake.run()
+    world.run()
     assert late.images()[1] == early[0].images()[1]
     assert late.trained.steps == early[0].trained.steps
 
 
-def test_who_misses_the_last_exchange_ends_with_it_all_the_same(fake: FakeSwarm) -> None:
-    fake.fails = lambda number, peer: number == 4 and peer == "peer2"
-    fake.recover_seconds = 4.0  # Longer than a step waits for it.
-    peers = trained(fake, 3, 3 * EVERY)
-    assert [peer for peer, _ in fake.recovered] == ["peer2"]
+def test_who_misses_the_last_exchange_ends_with_it_all_the_same(world: World) -> None:
+    world.fails = lambda number, peer: number == 4 and peer == "peer2"
+    world.recover_seconds = 4.0  # Longer than a step waits for it.
+    peers = trained(world, 3, 3 * EVERY)
+    assert {peer for peer, _ in world.recovered} == {"peer2"}
     assert len({peer.trained.member.id for peer in peers}) == 1
     assert len({str(peer.named()) for peer in peers}) == 1
     assert all(peer.trained.finished and peer.trained.finished.in_step for peer in peers)
 
 
-def test_a_round_that_fails_is_tried_again(fake: FakeSwarm) -> None:
-    fake.fails = lambda number, peer: number == 3
-    peers = trained(fake, 2, 3 * EVERY + 2)
+def test_a_round_that_fails_is_tried_again(world: World) -> None:
+    world.fails = lambda number, peer: number == 3
+    peers = trained(world, 2, 3 * EVERY + 2)
     assert peers[0].images() == peers[1].images()
     assert peers[0].trained.epoch == 3
 
 
-def test_one_that_missed_an_exchange_catches_up(fake: FakeSwarm) -> None:
-    fake.fails = lambda number, peer: number == 3 and peer == "peer1"
-    peers = [Local(fake, index, 100) for index in range(3)]
+def test_one_that_missed_an_exchange_catches_up(world: World) -> None:
+    world.fails = lambda number, peer: number == 3 and peer == "peer1"
+    peers = [Local(world, index, 100) for index in range(3)]
     for peer in peers:
         peer.until_epoch = 8
         peer.begin()
-    fake.run()
+    world.run()
     assert all(peer.images() == peers[0].images() for peer in peers)
 
 
-def test_alone_it_makes_outer_steps_by_itself_or_waits(fake: FakeSwarm) -> None:
-    trains = Local(fake, 0, 60).begin()
-    fake.run()
+def test_alone_it_makes_outer_steps_by_itself_or_waits(world: World) -> None:
+    trains = Local(world, 0, 60).begin()
+    world.run()
     assert trains.trained.epoch >= 5
     assert trains.trained.reason == "it trains alone: no other peer of this run is known"
-    waits = Local(FakeSwarm(), 0, 60, alone="wait")
+    waits = Local(World(), 0, 60, alone="wait")
     waits.begin()
     waits.swarm.run()
     assert waits.trained.epoch == 0
     assert waits.trained.reason.startswith("it waits")
 
 
-def test_one_whose_local_steps_diverge_gives_them_up(fake: FakeSwarm) -> None:
-    peers = [Local(fake, index, 3 * EVERY) for index in range(3)]
+def test_one_whose_local_steps_diverge_gives_them_up(world: World) -> None:
+    peers = [Local(world, index, 3 * EVERY) for index in range(3)]
     for peer in peers:
         peer.begin()
 
     def break_it() -> None:
-        fake.compute(0.5 * EVERY + 0.3)
+        world.compute(0.5 * EVERY + 0.3)
         with torch.no_grad():
             peers[1].model[0].weight.fill_(torch.nan)
 
-    fake.peer("sun", break_it)
-    fake.run()
+    world.peer("sun", break_it)
+    world.run()
     assert all(peer.images() == peers[0].images() for peer in peers)
     assert all(torch.isfinite(value).all() for value in peers[1].named().values())
     assert peers[0].trained.epoch == 3
 
 
-def test_hooks_are_gone_after_the_context(fake: FakeSwarm) -> None:
-    peer = Local(fake, 0, 2)
+def test_hooks_are_gone_after_the_context(world: World) -> None:
+    peer = Local(world, 0, 2)
     peer.begin()
-    fake.run()
+    world.run()
     optimizer = adamw(peer.model.parameters())
     loss_of(peer.model, batch_of(0, 0, SAMPLES)).backward()
     optimizer.step()
     assert peer.trained.steps == 2
 
 
-def test_other_optimizers_do_not_count(fake: FakeSwarm) -> None:
-    peer = Local(fake, 0, 1)
+def test_other_optimizers_do_not_count(world: World) -> None:
+    peer = Local(world, 0, 1)
     peer.join()
     other = network()
     first, second = adamw(peer.model[0].parameters()), adamw(peer.model[2].parameters())
@@ -246,8 +244,8 @@ def test_other_optimizers_do_not_count(fake: FakeSwarm) -> None:
     assert peer.trained.steps == 1
 
 
-def test_a_layer_that_is_trained_later_is_refused_with_fragments_too(fake: FakeSwarm) -> None:
-    peer = Local(fake, 0, EVERY, fragments=2)
+def test_a_layer_that_is_trained_later_is_refused_with_fragments_too(world: World) -> None:
+    peer = Local(world, 0, EVERY, fragments=2)
     peer.model[0].requires_grad_(False)
     peer.join()
     peer.model[0].requires_grad_(True)
@@ -267,13 +265,13 @@ def test_a_layer_that_is_trained_later_is_refused_with_fragments_too(fake: FakeS
         ({"alone": "no"}, "alone: expected 'train' or 'wait', got 'no'"),
     ],
 )
-def test_options_out_of_range_are_refused(fake: FakeSwarm, options: dict[str, Any], said: str) -> None:
+def test_options_out_of_range_are_refused(world: World, options: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        Local(fake, 0, 1, **options).join()
+        Local(world, 0, 1, **options).join()
 
 
-def test_one_run_trains_one_thing(fake: FakeSwarm) -> None:
-    peer = Local(fake, 0, 1)
+def test_one_run_trains_one_thing(world: World) -> None:
+    peer = Local(world, 0, 1)
     peer.join()
     with pytest.raises(Refused, match="run 'text' is stepped by DiLoCo already"):
         LocalSGD(peer.run, every=3)
@@ -281,8 +279,8 @@ def test_one_run_trains_one_thing(fake: FakeSwarm) -> None:
         peer.run.optimizer(adamw(peer.model.parameters()), target_batch_size=1)
 
 
-def test_terms_say_how(fake: FakeSwarm) -> None:
-    peer = Local(fake, 0, 1, outer=Nesterov(lr=0.5))
+def test_terms_say_how(world: World) -> None:
+    peer = Local(world, 0, 1, outer=Nesterov(lr=0.5))
     peer.join()
     assert dict(peer.run.terms) == {
         "training": "DiLoCo",
@@ -293,7 +291,7 @@ def test_terms_say_how(fake: FakeSwarm) -> None:
         "merge": "0",
         "buffers": "each peer's own",
     }
-    frozen = Local(FakeSwarm(), 0, 1)
+    frozen = Local(World(), 0, 1)
     frozen.model[0].requires_grad_(False)
     frozen.join()
     assert dict(frozen.run.terms).keys() - dict(peer.run.terms).keys() == {
@@ -303,22 +301,22 @@ def test_terms_say_how(fake: FakeSwarm) -> None:
 
 
 @pytest.mark.parametrize("outer", ["fedadam:eta=0.01", "fedyogi", "fedadagrad", "fedavgm:momentum=0.5"])
-def test_an_outer_step_by_its_spec_with_a_late_joiner(fake: FakeSwarm, outer: str) -> None:
-    early = [Local(fake, index, 200, outer=outer) for index in range(2)]
-    late = Local(fake, 2, 200, outer=outer)
+def test_an_outer_step_by_its_spec_with_a_late_joiner(world: World, outer: str) -> None:
+    early = [Local(world, index, 200, outer=outer) for index in range(2)]
+    late = Local(world, 2, 200, outer=outer)
     late.model = network(seed=3)
     for peer in [*early, late]:
         peer.until_epoch = 9
         peer.begin(at=8.0 if peer is late else 0.0)
-    fake.run()
+    world.run()
     assert dict(late.run.terms)["outer step"] == str(parse_outer(outer))
     assert late.images() == early[0].images()
     assert late.trained._fragments[0]._outer.state_dict().keys() == parse_outer(outer).state_dict().keys()
 
 
-def test_a_wrong_spec_of_an_outer_step_is_refused(fake: FakeSwarm) -> None:
+def test_a_wrong_spec_of_an_outer_step_is_refused(world: World) -> None:
     with pytest.raises(ValueError, match=r"unknown outer step 'nestorov'; .*did you mean 'nesterov'"):
-        Local(fake, 0, 1, outer="nestorov").join()
+        Local(world, 0, 1, outer="nestorov").join()
 
 
 def test_fragments_are_of_about_the_same_size() -> None:

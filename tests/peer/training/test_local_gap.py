@@ -10,7 +10,7 @@ from torch import nn
 
 from equipoise.peer.demo.trainer import Digits, deal, split_digits
 from equipoise.peer.training import DiLoCo
-from fakes.training import FakeSwarm
+from fakes.world import World
 
 WORKERS, EVERY, STEPS, BATCH = 8, 50, 500, 16
 
@@ -61,21 +61,21 @@ def test_it_closes_most_of_the_gap_for_a_small_part_of_the_bytes(seed: int) -> N
     train(alone, sources[0]())
     train(whole, joined([source() for source in sources]))
 
-    fake = FakeSwarm("int8")
+    world = World("int8")
     models = [network(seed) for _ in range(WORKERS)]
 
     def work(at: int) -> None:
-        run = fake.join(f"peer{at}", "digits", models[at])
-        with DiLoCo(run, every=EVERY, clock=fake.clock) as trained:
-            train(models[at], sources[at](), lambda: fake.compute(0.1))
+        run = world.join(f"peer{at}", "digits", models[at])
+        with DiLoCo(run, every=EVERY, clock=world.clock) as trained:
+            train(models[at], sources[at](), lambda: world.compute(0.1))
         assert trained.epoch == STEPS // EVERY
 
     for at in range(WORKERS):
-        fake.peer(f"peer{at}", lambda at=at: work(at))
-    fake.run()
+        world.peer(f"peer{at}", lambda at=at: work(at))
+    world.run()
 
     worst, best = loss_on(alone, test), loss_on(whole, test)
     assert (worst - loss_on(models[0], test)) / (worst - best) >= 0.8
     values = sum(one.numel() for one in whole.parameters())
     every_step = STEPS * 2 * VALUE_BYTES * values * (WORKERS - 1) / WORKERS
-    assert every_step / fake.bytes["peer0"] >= 150
+    assert every_step / world.bytes["peer0"] >= 150

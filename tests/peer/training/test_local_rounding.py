@@ -13,7 +13,7 @@ from equipoise.peer.training import Federated, LocalSGD
 from equipoise.peer.training.federated import Task
 from fakes.daemon import FakeNetwork
 from fakes.federated import FederatedSwarm
-from fakes.training import FakeSwarm
+from fakes.world import World
 
 HALF = [torch.bfloat16, torch.float16]
 
@@ -29,7 +29,7 @@ def ones(dtype: torch.dtype) -> dict[str, torch.nn.Parameter]:
 
 def local(dtype: torch.dtype, by: float, steps: int, **options: Any) -> tuple[list[float], list[float]]:
     """The agreed values and the parameters of two peers, of which one moves by `by` in each step."""
-    swarm, found = FakeSwarm(), dict[int, tuple[float, float]]()
+    swarm, found = World(), dict[int, tuple[float, float]]()
 
     def work(index: int) -> None:
         own = ones(dtype)

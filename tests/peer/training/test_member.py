@@ -13,6 +13,7 @@ import torch
 
 from equipoise.averaging.outcome import NoPeers
 from equipoise.averaging.state import StateId
+from equipoise.peer import Run
 from equipoise.peer.training import lineage, replica
 from equipoise.peer.training.lineage import CHECK_EVERY
 from equipoise.peer.training.member import (
@@ -25,7 +26,8 @@ from equipoise.peer.training.member import (
     wait_for,
 )
 from fakes.trainers import SAMPLES, Trainer, adamw, assert_alike
-from fakes.training import FakeRun, FakeSwarm
+from fakes.training import FakeSwarm
+from fakes.world import World
 from oracles.training import network
 
 
@@ -46,13 +48,13 @@ class Counter:
         self.seen = state_dict
 
 
-def test_a_late_joiner_takes_the_groups_state_while_the_others_go_on(fake: FakeSwarm) -> None:
+def test_a_late_joiner_takes_the_groups_state_while_the_others_go_on(world: World) -> None:
     options = {"scheduler": schedule, "target_batch_size": 3 * SAMPLES}
-    early = [Trainer(fake, index, 40, **options).begin() for index in range(3)]
-    late = Trainer(fake, 3, 40, **options)
+    early = [Trainer(world, index, 40, **options).begin() for index in range(3)]
+    late = Trainer(world, 3, 40, **options)
     late.model = network(seed=7)
     late.begin(at=5.0)
-    fake.run()
+    world.run()
     assert_alike([*early, late])
     first = next(
         at for at, (_, reason) in enumerate(late.seen) if "caught up" in reason or "is the" in reason
@@ -61,28 +63,28 @@ def test_a_late_joiner_takes_the_groups_state_while_the_others_go_on(fake: FakeS
     epochs = [epoch for epoch, _ in late.seen[first:]]
     assert epochs[0] > 5
     # Nobody stepped less often for it: an epoch of half a second and a round.
-    assert fake.now < 40 * 0.62 + 1
+    assert world.now < 40 * 0.62 + 1
     assert "peer3" in early[0].last.contributors
     assert early[0].last.contributors["peer3"] == SAMPLES
 
 
-def test_users_state_comes_along(fake: FakeSwarm) -> None:
+def test_users_state_comes_along(world: World) -> None:
     counters = [Counter() for _ in range(3)]
     counters[0].seen["words"] = counters[1].seen["words"] = torch.tensor([1, 2, 3])
-    trainers = [Trainer(fake, at, 15, extra={"words": counters[at]}) for at in range(3)]
+    trainers = [Trainer(world, at, 30, extra={"words": counters[at]}) for at in range(3)]
     for at, trainer in enumerate(trainers):
-        trainer.begin(at=0.0 if at < 2 else 3.0)
-    fake.run()
+        trainer.begin(at=0.0 if at < 2 else 20.0)
+    world.run()
     assert_alike(trainers)
     assert counters[2].seen["words"].tolist() == [1, 2, 3]
 
 
-def test_statistics_come_along_where_they_are_averaged(fake: FakeSwarm) -> None:
-    trainers = [Trainer(fake, at, 12, buffers=True) for at in range(3)]
+def test_statistics_come_along_where_they_are_averaged(world: World) -> None:
+    trainers = [Trainer(world, at, 12, buffers=True) for at in range(3)]
     for at, trainer in enumerate(trainers):
         trainer.model = torch.nn.Sequential(torch.nn.BatchNorm1d(8), network())
         trainer.begin(at=0.0 if at < 2 else 3.0)
-    fake.run()
+    world.run()
     assert_alike(trainers)
     late, early = trainers[2].model[0], trainers[0].model[0]
     assert torch.equal(late.running_var, early.running_var)
@@ -123,15 +125,15 @@ class Counting(Trainer):
 
 
 @pytest.mark.parametrize(("others", "begins"), [(2, 3.0), (2, 20.0), (1, 20.0)])
-def test_a_newcomers_counter_is_the_groups(fake: FakeSwarm, others: int, begins: float) -> None:
+def test_a_newcomers_counter_is_the_groups(world: World, others: int, begins: float) -> None:
     """With a counter of 0, its first batches would replace the statistics that it has downloaded."""
     trainers = [
-        Counting(fake, at, 50, buffers=True, target_batch_size=2 * SAMPLES) for at in range(others + 1)
+        Counting(world, at, 50, buffers=True, target_batch_size=2 * SAMPLES) for at in range(others + 1)
     ]
     for trainer in trainers[:-1]:
         trainer.begin()
     late, early = trainers[-1].begin(at=begins), trainers[0]
-    fake.run()
+    world.run()
     assert_alike(trainers)
     ours, theirs = late.model[0], early.model[0]
     assert late.calls + 4 <= int(ours.num_batches_tracked)
@@ -143,39 +145,39 @@ def test_a_newcomers_counter_is_the_groups(fake: FakeSwarm, others: int, begins:
     assert max(early.errors[first + 1 :]) <= 1.1 * early.errors[first]
 
 
-def test_one_whose_round_failed_gets_its_mean_and_no_snapshot(fake: FakeSwarm) -> None:
-    fake.fails = lambda number, peer: number == 4 and peer == "peer2"
-    trainers = [Trainer(fake, index, 15).begin() for index in range(4)]
-    fake.run()
+def test_one_whose_round_failed_gets_its_mean_and_no_snapshot(world: World) -> None:
+    world.fails = lambda number, peer: number == 4 and peer == "peer2"
+    trainers = [Trainer(world, index, 15).begin() for index in range(4)]
+    world.run()
     assert_alike(trainers)
-    (missed,) = fake.recovered
+    (missed,) = world.recovered
     assert missed[0] == "peer2"
-    assert not any(trainer.run.offers for trainer in trainers)
+    assert not world.offered
 
 
-def test_peers_that_began_otherwise_take_on_what_most_have(fake: FakeSwarm) -> None:
-    trainers = [Trainer(fake, index, 10) for index in range(3)]
+def test_peers_that_began_otherwise_take_on_what_most_have(world: World) -> None:
+    trainers = [Trainer(world, index, 10) for index in range(3)]
     trainers[1].model = network(seed=5)
     for trainer in trainers:
         trainer.begin()
-    fake.run()
+    world.run()
     assert_alike(trainers)
 
 
-def test_alone_it_trains_on_and_says_so(fake: FakeSwarm) -> None:
-    trainer = Trainer(fake, 0, 5, target_batch_size=SAMPLES).begin()
-    fake.run()
+def test_alone_it_trains_on_and_says_so(world: World) -> None:
+    trainer = Trainer(world, 0, 5, target_batch_size=SAMPLES).begin()
+    world.run()
     assert trainer.opt.reason == "it trains alone: no other peer of this run is known"
     assert not trainer.last.ok
     assert trainer.last.reason == trainer.opt.reason
-    assert fake.now >= 10.0, "it looked for company first"
+    assert world.now >= 10.0, "it looked for company first"
     assert any("looks for one for 10 s" in reason for _, reason in trainer.seen)
 
 
-def test_alone_it_does_what_the_optimizer_alone_would(fake: FakeSwarm) -> None:
-    trainer = Trainer(fake, 0, 5, target_batch_size=SAMPLES, patience=0).begin()
-    fake.run()
-    plain = Trainer(fake, 0, 5)
+def test_alone_it_does_what_the_optimizer_alone_would(world: World) -> None:
+    trainer = Trainer(world, 0, 5, target_batch_size=SAMPLES, patience=0).begin()
+    world.run()
+    plain = Trainer(world, 0, 5)
     optimizer = adamw(plain.model.parameters())
     for _ in range(5):
         optimizer.zero_grad()
@@ -186,43 +188,41 @@ def test_alone_it_does_what_the_optimizer_alone_would(fake: FakeSwarm) -> None:
         assert torch.equal(trainer.named()[name], value)
 
 
-def test_alone_it_waits_if_told_to(fake: FakeSwarm) -> None:
-    waiting = Trainer(fake, 0, 5, alone="wait").begin()
-    other = Trainer(fake, 1, 5, alone="wait").begin(at=30.0)
-    fake.run()
+def test_alone_it_waits_if_told_to(world: World) -> None:
+    waiting = Trainer(world, 0, 5, alone="wait").begin()
+    other = Trainer(world, 1, 5, alone="wait").begin(at=30.0)
+    world.run()
     assert_alike([waiting, other])
     assert any(reason == "it waits: no other peer of this run is known" for _, reason in waiting.seen)
     assert {epoch for epoch, _ in waiting.seen[:40]} == {0}
 
 
-def test_one_that_trained_alone_is_joined_by_others_who_take_its_state(fake: FakeSwarm) -> None:
-    first = Trainer(fake, 0, 60, patience=1.0, target_batch_size=2 * SAMPLES).begin()
-    second = Trainer(fake, 1, 60, patience=1.0, target_batch_size=2 * SAMPLES).begin(at=10.0)
-    fake.run()
+def test_one_that_trained_alone_is_joined_by_others_who_take_its_state(world: World) -> None:
+    first = Trainer(world, 0, 60, patience=1.0, target_batch_size=2 * SAMPLES).begin()
+    second = Trainer(world, 1, 60, patience=1.0, target_batch_size=2 * SAMPLES).begin(at=10.0)
+    world.run()
     assert_alike([first, second])
     assert first.last.contributors == {"peer0": SAMPLES, "peer1": SAMPLES}
 
 
-def test_whoever_is_left_goes_on_alone_when_the_others_have_gone(fake: FakeSwarm) -> None:
-    stays = Trainer(fake, 0, 20, patience=2.0).begin()
-    goes = Trainer(fake, 1, 5, patience=2.0).begin()
-    fake.run()
+def test_whoever_is_left_goes_on_alone_when_the_others_have_gone(world: World) -> None:
+    stays = Trainer(world, 0, 20, patience=2.0).begin()
+    goes = Trainer(world, 1, 5, patience=2.0).begin()
+    world.run()
     assert goes.opt.epoch == 5
     assert stays.opt.epoch == 20
     assert "trains alone" in stays.opt.reason
 
 
-def test_two_that_went_their_own_ways_find_together_again(fake: FakeSwarm) -> None:
+def test_two_that_went_their_own_ways_find_together_again(world: World) -> None:
     """A network that is cut: rounds fail for one side, which goes on alone."""
-    fake.fails = lambda number, peer: 3 <= number <= 6 and peer == "peer0"
-    trainers = [Trainer(fake, index, 30).begin() for index in range(3)]
-    fake.run()
+    world.fails = lambda number, peer: 3 <= number <= 6 and peer == "peer0"
+    trainers = [Trainer(world, index, 30).begin() for index in range(3)]
+    world.run()
     assert_alike(trainers)
 
 
-def test_drift_is_found_by_the_parameters_own_digest(
-    fake: FakeSwarm, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_drift_is_found_by_the_parameters_own_digest(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lineage, "CHECK_EVERY", 8)
 
     class Drifting(Trainer):
@@ -232,38 +232,38 @@ def test_drift_is_found_by_the_parameters_own_digest(
                 with torch.no_grad():
                     next(self.model.parameters()).view(-1)[0].add_(1e-3)
 
-    trainers = [Drifting(fake, index, 20).begin() for index in range(3)]
-    fake.run()
+    trainers = [Drifting(world, index, 20).begin() for index in range(3)]
+    world.run()
     assert_alike(trainers)
-    assert sum(trainer.run.offers for trainer in trainers) > 0
+    assert world.offered
 
 
-def test_a_download_across_a_look_at_the_parameters(fake: FakeSwarm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_download_across_a_look_at_the_parameters(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lineage, "CHECK_EVERY", 4)
-    fake.fetch_seconds = 4.0
-    early = [Trainer(fake, index, 40).begin() for index in range(3)]
-    late = Trainer(fake, 3, 40).begin(at=5.0)
-    fake.run()
+    world.fetch_seconds = 4.0
+    early = [Trainer(world, index, 40).begin() for index in range(3)]
+    late = Trainer(world, 3, 40).begin(at=5.0)
+    world.run()
     assert_alike([*early, late])
     assert CHECK_EVERY == 64
 
 
 def test_a_download_that_takes_longer_than_means_are_kept_is_tried_again(
-    fake: FakeSwarm, monkeypatch: pytest.MonkeyPatch
+    world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(replica, "HELD_MEANS", 4)
-    fake.fetch_seconds = 6.0
-    early = [Trainer(fake, index, 60).begin() for index in range(3)]
-    late = Trainer(fake, 3, 60).begin(at=5.0)
-    original = fake.compute
+    world.fetch_seconds = 6.0
+    early = [Trainer(world, index, 60).begin() for index in range(3)]
+    late = Trainer(world, 3, 60).begin(at=5.0)
+    original = world.compute
 
     def quicker(seconds: float) -> None:
-        if fake.now > 20:
-            fake.fetch_seconds = 1.0
+        if world.now > 20:
+            world.fetch_seconds = 1.0
         original(seconds)
 
-    fake.compute = quicker  # type: ignore[method-assign]
-    fake.run()
+    world.compute = quicker  # type: ignore[method-assign]
+    world.run()
     assert_alike([*early, late])
 
 
@@ -272,25 +272,25 @@ def test_a_download_that_takes_longer_than_means_are_kept_is_tried_again(
 )
 def test_peers_that_come_fail_and_die_at_random_end_alike(seed: int) -> None:
     chance = random.Random(seed)
-    fake = FakeSwarm(chance.choice(["fp32", "int8"]))
-    fake.fetch_seconds = chance.uniform(0.1, 4.0)
-    fake.round_seconds = chance.uniform(0.05, 0.5)
+    world = World(chance.choice(["fp32", "int8"]))
+    world.fetch_seconds = chance.uniform(0.1, 4.0)
+    world.net.latency = chance.uniform(0.005, 0.05)
     failing = {(chance.randrange(2, 30), f"peer{chance.randrange(5)}") for _ in range(6)}
-    fake.fails = lambda number, peer: (number, peer) in failing
+    world.fails = lambda number, peer: (number, peer) in failing
     options = {"delay": chance.random() < 0.5, "target_batch_size": chance.choice([8, 24, 40])}
     trainers = []
     for index in range(5):
-        trainer = Trainer(fake, index, 50, seconds=chance.uniform(0.3, 0.9), **options)
+        trainer = Trainer(world, index, 50, seconds=chance.uniform(0.3, 0.9), **options)
         if chance.random() < 0.5:
             trainer.model = network(seed=index)
         trainers.append(trainer.begin(at=chance.choice([0.0, 0.0, chance.uniform(0, 15)])))
 
     def reap() -> None:
-        fake.compute(chance.uniform(3, 20))
-        fake.kill("peer4")
+        world.compute(chance.uniform(3, 20))
+        world.kill("peer4")
 
-    fake.peer("reaper", reap)
-    fake.run()
+    world.peer("reaper", reap)
+    world.run()
     ended = [trainer for trainer in trainers[:4] if trainer.opt.epoch == 50]
     # The last to come to the end may find that the others have left, and have to make the last steps alone.
     ids = Counts(trainer.opt.id for trainer in ended)
@@ -299,8 +299,8 @@ def test_peers_that_come_fail_and_die_at_random_end_alike(seed: int) -> None:
     assert_alike(trainer for trainer in ended if trainer.opt.id == most)
 
 
-def test_one_whose_update_is_interrupted_and_goes_on_resynchronises(fake: FakeSwarm) -> None:
-    trainers = [Trainer(fake, index, 40) for index in range(3)]
+def test_one_whose_update_is_interrupted_and_goes_on_resynchronises(world: World) -> None:
+    trainers = [Trainer(world, index, 40) for index in range(3)]
     interrupted: list[int] = []
 
     class Once(torch.optim.AdamW):
@@ -324,89 +324,91 @@ def test_one_whose_update_is_interrupted_and_goes_on_resynchronises(fake: FakeSw
                 super().train()
             super().train()
 
-    trainers[0] = Stubborn(fake, 0, 40)
+    trainers[0] = Stubborn(world, 0, 40)
     trainers[0].make = lambda parameters: Once(parameters, lr=1e-2)
     for trainer in trainers:
         trainer.begin()
-    fake.run()
+    world.run()
     assert interrupted
     assert_alike(trainers)
 
 
-def test_a_loop_whose_group_is_slow_has_its_turn_all_the_same(fake: FakeSwarm) -> None:
+def test_a_loop_whose_group_is_slow_has_its_turn_all_the_same(world: World) -> None:
     """Rounds come every forty seconds: one that looks for the group's state waits for none of them to its end."""
-    early = [Trainer(fake, index, 6, seconds=40.0, target_batch_size=2 * SAMPLES).begin() for index in (0, 1)]
-    late = Trainer(fake, 2, 6, seconds=1.0, target_batch_size=2 * SAMPLES)
+    early = [
+        Trainer(world, index, 6, seconds=40.0, target_batch_size=2 * SAMPLES).begin() for index in (0, 1)
+    ]
+    late = Trainer(world, 2, 6, seconds=1.0, target_batch_size=2 * SAMPLES)
     turns: list[float] = []
 
     def timed() -> None:
         late.join()
-        while late.opt.epoch < 6 and fake.now < 300.0:
-            fake.compute(late.seconds)
+        while late.opt.epoch < 6 and world.now < 300.0:
+            world.compute(late.seconds)
             late.opt.zero_grad()
             late.backward()
             late.calls += 1
-            before, was_in_step = fake.now, late.opt.in_step
+            before, was_in_step = world.now, late.opt.in_step
             late.opt.step()
             if not was_in_step and not late.opt.in_step:
-                turns.append(fake.now - before)
+                turns.append(world.now - before)
 
-    fake.peer("peer2", timed, at=85.0)
-    fake.run()
+    world.peer("peer2", timed, at=85.0)
+    world.run()
     assert early[0].opt.epoch == 6
     assert len(turns) >= 3
     assert max(turns) <= CATCH_UP_SECONDS + POLL_SECONDS
 
 
-def test_one_whose_rounds_all_fail_goes_on_alone_though_others_are_known(fake: FakeSwarm) -> None:
-    fake.fails = lambda number, peer: peer == "peer2"
-    trainers = [Trainer(fake, index, 8, target_batch_size=SAMPLES).begin() for index in range(3)]
-    fake.run()
+def test_one_whose_rounds_all_fail_goes_on_alone_though_others_are_known(world: World) -> None:
+    world.fails = lambda number, peer: peer == "peer2"
+    trainers = [Trainer(world, index, 8, target_batch_size=SAMPLES).begin() for index in range(3)]
+    world.run()
     assert trainers[2].opt.epoch == 8
     assert any("rounds in a row failed" in reason for _, reason in trainers[2].seen)
 
 
-def test_an_image_that_says_another_id_than_its_donors_is_not_loaded(fake: FakeSwarm) -> None:
-    early = [Trainer(fake, index, 30).begin() for index in range(3)]
-    late = Trainer(fake, 3, 30)
+def test_an_image_that_says_another_id_than_its_donors_is_not_loaded(world: World) -> None:
+    early = [Trainer(world, index, 30).begin() for index in range(3)]
+    late = Trainer(world, 3, 30)
     late.model = network(seed=7)
     late.begin(at=5.0)
 
-    class Lying(FakeRun):
+    class Lying(Run):
         def offer(self, state: StateId, image: bytes | bytearray | memoryview) -> None:
             super().offer(StateId(state.epoch + 1, state.lineage), image)
 
     def lie() -> None:
-        fake.compute(3.0)
+        world.compute(3.0)
         for trainer in early:
             trainer.run.__class__ = Lying
 
-    fake.peer("liar", lie)
-    fake.run()
+    world.peer("liar", lie)
+    world.run()
     assert_alike(early)
     assert max(epoch for epoch, _ in late.seen[:10]) == 0
     assert any("the image says" in reason for _, reason in late.seen)
 
 
-def test_statistics_that_are_not_finite_are_healed_by_the_groups(fake: FakeSwarm) -> None:
+def test_statistics_that_are_not_finite_are_healed_by_the_groups(world: World) -> None:
     class Spoilt(Trainer):
         def backward(self) -> None:
             super().backward()
             if self.index == 0 and self.opt.epoch == 4:
                 self.model[0].running_mean.fill_(torch.nan)
 
-    trainers = [Spoilt(fake, at, 12, buffers=True) for at in range(3)]
+    trainers = [Spoilt(world, at, 12, buffers=True) for at in range(3)]
     for trainer in trainers:
         trainer.model = torch.nn.Sequential(torch.nn.BatchNorm1d(8), network())
         trainer.begin()
-    fake.run()
+    world.run()
     assert_alike(trainers)
     assert bool(torch.isfinite(trainers[0].model[0].running_mean).all())
     assert {epoch for epoch, _ in trainers[0].seen} >= {4, 5}
 
 
 def test_one_that_has_caught_up_contributes_to_the_round_after_the_next_at_the_latest(
-    fake: FakeSwarm,
+    world: World,
 ) -> None:
     class Noting(Trainer):
         rounds: dict[int, float]
@@ -419,11 +421,11 @@ def test_one_that_has_caught_up_contributes_to_the_round_after_the_next_at_the_l
                 self.rounds[last.round] = last.contributors.get(self.name, 0.0)
 
     options = {"target_batch_size": 3 * 12 * SAMPLES}
-    early = [Trainer(fake, index, 12, **options).begin() for index in range(3)]
-    late = Noting(fake, 3, 12, **options)
+    early = [Trainer(world, index, 12, **options).begin() for index in range(3)]
+    late = Noting(world, 3, 12, **options)
     late.rounds = {}
     late.begin(at=20.3)
-    fake.run()
+    world.run()
     assert_alike([*early, late])
     given = [late.rounds[number] for number in sorted(late.rounds)]
     assert len(given) >= 5
@@ -431,13 +433,13 @@ def test_one_that_has_caught_up_contributes_to_the_round_after_the_next_at_the_l
 
 
 @pytest.mark.parametrize("at", [0.0, 0.1, 5.0])
-def test_two_peers_find_together_without_a_round_that_fails(fake: FakeSwarm, at: float) -> None:
+def test_two_peers_find_together_without_a_round_that_fails(world: World, at: float) -> None:
     options = {"patience": 1.0, "target_batch_size": 2 * SAMPLES}
-    first, second = Trainer(fake, 0, 20, **options), Trainer(fake, 1, 20, **options)
+    first, second = Trainer(world, 0, 20, **options), Trainer(world, 1, 20, **options)
     second.model = network(seed=7)
     first.begin()
     second.begin(at=at)
-    fake.run()
+    world.run()
     assert_alike([first, second])
     assert not [reason for trainer in (first, second) for _, reason in trainer.seen if "failed" in reason]
 
@@ -459,23 +461,23 @@ class Finisher(Trainer):
         self.end = self.opt.finish()
 
 
-def test_who_misses_the_last_mean_ends_with_it_all_the_same(fake: FakeSwarm) -> None:
-    fake.fails = lambda number, peer: number == 6 and peer == "peer2"
-    fake.recover_seconds = 2.0
-    trainers = [Finisher(fake, index, 5).begin() for index in range(4)]
-    fake.run()
+def test_who_misses_the_last_mean_ends_with_it_all_the_same(world: World) -> None:
+    world.fails = lambda number, peer: number == 6 and peer == "peer2"
+    world.recover_seconds = 2.0
+    trainers = [Finisher(world, index, 5).begin() for index in range(4)]
+    world.run()
     assert_alike(trainers)
-    assert [peer for peer, _ in fake.recovered] == ["peer2"]
+    assert [peer for peer, _ in world.recovered] == ["peer2"]
     assert all(trainer.end.in_step for trainer in trainers)
 
 
-def test_who_waits_for_others_that_have_ended_finds_out_that_they_are_further(fake: FakeSwarm) -> None:
-    fake.fails = lambda number, peer: number == 7 and peer == "peer2"
-    trainers = [Finisher(fake, index, 6) for index in range(4)]
+def test_who_waits_for_others_that_have_ended_finds_out_that_they_are_further(world: World) -> None:
+    world.fails = lambda number, peer: number == 7 and peer == "peer2"
+    trainers = [Finisher(world, index, 6) for index in range(4)]
     nobody = StateId(0, "f" * 64)
     asked: list[StateId] = []
 
-    class Deaf(FakeRun):
+    class Deaf(Run):
         """The first time it asks, nobody answers."""
 
         def recover(self, after: StateId, *args: Any, **options: Any) -> Any:
@@ -483,38 +485,37 @@ def test_who_waits_for_others_that_have_ended_finds_out_that_they_are_further(fa
             return super().recover(after if len(asked) > 1 else nobody, *args, **options)
 
     def deafen() -> None:
-        fake.compute(0.1)
+        world.compute(0.1)
         trainers[2].run.__class__ = Deaf
 
     for trainer in trainers:
         trainer.begin()
-    fake.peer("deafen", deafen)
-    fake.run()
+    world.peer("deafen", deafen)
+    world.run()
     assert_alike(trainers)
     assert all(trainer.end.in_step for trainer in trainers)
     assert asked[0] == asked[1]
-    assert fake.now < 6 * 0.62 + 1 + 5, "it did not wait for its round to time out"
+    assert world.now < 6 * 0.62 + 1 + 5, "it did not wait for its round to time out"
 
 
-def test_a_straggler_that_finds_nobody_left_gets_what_they_have_left_behind(fake: FakeSwarm) -> None:
-    fake.lingers = True
-    trainers = [Finisher(fake, index, 8, target_batch_size=3 * SAMPLES) for index in range(4)]
+def test_a_straggler_that_finds_nobody_left_gets_what_they_have_left_behind(world: World) -> None:
+    trainers = [Finisher(world, index, 8, target_batch_size=3 * SAMPLES) for index in range(4)]
     late = trainers[3]
     backward = late.backward
 
     def held_up() -> None:
         if late.opt.epoch == 5:
-            fake.compute(30.0)  # The others stay for ten seconds at most.
+            world.compute(30.0)  # The others stay for ten seconds at most.
         backward()
 
     late.backward = held_up  # type: ignore[method-assign]
     for trainer in trainers:
         trainer.begin()
-    fake.run()
+    world.run()
     assert_alike(trainers)
     assert late.opt.epoch == 8
     assert not any("alone" in reason for _, reason in late.seen)
-    assert fake.now < 30.0 + 20.0, "it waited for a group of nobody"
+    assert world.now < 30.0 + 20.0, "it waited for a group of nobody"
 
 
 def test_a_download_that_brings_the_last_epoch_ends_the_round_that_was_attended_meanwhile(
@@ -539,62 +540,62 @@ def test_a_download_that_brings_the_last_epoch_ends_the_round_that_was_attended_
     assert fake.now < 30.0, "it waited for a round that nobody else was in"
 
 
-def test_nobody_waits_for_those_who_have_left(fake: FakeSwarm) -> None:
-    goes = Trainer(fake, 1, 5, patience=1e9, timeout=1000.0).begin()
-    stays = Trainer(fake, 0, 20, patience=1e9, timeout=1000.0, alone="wait")
+def test_nobody_waits_for_those_who_have_left(world: World) -> None:
+    goes = Trainer(world, 1, 5, patience=1e9, timeout=1000.0).begin()
+    stays = Trainer(world, 0, 20, patience=1e9, timeout=1000.0, alone="wait")
     calls: list[float] = []
 
     def train() -> None:
         stays.join()
-        while fake.now < 60.0:
-            fake.compute(0.5)
+        while world.now < 60.0:
+            world.compute(0.5)
             stays.opt.zero_grad()
             stays.backward()
-            began = fake.now
+            began = world.now
             stays.opt.step()
-            calls.append(fake.now - began)
+            calls.append(world.now - began)
 
-    fake.peer(stays.name, train)
-    fake.run()
+    world.peer(stays.name, train)
+    world.run()
     assert goes.opt.epoch == stays.opt.epoch == 5
     assert max(calls) < 5.0, "a step waited for a group of nobody"
     assert "no other peer" in stays.opt.reason
 
 
-def test_the_end_waits_for_no_round_of_nobody(fake: FakeSwarm) -> None:
-    goes, stays = (Trainer(fake, at, 5, delay=True, target_batch_size=2 * SAMPLES) for at in range(2))
+def test_the_end_waits_for_no_round_of_nobody(world: World) -> None:
+    goes, stays = (Trainer(world, at, 5, delay=True, target_batch_size=2 * SAMPLES) for at in range(2))
     waited: list[float] = []
 
     def train_and_go() -> None:
         goes.train()
-        fake.compute(2.0)
+        world.compute(2.0)
 
     def train() -> None:
         stays.train()
         stays.backward()
         stays.opt.step()
         assert stays.opt.member.pending
-        fake.compute(4.0)
-        began = fake.now
+        world.compute(4.0)
+        began = world.now
         stays.opt.finish()
-        waited.append(fake.now - began)
+        waited.append(world.now - began)
 
-    fake.peer(goes.name, train_and_go)
-    fake.peer(stays.name, train)
-    fake.run()
+    world.peer(goes.name, train_and_go)
+    world.peer(stays.name, train)
+    world.run()
     assert waited[0] < FINISH_SECONDS / 2
 
 
-def test_where_all_are_as_far_nobody_stays(fake: FakeSwarm) -> None:
-    trainers = [Finisher(fake, index, 5).begin() for index in range(4)]
-    fake.run()
+def test_where_all_are_as_far_nobody_stays(world: World) -> None:
+    trainers = [Finisher(world, index, 5).begin() for index in range(4)]
+    world.run()
     assert all(trainer.end.in_step for trainer in trainers)
-    assert fake.now < 5 * 0.62 + 1
+    assert world.now < 5 * 0.62 + 1
 
 
-def test_one_that_never_came_into_step_says_so_at_the_end(fake: FakeSwarm) -> None:
-    trainer = Finisher(fake, 0, 3, target_batch_size=SAMPLES, patience=0).begin()
-    fake.run()
+def test_one_that_never_came_into_step_says_so_at_the_end(world: World) -> None:
+    trainer = Finisher(world, 0, 3, target_batch_size=SAMPLES, patience=0).begin()
+    world.run()
     assert not trainer.end.in_step
     assert "trains alone" in trainer.end.reason
 

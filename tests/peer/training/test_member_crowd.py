@@ -10,6 +10,7 @@ from equipoise.peer.errors import Refused
 from equipoise.peer.training import DiLoCo, LocalSGD
 from fakes.trainers import Trainer, assert_alike
 from fakes.training import FakeSwarm
+from fakes.world import World
 from oracles.training import batch_of, loss_of, network
 
 WAITS = "4 of 4 places are taken; this peer waits for a place"
@@ -51,23 +52,23 @@ def states(trainers: list[Watched]) -> dict[int, set[str]]:
 
 @pytest.mark.parametrize("count", [6, 12])
 def test_peers_beyond_a_group_follow_its_state_and_take_the_places_that_fall_free(
-    fake: FakeSwarm, count: int
+    world: World, count: int
 ) -> None:
-    fake.group_size = 4
-    trainers = [Watched(fake, index, 20, seconds=0.2) for index in range(count)]
+    world.options["group_size"] = 4
+    trainers = [Watched(world, index, 20, seconds=0.2) for index in range(count)]
     for trainer in trainers:
         trainer.begin()
     killed: dict[str, int] = {}
 
     def kill() -> None:
-        fake.compute(15.0)
-        _, holders = next(iter(fake.made.values()))
+        world.compute(15.0)
+        _, holders = world.made
         for name in holders[:2]:
             killed[name] = max(trainer.opt.epoch for trainer in trainers)
-            fake.kill(name)
+            world.kill(name)
 
-    fake.peer("kill", kill)
-    fake.run()
+    world.peer("kill", kill)
+    world.run()
     alive = [trainer for trainer in trainers if trainer.name not in killed]
     assert len(killed) == 2
     assert len(alive) == count - 2
@@ -79,7 +80,9 @@ def test_peers_beyond_a_group_follow_its_state_and_take_the_places_that_fall_fre
     # Two rounds after the death of two, the group has four contributors again.
     epoch = max(killed.values())
     assert all(
-        len(outcome.contributors) == 4 for state, (outcome, _) in fake.kept.items() if state.epoch > epoch + 2
+        len(outcome.contributors) == 4
+        for _, _, outcome in world.outcomes
+        if outcome.ok and outcome.givers and outcome.state.epoch > epoch + 2
     )
 
 
@@ -131,17 +134,17 @@ def test_peers_whose_snapshot_comes_late_take_no_seat_with_an_old_state(fake: Fa
     assert len({trainer.state for trainer in alive}) == 1
 
 
-def test_as_many_as_fit_hear_nothing_of_it(fake: FakeSwarm) -> None:
-    fake.group_size = 3
-    trainers = [Trainer(fake, index, 6).begin() for index in range(3)]
-    fake.run()
+def test_as_many_as_fit_hear_nothing_of_it(world: World) -> None:
+    world.options["group_size"] = 3
+    trainers = [Trainer(world, index, 6).begin() for index in range(3)]
+    world.run()
     assert_alike(trainers)
     assert not any("place" in reason for trainer in trainers for _, reason in trainer.seen)
 
 
-def test_to_wait_for_more_than_fit_into_a_group_is_refused(fake: FakeSwarm) -> None:
-    fake.group_size, model = 4, network()
+def test_to_wait_for_more_than_fit_into_a_group_is_refused(world: World) -> None:
+    world.options["group_size"], model = 4, network()
     with pytest.raises(Refused, match="group_size >= 6"):
-        LocalSGD(fake.join("a", "text", model), every=2, wait_for=5)
+        LocalSGD(world.join("a", "text", model), every=2, wait_for=5)
     with pytest.raises(Refused, match="expected wait_for below group_size=4, got 4"):
-        Trainer(fake, 0, 1, wait_for=4).join()
+        Trainer(world, 0, 1, wait_for=4).join()

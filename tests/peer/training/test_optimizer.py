@@ -12,12 +12,14 @@ import torch
 from torch import nn
 
 from equipoise.averaging.matchmaking.spec_diff import answer_of, differences
+from equipoise.averaging.outcome import NoPeers
 from equipoise.averaging.spec import RunSpec
 from equipoise.peer import Refused
 from equipoise.peer.purposes import STEP, agreed_spec, run_specs
 from equipoise.peer.training import DiLoCo, ImageError, SwarmOptimizer
 from fakes.trainers import SAMPLES, Trainer, adamw, assert_alike, trained
 from fakes.training import FakeSwarm
+from fakes.world import World
 from oracles.training import batch_of, difference, loss_of, network, train_whole
 
 CODECS = ["fp32", "fp16", "bf16", "int8"]
@@ -25,7 +27,7 @@ CODECS = ["fp32", "fp16", "bf16", "int8"]
 
 @pytest.mark.parametrize("codec", CODECS)
 def test_all_peers_end_alike_under_every_codec(codec: str) -> None:
-    trainers = trained(FakeSwarm(codec))
+    trainers = trained(World(codec))
     assert trainers[0].opt.epoch == 5
     assert_alike(trainers)
     assert difference(trainers[0].named(), dict(network().named_parameters())) > 0.01
@@ -45,7 +47,7 @@ class Tempered(nn.Module):
 
 
 class TemperedTrainer(Trainer):
-    def __init__(self, swarm: FakeSwarm, index: int, epochs: int, seed: int) -> None:
+    def __init__(self, swarm: World, index: int, epochs: int, seed: int) -> None:
         super().__init__(swarm, index, epochs, target_batch_size=2 * SAMPLES)
         self.model, self.seed = Tempered(seed), seed
 
@@ -59,7 +61,7 @@ class TemperedTrainer(Trainer):
 def test_a_learnt_temperature_trains_in_int8_as_in_fp32(seed: int) -> None:
     temperatures = []
     for codec in ("fp32", "int8"):
-        swarm = FakeSwarm(codec)
+        swarm = World(codec)
         trainers = [TemperedTrainer(swarm, index, 30, seed).begin() for index in range(2)]
         swarm.run()
         assert_alike(trainers)
@@ -71,10 +73,10 @@ def test_a_learnt_temperature_trains_in_int8_as_in_fp32(seed: int) -> None:
 
 @pytest.mark.parametrize("clip", [None, 0.5])
 def test_peers_together_come_to_what_one_process_does_with_the_whole_batch(
-    fake: FakeSwarm, clip: float | None
+    world: World, clip: float | None
 ) -> None:
     epochs = 50
-    trainers = trained(fake, epochs=epochs, clip=clip)
+    trainers = trained(world, epochs=epochs, clip=clip)
     whole = network()
     updates = [[batch_of(peer, at, SAMPLES) for peer in range(4)] for at in range(epochs)]
     train_whole(whole, adamw, updates, clip)
@@ -90,7 +92,7 @@ def test_peers_meet_only_if_what_they_replicate_has_equal_dtypes(half: str) -> N
         model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
         named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         named[half].data = named[half].data.to(dtype)
-        run = FakeSwarm().join("peer", "text", model)
+        run = World().join("peer", "text", model)
         if local:
             DiLoCo(run, every=2)
         else:
@@ -106,7 +108,7 @@ def test_peers_meet_only_if_what_they_replicate_has_equal_dtypes(half: str) -> N
     assert spec_of(torch.float32, True) == spec_of(torch.bfloat16, True)
 
 
-def test_the_norm_of_tied_weights_counts_once(fake: FakeSwarm) -> None:
+def test_the_norm_of_tied_weights_counts_once(world: World) -> None:
     class Tied(Trainer):
         def join(self) -> None:
             self.model[2].weight = self.model[0].weight
@@ -119,12 +121,12 @@ def test_the_norm_of_tied_weights_counts_once(fake: FakeSwarm) -> None:
         def backward(self) -> None:
             self.model[0].weight.sum().mul(5.0).backward()
 
-    trainers = [Tied(fake, index, 1) for index in range(4)]
+    trainers = [Tied(world, index, 1) for index in range(4)]
     for trainer in trainers:
         trainer.model = nn.ModuleList([nn.Linear(4, 4, bias=False) for _ in range(3)])
         trainer.model[1] = nn.Identity()
         trainer.begin()
-    fake.run()
+    world.run()
     moved = (trainers[0].before - trainers[0].model[0].weight).detach()
     assert float(moved.norm()) == pytest.approx(1.0, rel=1e-5)
 
@@ -140,21 +142,21 @@ def test_a_slow_peer_contributes_what_it_has_and_the_quick_make_more(fake: FakeS
     assert quick[0].last.contributors["peer0"] == 2 * SAMPLES
 
 
-def test_peers_as_fast_as_each_other_make_the_target_and_no_more(fake: FakeSwarm) -> None:
-    trainers = trained(fake, epochs=4)
+def test_peers_as_fast_as_each_other_make_the_target_and_no_more(world: World) -> None:
+    trainers = trained(world, epochs=4)
     assert trainers[0].last.contributors == {trainer.name: SAMPLES for trainer in trainers}
     assert {trainer.calls for trainer in trainers} == {4}
 
 
 @pytest.mark.parametrize("target", [SAMPLES, 3 * SAMPLES])
 def test_a_target_below_one_micro_batch_of_all_is_told_once(
-    fake: FakeSwarm, caplog: pytest.LogCaptureFixture, target: int
+    world: World, caplog: pytest.LogCaptureFixture, target: int
 ) -> None:
-    trainers = [Trainer(fake, index, 4, target_batch_size=target) for index in range(3)]
+    trainers = [Trainer(world, index, 4, target_batch_size=target) for index in range(3)]
     trainers[2].options["batch_size"] = SAMPLES - 1
     for trainer in trainers:
         trainer.begin()
-    fake.run()
+    world.run()
     told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     expected = (
         "run text: target_batch_size is 8, less than one micro-batch of each of 3 peers, so rounds have 23 samples: "
@@ -163,9 +165,9 @@ def test_a_target_below_one_micro_batch_of_all_is_told_once(
     assert told == ([expected] * 3 if target == SAMPLES else [])  # Once a peer.
 
 
-def test_a_round_that_fails_keeps_what_was_accumulated(fake: FakeSwarm) -> None:
-    fake.fails = lambda number, peer: number == 3
-    trainers = trained(fake, epochs=4)
+def test_a_round_that_fails_keeps_what_was_accumulated(world: World) -> None:
+    world.fails = lambda number, peer: number == 3
+    trainers = trained(world, epochs=4)
     assert_alike(trainers)
     assert {trainer.calls for trainer in trainers} == {5}
     whole = network()
@@ -174,38 +176,38 @@ def test_a_round_that_fails_keeps_what_was_accumulated(fake: FakeSwarm) -> None:
     assert difference(trainers[0].named(), dict(whole.named_parameters())) <= 1e-5
 
 
-def test_delayed_means_are_applied_one_step_later_and_alike(fake: FakeSwarm) -> None:
-    fake.round_seconds = 0.4
-    trainers = trained(fake, epochs=10, delay=True)
+def test_delayed_means_are_applied_one_step_later_and_alike(world: World) -> None:
+    world.net.latency = 0.05
+    trainers = trained(world, epochs=10, delay=True)
     assert_alike(trainers)
     # Ten steps of half a second, one to collect the last, and the meeting: nobody waited for a round.
-    assert fake.now < 11 * 0.5 + 0.4 + 0.2
+    assert world.now < 11 * 0.5 + 0.4 + 0.2
 
 
-def test_without_delay_rounds_cost_their_time(fake: FakeSwarm) -> None:
-    fake.round_seconds = 0.4
-    trained(fake, epochs=10)
-    assert fake.now > 10 * (0.5 + 0.4)
+def test_without_delay_rounds_cost_their_time(world: World) -> None:
+    world.net.latency = 0.05
+    trained(world, epochs=10)
+    assert world.now > 10 * (0.5 + 0.4)
 
 
-def test_schedulers_follow_the_swarms_epoch(fake: FakeSwarm) -> None:
+def test_schedulers_follow_the_swarms_epoch(world: World) -> None:
     def schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
         return torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
 
-    trainers = trained(fake, epochs=4, scheduler=schedule)
+    trainers = trained(world, epochs=4, scheduler=schedule)
     assert_alike(trainers)
     assert trainers[0].opt.param_groups[0]["lr"] == 1e-2 / 4
 
 
-def test_a_micro_batch_that_is_not_finite_is_dropped(fake: FakeSwarm) -> None:
+def test_a_micro_batch_that_is_not_finite_is_dropped(world: World) -> None:
     class Bursting(Trainer):
         def backward(self) -> None:
             super().backward()
             if self.index == 0 and self.calls == 2:
                 next(iter(self.model.parameters())).grad.view(-1)[0] = torch.inf
 
-    trainers = [Bursting(fake, index, 5).begin() for index in range(4)]
-    fake.run()
+    trainers = [Bursting(world, index, 5).begin() for index in range(4)]
+    world.run()
     assert [trainer.opt.dropped for trainer in trainers] == [1, 0, 0, 0]
     assert_alike(trainers)
 
@@ -218,7 +220,7 @@ def test_a_mean_that_is_not_finite_is_skipped_by_all(fake: FakeSwarm) -> None:
     assert int(trainers[0].opt.state[next(trainers[0].model.parameters())]["step"]) == 3
 
 
-def test_grad_scaler_takes_it_for_an_optimizer(fake: FakeSwarm) -> None:
+def test_grad_scaler_takes_it_for_an_optimizer(world: World) -> None:
     class Scaled(Trainer):
         def train(self) -> None:
             self.join()
@@ -234,8 +236,8 @@ def test_grad_scaler_takes_it_for_an_optimizer(fake: FakeSwarm) -> None:
                 scaler.step(self.opt)
                 scaler.update()
 
-    scaled = [Scaled(fake, index, 5).begin() for index in range(4)]
-    fake.run()
+    scaled = [Scaled(world, index, 5).begin() for index in range(4)]
+    world.run()
     assert_alike(scaled)
     assert scaled[1].calls > scaled[1].epochs  # Its own bad batch it left out before the swarm saw it.
 
@@ -274,10 +276,10 @@ class MixedTrainer(Trainer):
 
 
 @pytest.mark.parametrize("buffers", [True, False])
-def test_mixed_parameters(fake: FakeSwarm, buffers: bool) -> None:
+def test_mixed_parameters(world: World, buffers: bool) -> None:
     start = Mixed()
-    trainers = [MixedTrainer(fake, index, 3, buffers=buffers).begin() for index in range(4)]
-    fake.run()
+    trainers = [MixedTrainer(world, index, 3, buffers=buffers).begin() for index in range(4)]
+    world.run()
     assert_alike(trainers)
     models = [trainer.model for trainer in trainers]
     assert models[0].first.weight is models[0].second.weight
@@ -291,7 +293,7 @@ def test_mixed_parameters(fake: FakeSwarm, buffers: bool) -> None:
     assert alike == [buffers] * 3
 
 
-def test_a_parameter_without_gradient_keeps_what_the_optimizer_remembers(fake: FakeSwarm) -> None:
+def test_a_parameter_without_gradient_keeps_what_the_optimizer_remembers(world: World) -> None:
     class Some(MixedTrainer):
         def __init__(self, *given: Any, **options: Any) -> None:
             super().__init__(*given, **options)
@@ -300,11 +302,11 @@ def test_a_parameter_without_gradient_keeps_what_the_optimizer_remembers(fake: F
     def adamw_dense(parameters: Any) -> torch.optim.Optimizer:
         return torch.optim.AdamW([one for one in parameters if one.requires_grad], lr=0.1, weight_decay=0.5)
 
-    trainers = [Some(fake, index, 3).begin() for index in range(2)]
+    trainers = [Some(world, index, 3).begin() for index in range(2)]
     for trainer in trainers:
         trainer.model.embedding.sparse = False
         trainer.options["target_batch_size"] = 2 * SAMPLES
-    fake.run()
+    world.run()
     assert_alike(trainers)
     model = trainers[0].model
     assert model.unused.weight not in trainers[0].opt.state
@@ -332,7 +334,7 @@ def test_fused_steps_are_right_for_parameters_of_any_strides(name: str) -> None:
 
     found = []
     for fused in (True, False):
-        swarm = FakeSwarm("fp32")
+        swarm = World("fp32")
         trainers = [Strided(swarm, index, 3, fused=fused).begin() for index in range(4)]
         late = Strided(swarm, 4, 3, fused=fused).begin(at=0.9)
         swarm.run()
@@ -341,22 +343,22 @@ def test_fused_steps_are_right_for_parameters_of_any_strides(name: str) -> None:
     assert difference(*found) < 1e-5
 
 
-def test_the_optimizer_may_hold_frozen_parameters(fake: FakeSwarm) -> None:
+def test_the_optimizer_may_hold_frozen_parameters(world: World) -> None:
     class All(MixedTrainer):
         def __init__(self, *given: Any) -> None:
             super().__init__(*given)
             self.make = lambda parameters: torch.optim.SGD(parameters, lr=0.1)
 
-    trainers = [All(fake, index, 3).begin() for index in range(4)]
-    late = All(fake, 4, 3).begin(at=0.9)
-    fake.run()
+    trainers = [All(world, index, 3).begin() for index in range(4)]
+    late = All(world, 4, 3).begin(at=0.9)
+    world.run()
     assert_alike([*trainers, late])
     assert torch.equal(late.model.frozen.weight, Mixed().frozen.weight)
 
 
 @pytest.mark.parametrize("scheduled", [False, True])
 def test_a_learning_rate_that_changes_by_a_scripts_own_steps_is_told(
-    scheduled: bool, fake: FakeSwarm, caplog: pytest.LogCaptureFixture
+    scheduled: bool, world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Scheduling(Trainer):
         def backward(self) -> None:
@@ -365,27 +367,27 @@ def test_a_learning_rate_that_changes_by_a_scripts_own_steps_is_told(
             super().backward()
 
     schedule = torch.optim.lr_scheduler.ExponentialLR
-    Scheduling(fake, 0, 4, patience=0, scheduler=(lambda o: schedule(o, 0.9)) if scheduled else None).begin()
-    fake.run()
+    Scheduling(world, 0, 4, patience=0, scheduler=(lambda o: schedule(o, 0.9)) if scheduled else None).begin()
+    world.run()
     told = [record.message for record in caplog.records if "given as scheduler=" in record.message]
     assert len(told) == (not scheduled)
 
 
-def test_a_compiled_loop_runs_it_uncompiled(fake: FakeSwarm) -> None:
-    trainer, steps = Trainer(fake, 0, 1, patience=0, target_batch_size=SAMPLES), []
+def test_a_compiled_loop_runs_it_uncompiled(world: World) -> None:
+    trainer, steps = Trainer(world, 0, 1, patience=0, target_batch_size=SAMPLES), []
 
     def train() -> None:
         trainer.join()
         trainer.backward()
         torch.compile(lambda: steps.append(trainer.opt.step()), backend="eager")()
 
-    fake.peer("peer0", train)
-    fake.run()
+    world.peer("peer0", train)
+    world.run()
     assert steps == [None]
     assert trainer.opt.epoch == 1
 
 
-def test_sparse_adam_gets_sparse_gradients(fake: FakeSwarm) -> None:
+def test_sparse_adam_gets_sparse_gradients(world: World) -> None:
     class Words(Trainer):
         def __init__(self, *given: Any) -> None:
             super().__init__(*given)
@@ -396,9 +398,9 @@ def test_sparse_adam_gets_sparse_gradients(fake: FakeSwarm) -> None:
         def backward(self) -> None:
             self.model(torch.tensor([self.index])).sum().backward()
 
-    trainers = [Words(fake, index, 3).begin() for index in range(4)]
+    trainers = [Words(world, index, 3).begin() for index in range(4)]
     before = trainers[0].model.weight.detach().clone()
-    fake.run()
+    world.run()
     assert_alike(trainers)
     changed = (trainers[0].model.weight != before).any(1)
     assert changed.tolist() == [True] * 4 + [False] * 6
@@ -414,23 +416,23 @@ def test_sparse_adam_gets_sparse_gradients(fake: FakeSwarm) -> None:
         ({"patience": -1}, "patience: expected seconds >= 0, got -1"),
     ],
 )
-def test_options_out_of_range_are_refused(fake: FakeSwarm, options: dict[str, Any], said: str) -> None:
+def test_options_out_of_range_are_refused(world: World, options: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        Trainer(fake, 0, 1, **options).join()
+        Trainer(world, 0, 1, **options).join()
 
 
-def test_a_closure_is_called_once_before_the_gradients_are_taken(fake: FakeSwarm) -> None:
+def test_a_closure_is_called_once_before_the_gradients_are_taken(world: World) -> None:
     model = network()
     before = [one.detach().clone() for one in model.parameters()]
 
     def work() -> None:
-        run = fake.join("peer0", "text", model)
+        run = world.join("peer0", "text", model)
         opt = run.optimizer(
             adamw(model.parameters()),
             target_batch_size=SAMPLES,
             batch_size=SAMPLES,
             patience=0,
-            clock=fake.clock,
+            clock=world.clock,
         )
 
         def closure() -> float:
@@ -441,15 +443,15 @@ def test_a_closure_is_called_once_before_the_gradients_are_taken(fake: FakeSwarm
         assert opt.step(closure) > 0
         assert opt.epoch == 1
 
-    fake.peer("peer0", work)
-    fake.run()
+    world.peer("peer0", work)
+    world.run()
     assert not any(torch.equal(one, old) for one, old in zip(model.parameters(), before, strict=True))
 
 
-def test_misuse_is_refused_with_one_line(fake: FakeSwarm) -> None:
+def test_misuse_is_refused_with_one_line(world: World) -> None:
     model: Any = network()
     other = network()
-    run = fake.join("peer0", "text", model)
+    run = world.join("peer0", "text", model)
     with pytest.raises(TypeError, match=r"expected a torch\.optim\.Optimizer, got Sequential"):
         run.optimizer(model, target_batch_size=1)
     with pytest.raises(TypeError, match="got LBFGS, which computes them several times: `DiLoCo` takes it"):
@@ -467,8 +469,8 @@ def test_misuse_is_refused_with_one_line(fake: FakeSwarm) -> None:
         opt.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
 
 
-def test_it_is_the_wrapped_optimizer_to_others(fake: FakeSwarm) -> None:
-    trainer = Trainer(fake, 0, 1)
+def test_it_is_the_wrapped_optimizer_to_others(world: World) -> None:
+    trainer = Trainer(world, 0, 1)
     trainer.join()
     opt = trainer.opt
     assert isinstance(opt, torch.optim.Optimizer)
@@ -481,8 +483,8 @@ def test_it_is_the_wrapped_optimizer_to_others(fake: FakeSwarm) -> None:
     assert "SwarmOptimizer" in repr(opt)
 
 
-def test_hooks_of_steps_are_called(fake: FakeSwarm) -> None:
-    trainer = Trainer(fake, 0, 1, alone="wait")
+def test_hooks_of_steps_are_called(world: World) -> None:
+    trainer = Trainer(world, 0, 1, alone="wait")
     called: list[str] = []
 
     def train() -> None:
@@ -492,18 +494,18 @@ def test_hooks_of_steps_are_called(fake: FakeSwarm) -> None:
         trainer.backward()
         trainer.opt.step()
 
-    fake.peer("peer0", train)
-    fake.run()
+    world.peer("peer0", train)
+    world.run()
     assert called == ["before", "after"]
 
 
-def test_only_peers_with_the_same_terms_meet(fake: FakeSwarm) -> None:
+def test_only_peers_with_the_same_terms_meet(world: World) -> None:
     runs = []
     for index, target in enumerate((32, 64)):
-        trainer = Trainer(fake, index, 1, target_batch_size=target)
+        trainer = Trainer(world, index, 1, target_batch_size=target)
         trainer.join()
         runs.append(trainer.run)
-    assert runs[0].others() == []
+    assert isinstance(runs[0].state, NoPeers)
     terms = dict(runs[0].terms)
     assert terms.pop("hyperparameters").startswith("amsgrad=False, betas=(0.9, 0.999)")
     assert terms.pop("parameter groups").startswith("1: ")
@@ -539,12 +541,12 @@ def grouped(undecayed: int) -> Any:
     ],
 )
 def test_what_would_part_them_is_a_term(
-    fake: FakeSwarm, term: str, here: dict[str, Any], there: dict[str, Any]
+    world: World, term: str, here: dict[str, Any], there: dict[str, Any]
 ) -> None:
     terms = []
     for index, given in enumerate((here, there, here)):
         options = dict(given)
-        trainer = Trainer(fake, index, 1)
+        trainer = Trainer(world, index, 1)
         trainer.make = options.pop("make", trainer.make)
         trainer.options |= options
         trainer.join()
@@ -575,21 +577,21 @@ def rates(second: float) -> Any:
     ],
 )
 def test_a_group_that_differs_is_told_by_its_key_and_an_order_by_its_first_name(
-    fake: FakeSwarm, here: Any, there: Any, said: str
+    world: World, here: Any, there: Any, said: str
 ) -> None:
     specs = []
     for index, make in enumerate((here, there)):
-        trainer = Trainer(fake, index, 1)
+        trainer = Trainer(world, index, 1)
         trainer.make = make
         trainer.join()
         specs.append(RunSpec.create("text", trainer.run.schema, terms=trainer.run.terms))
     assert differences(specs[0], answer_of(specs[1], specs[0].marks, 1.0)) == said
 
 
-def test_many_parameter_groups_fit_the_terms(fake: FakeSwarm) -> None:
+def test_many_parameter_groups_fit_the_terms(world: World) -> None:
     terms = []
     for index, decay in enumerate((0.1, 0.2)):
-        trainer = Trainer(fake, index, 1)
+        trainer = Trainer(world, index, 1)
         trainer.model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(80)))
         held = list(trainer.model.parameters())
         groups = [{"params": [one], "weight_decay": decay if one is held[-1] else 0.0} for one in held]
@@ -599,15 +601,15 @@ def test_many_parameter_groups_fit_the_terms(fake: FakeSwarm) -> None:
     assert {name for name in terms[0] if terms[0][name] != terms[1][name]} == {"further groups"}
 
 
-def test_what_newcomers_could_not_be_given_is_refused_at_once(fake: FakeSwarm) -> None:
+def test_what_newcomers_could_not_be_given_is_refused_at_once(world: World) -> None:
     sampler = SimpleNamespace(state_dict=lambda: {"seen": {1, 2}}, load_state_dict=lambda state: None)
-    trainer = Trainer(fake, 0, 1, extra={"sampler": sampler})
+    trainer = Trainer(world, 0, 1, extra={"sampler": sampler})
     with pytest.raises(ImageError, match="'extra sampler/seen' is a set: expected numbers"):
         trainer.join()
 
 
-def test_a_scheduler_that_wants_a_metric_is_refused(fake: FakeSwarm) -> None:
-    trainer = Trainer(fake, 0, 1, scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau)
+def test_a_scheduler_that_wants_a_metric_is_refused(world: World) -> None:
+    trainer = Trainer(world, 0, 1, scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau)
     with pytest.raises(TypeError, match="wants a metric"):
         trainer.join()
 
@@ -616,8 +618,8 @@ def test_the_type_is_exported() -> None:
     assert SwarmOptimizer.__module__.startswith("equipoise.peer.training")
 
 
-def test_told_to_wait_its_step_returns_and_goes_on_adding_up(fake: FakeSwarm) -> None:
-    trainer = Trainer(fake, 0, 1, alone="wait", target_batch_size=2 * SAMPLES)
+def test_told_to_wait_its_step_returns_and_goes_on_adding_up(world: World) -> None:
+    trainer = Trainer(world, 0, 1, alone="wait", target_batch_size=2 * SAMPLES)
     trainer.join()
     for calls in range(1, 6):
         trainer.backward()
@@ -627,20 +629,20 @@ def test_told_to_wait_its_step_returns_and_goes_on_adding_up(fake: FakeSwarm) ->
     assert trainer.opt.reason == "it waits: no other peer of this run is known"
 
 
-def test_a_parameter_whose_mean_is_zero_is_skipped_even_by_weight_decay(fake: FakeSwarm) -> None:
+def test_a_parameter_whose_mean_is_zero_is_skipped_even_by_weight_decay(world: World) -> None:
     class Zeroed(Trainer):
         def backward(self) -> None:
             super().backward()
             next(iter(self.model.parameters())).grad.zero_()
 
-    trainers = [Zeroed(fake, index, 3).begin() for index in range(2)]
+    trainers = [Zeroed(world, index, 3).begin() for index in range(2)]
     before = next(iter(trainers[0].model.parameters())).detach().clone()
-    fake.run()
+    world.run()
     assert torch.equal(next(iter(trainers[0].model.parameters())), before)
 
 
-def test_what_no_round_counted_is_named_at_the_end_and_the_statistics_are_the_groups(fake: FakeSwarm) -> None:
-    trainers = [Trainer(fake, index, 3, buffers=True, target_batch_size=2 * SAMPLES) for index in range(2)]
+def test_what_no_round_counted_is_named_at_the_end_and_the_statistics_are_the_groups(world: World) -> None:
+    trainers = [Trainer(world, index, 3, buffers=True, target_batch_size=2 * SAMPLES) for index in range(2)]
     ends: dict[int, Any] = {}
 
     def work(trainer: Trainer) -> None:
@@ -652,8 +654,8 @@ def test_what_no_round_counted_is_named_at_the_end_and_the_statistics_are_the_gr
 
     for trainer in trainers:
         trainer.model = nn.Sequential(nn.BatchNorm1d(8), *trainer.model)
-        fake.peer(trainer.name, lambda trainer=trainer: work(trainer))
-    fake.run()
+        world.peer(trainer.name, lambda trainer=trainer: work(trainer))
+    world.run()
     assert ends[0] == (True, "its state is the group's; 8 samples that no round counted")
     assert ends[1] == (True, "its state is the group's")
     first, second = (trainer.model.state_dict() for trainer in trainers)
@@ -661,11 +663,11 @@ def test_what_no_round_counted_is_named_at_the_end_and_the_statistics_are_the_gr
 
 
 def test_a_model_whose_statistics_stay_each_peers_own_is_told_once(
-    fake: FakeSwarm, caplog: pytest.LogCaptureFixture
+    world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
     for name, buffers in (("own", False), ("averaged", True)):
         model = nn.BatchNorm1d(8)
-        run = fake.join("peer", name, model)
+        run = world.join("peer", name, model)
         run.optimizer(adamw(model.parameters()), target_batch_size=1, buffers=buffers)
     told = "run own: each peer keeps its own buffers (2, such as 'running_mean'): buffers=True averages them"
     assert [one.getMessage() for one in caplog.records if one.levelname == "WARNING"] == [told]

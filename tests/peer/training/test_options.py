@@ -13,13 +13,13 @@ import pytest
 from equipoise.peer.training import DiLoCo, FederatedOptions, LocalOptions, LocalSGD, Options
 from equipoise.peer.training.options import LocalKeywords, OptionKeywords
 from fakes.trainers import adamw
-from fakes.training import FakeSwarm
+from fakes.world import World
 from oracles.training import network
 
 
-def test_of_an_optimizer(fake: FakeSwarm) -> None:
+def test_of_an_optimizer(world: World) -> None:
     model = network()
-    run = fake.join("peer0", "text", model)
+    run = world.join("peer0", "text", model)
     adam = adamw(model.parameters())
     # mypy reports each of these, or the comment that ignores it.
     with pytest.raises(
@@ -43,8 +43,8 @@ def test_help_tells_every_option(kind: type) -> None:
     assert "\n\n\n" not in told
 
 
-def test_of_local_steps(fake: FakeSwarm) -> None:
-    run = fake.join("peer0", "text", network())
+def test_of_local_steps(world: World) -> None:
+    run = world.join("peer0", "text", network())
     with pytest.raises(TypeError, match="unknown option 'fragment'; did you mean 'fragments'"):
         DiLoCo(run, every=6, fragment=2)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="unknown option 'waitfor'; did you mean 'wait_for'"):

@@ -15,6 +15,7 @@ from equipoise.peer.training.replica import ATTENDANCE, MAX_KNOWN, Known, Phase,
 from fakes import rounds
 from fakes.trainers import SAMPLES, Trainer, assert_alike
 from fakes.training import FakeSwarm
+from fakes.world import World
 from oracles.training import network
 
 OURS, THEIRS = StateId(7, "a" * 64), StateId(2**40, "b" * 64)
@@ -43,14 +44,14 @@ def known(*names: str) -> Known:
 
 @pytest.mark.parametrize("strangers", [4, 20])
 def test_newcomers_with_another_state_do_not_replace_that_of_three_who_have_trained(
-    fake: FakeSwarm, strangers: int
+    world: World, strangers: int
 ) -> None:
-    fake.group_size = 64
-    ours = [Trainer(fake, index, 30, target_batch_size=3 * SAMPLES).begin() for index in range(3)]
+    world.options["group_size"] = 64
+    ours = [Trainer(world, index, 30, target_batch_size=3 * SAMPLES).begin() for index in range(3)]
     for index in range(3, 3 + strangers):
-        stranger = Stranger(fake, index, THEIRS.epoch + 5, target_batch_size=3 * SAMPLES)
+        stranger = Stranger(world, index, THEIRS.epoch + 5, target_batch_size=3 * SAMPLES)
         stranger.begin(at=5.0)
-    fake.run()
+    world.run()
     assert_alike(ours)
     assert all(trainer.opt.epoch == 30 for trainer in ours)
     steps = [epoch for epoch, _ in ours[0].seen]
@@ -63,11 +64,11 @@ def test_newcomers_with_another_state_do_not_replace_that_of_three_who_have_trai
     )
 
 
-def test_where_heads_are_trusted_most_are_followed(fake: FakeSwarm) -> None:
+def test_where_heads_are_trusted_most_are_followed(world: World) -> None:
     options = {"target_batch_size": 3 * SAMPLES, "trust": "heads"}
-    ours = [Trainer(fake, index, THEIRS.epoch + 5, **options).begin() for index in range(3)]
-    strangers = [Stranger(fake, index, THEIRS.epoch + 5, **options).begin(at=5.0) for index in range(3, 7)]
-    fake.run()
+    ours = [Trainer(world, index, THEIRS.epoch + 5, **options).begin() for index in range(3)]
+    strangers = [Stranger(world, index, THEIRS.epoch + 5, **options).begin(at=5.0) for index in range(3, 7)]
+    world.run()
     assert_alike([*ours, *strangers])
 
 

@@ -15,7 +15,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 
 from equipoise.peer.training import SwarmOptimizer
 from equipoise.peer.training.adapters.accelerate import step_with_swarm
-from fakes.training import FakeSwarm
+from fakes.world import World
 from oracles.training import batch_of, loss_of, network
 
 BATCH = 4
@@ -26,14 +26,14 @@ RATE = 1e-2
 class Loop:
     """As Accelerate's users write it."""
 
-    def __init__(self, fake: FakeSwarm, peer: int, accumulate: int = 1) -> None:
-        self.fake, self.peer = fake, peer
+    def __init__(self, world: World, peer: int, accumulate: int = 1) -> None:
+        self.world, self.peer = world, peer
         self.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulate)
         model = network()
         optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
         self.model, self.optimizer, self.scheduler = self.accelerator.prepare(model, optimizer, scheduler)
-        run = fake.join(f"peer{peer}", "text", model)
+        run = world.join(f"peer{peer}", "text", model)
         self.swarm: SwarmOptimizer = step_with_swarm(
             self.accelerator,
             run,
@@ -41,13 +41,13 @@ class Loop:
             self.scheduler,
             batch_size=BATCH,
             target_batch_size=2 * BATCH * accumulate,
-            clock=fake.clock,
+            clock=world.clock,
         )
 
     def train(self) -> None:
         count = 0
         while self.swarm.epoch < EPOCHS:
-            self.fake.compute(0.5)
+            self.world.compute(0.5)
             with self.accelerator.accumulate(self.model):
                 self.accelerator.backward(loss_of(self.model, batch_of(self.peer, count, BATCH)))
                 self.optimizer.step()
@@ -61,15 +61,15 @@ class Loop:
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_two_loops_stay_alike_and_the_learning_rate_follows_the_swarm(accumulate: int) -> None:
-    fake, loops = FakeSwarm(), []
+    world, loops = World(), []
 
     def work(peer: int) -> None:
-        loops.append(Loop(fake, peer, accumulate))
+        loops.append(Loop(world, peer, accumulate))
         loops[-1].train()
 
     for peer in range(2):
-        fake.peer(f"peer{peer}", lambda peer=peer: work(peer))
-    fake.run()
+        world.peer(f"peer{peer}", lambda peer=peer: work(peer))
+    world.run()
     first, second = loops
     assert first.swarm.id == second.swarm.id
     assert torch.equal(first.flat(), second.flat())
@@ -82,7 +82,7 @@ def test_two_loops_stay_alike_and_the_learning_rate_follows_the_swarm(accumulate
 
 
 def test_a_loss_scaler_steps_the_swarm_with_gradients_that_are_not_scaled() -> None:
-    fake, model = FakeSwarm(), network()
+    world, model = World(), network()
     inner = torch.optim.SGD(model.parameters(), lr=1.0)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     accelerator = Accelerator(cpu=True)
@@ -90,8 +90,8 @@ def test_a_loss_scaler_steps_the_swarm_with_gradients_that_are_not_scaled() -> N
     plain = network()
 
     def work() -> None:
-        run = fake.join("peer0", "text", model)
-        options: dict[str, Any] = {"target_batch_size": BATCH, "patience": 0, "clock": fake.clock}
+        run = world.join("peer0", "text", model)
+        options: dict[str, Any] = {"target_batch_size": BATCH, "patience": 0, "clock": world.clock}
         swarm = step_with_swarm(accelerator, run, optimizer, batch_size=BATCH, **options)
         scaler.scale(loss_of(model, batch_of(0, 0, BATCH))).backward()
         optimizer.step()
@@ -101,8 +101,8 @@ def test_a_loss_scaler_steps_the_swarm_with_gradients_that_are_not_scaled() -> N
         assert optimizer.step_was_skipped
         assert swarm.epoch == 1
 
-    fake.peer("peer0", work)
-    fake.run()
+    world.peer("peer0", work)
+    world.run()
     loss_of(plain, batch_of(0, 0, BATCH)).backward()
     for one, expected in zip(model.parameters(), plain.parameters(), strict=True):
         assert expected.grad is not None
@@ -121,7 +121,7 @@ def test_what_is_no_scheduler_by_epochs_is_refused(make: Any) -> None:
     inner = torch.optim.SGD(model.parameters(), lr=1.0)
     optimizer = accelerator.prepare(inner)
     scheduler = make(inner)
-    run = FakeSwarm().join("peer0", "text", model)
+    run = World().join("peer0", "text", model)
     with pytest.raises(TypeError, match="expected"):
         step_with_swarm(
             accelerator,
@@ -135,7 +135,7 @@ def test_what_is_no_scheduler_by_epochs_is_refused(make: Any) -> None:
 
 def test_an_optimizer_that_was_not_prepared_is_refused() -> None:
     model: nn.Module = network()
-    run = FakeSwarm().join("peer0", "text", model)
+    run = World().join("peer0", "text", model)
     inner: Any = torch.optim.SGD(model.parameters(), lr=1.0)
     with pytest.raises(TypeError, match=r"expected what accelerator\.prepare returns, got SGD"):
         step_with_swarm(Accelerator(cpu=True), run, inner, batch_size=1, target_batch_size=1)

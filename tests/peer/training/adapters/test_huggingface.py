@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from fakes.training import FakeSwarm
+from fakes.world import World
 
 NEAR = 1e-4
 """AdamW makes steps of the size of the rate, 1e-2, also of gradients that are all rounding."""
@@ -74,44 +74,44 @@ def test_the_end_and_the_scheduler_count_the_swarms_epochs(
 def test_peers_with_schedulers_of_other_lengths_differ_in_a_term(tmp_path: Path, real: Any) -> None:
     terms = []
     for steps in (1, 2):
-        fake, what = FakeSwarm(), real.model()
+        world, what = World(), real.model()
         one = real.SwarmCallback(
-            fake.join("peer0", "text", what), target_batch_size=1, clock=fake.clock, patience=0
+            world.join("peer0", "text", what), target_batch_size=1, clock=world.clock, patience=0
         )
         training = real.trainer(tmp_path, what, real.data(0), max_steps=steps)
         training.add_callback(one)
-        fake.peer("peer0", training.train)
-        fake.run()
+        world.peer("peer0", training.train)
+        world.run()
         terms.append(one._run.terms["scheduler"])
     assert "steps=1" in terms[0]
     assert "steps=2" in terms[1]
 
 
 def test_a_short_last_batch_counts_for_its_samples(tmp_path: Path, real: Any) -> None:
-    fake, what, sizes = FakeSwarm(), real.model(), []
-    run = fake.join("peer0", "text", what)
-    one = real.SwarmCallback(run, target_batch_size=1, clock=fake.clock, patience=0)
+    world, what, sizes = World(), real.model(), []
+    run = world.join("peer0", "text", what)
+    one = real.SwarmCallback(run, target_batch_size=1, clock=world.clock, patience=0)
     training = real.trainer(tmp_path, what, real.data(0)[: real.BATCH + 1], max_steps=4)
     training.add_callback(one)
     training.add_callback(real.Noting(lambda: sizes.append(one.optimizer.batch_size)))
-    fake.peer("peer0", training.train)
-    fake.run()
+    world.peer("peer0", training.train)
+    world.run()
     assert sizes == [real.BATCH, 1, real.BATCH, 1]
 
 
 def test_the_options_of_the_trainer_become_the_swarms(
     tmp_path: Path, real: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    fake, what = FakeSwarm(), real.model()
+    world, what = World(), real.model()
     one = real.SwarmCallback(
-        fake.join("peer0", "text", what), target_batch_size=1, clock=fake.clock, patience=0
+        world.join("peer0", "text", what), target_batch_size=1, clock=world.clock, patience=0
     )
     training = real.trainer(
         tmp_path, what, real.data(0), max_steps=1, gradient_accumulation_steps=2, max_grad_norm=0.5
     )
     training.add_callback(one)
-    fake.peer("peer0", training.train)
-    fake.run()
+    world.peer("peer0", training.train)
+    world.run()
     assert one.optimizer is not None
     assert one.optimizer.batch_size == 2 * real.BATCH
     assert one._run.terms["clip"] == "0.5"

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from equipoise.peer.errors import Refused
-from fakes.training import FakeSwarm
+from fakes.world import World
 
 NEAR = 1e-4
 """AdamW makes steps of the size of the rate, also of gradients that are all rounding."""
@@ -80,6 +80,6 @@ def test_what_peers_could_not_do_alike_is_refused(
     tmp_path: Path, real: Any, module: Any, options: dict[str, Any], expected: str
 ) -> None:
     what = module(real)
-    one = real.SwarmCallback(FakeSwarm().join("peer0", "text", what), batch_size=1, target_batch_size=1)
+    one = real.SwarmCallback(World().join("peer0", "text", what), batch_size=1, target_batch_size=1)
     with pytest.raises(Refused, match=expected):
         real.trainer(tmp_path, callbacks=[one], **options).fit(what, real.batches(0))

@@ -1,0 +1,40 @@
+"""The world of the tests: real daemons in virtual time."""
+
+from __future__ import annotations
+
+from fakes.trainers import Trainer, assert_alike
+from fakes.world import World
+
+
+def lived(seed: int) -> tuple[list[tuple[float, str, str]], str]:
+    """All that scripts have asked, with the times, and the digest of the last mean, of three peers on a bad network."""
+    world = World("int8", seed)
+    world.net.loss = 0.01
+    trainers = [Trainer(world, index, 8, target_batch_size=24).begin() for index in range(3)]
+    world.run()
+    assert_alike(trainers)
+    return [(at, peer, repr(asked)) for at, peer, asked, _ in world.log], trainers[0].last.digest
+
+
+def test_the_same_seed_gives_the_same_world_to_the_last_bit() -> None:
+    first = lived(1)
+    assert first == lived(1)
+    assert first[0] != lived(2)[0]
+
+
+def test_peers_that_are_cut_off_come_back_to_the_groups_state() -> None:
+    world = World()
+    trainers = [Trainer(world, index, 30).begin() for index in range(4)]
+
+    def cut() -> None:
+        world.compute(4.0)
+        world.net.cut("peer3")
+        world.compute(4.0)
+        world.net.cuts.clear()
+
+    world.peer("weather", cut)
+    world.run()
+    assert_alike(trainers)
+    ended = [at for at, peer, outcome in world.outcomes if peer == "peer3" and outcome.ok]
+    assert not [at for at in ended if 4.5 < at < 8.0]
+    assert {peer for peer, _ in world.recovered} == {"peer3"}
