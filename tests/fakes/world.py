@@ -343,9 +343,12 @@ class World:
     @property
     def made(self) -> tuple[int, tuple[str, ...]]:
         """The epoch of the last state that a round has made, and the peers that made it."""
-        counted = [one for _, _, one in self.outcomes if one.ok and one.state is not None and one.givers]
-        last = max(counted, key=lambda one: one.state.epoch, default=None)
-        return (0, ()) if last is None else (last.state.epoch + 1, tuple(last.givers))
+        made = [
+            (one.state.epoch + 1, tuple(one.givers))
+            for _, _, one in self.outcomes
+            if one.state and one.givers
+        ]
+        return max(made, default=(0, ()))
 
     @property
     def outcomes(self) -> list[tuple[float, str, Outcome]]:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from equipoise.peer.simulation.virtual_time import Killed
 from equipoise.peer.training import DiLoCo, SwarmOptimizer
 from equipoise.peer.training.checkpoint import (
     IMAGE_FILE,
@@ -21,7 +22,7 @@ from equipoise.peer.training.checkpoint import (
     Misfit,
     read_manifest,
 )
-from fakes.world import Killed, World
+from fakes.world import World
 from oracles.training import batch_of, loss_of, network
 
 SAMPLES = 8

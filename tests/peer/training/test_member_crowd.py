@@ -82,7 +82,7 @@ def test_peers_beyond_a_group_follow_its_state_and_take_the_places_that_fall_fre
     assert all(
         len(outcome.contributors) == 4
         for _, _, outcome in world.outcomes
-        if outcome.ok and outcome.givers and outcome.state.epoch > epoch + 2
+        if outcome.ok and outcome.givers and outcome.state is not None and outcome.state.epoch > epoch + 2
     )
 
 
