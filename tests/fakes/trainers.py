@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from equipoise.averaging.outcome import Outcome
-from equipoise.peer.client.run import Run
+from equipoise.peer.run import Run
 from equipoise.peer.training import SwarmOptimizer
 from fakes.world import World
 from oracles.training import batch_of, loss_of, network
@@ -28,6 +28,7 @@ class Trainer:
         self.options = {
             "target_batch_size": 4 * SAMPLES,
             "batch_size": SAMPLES,
+            "clock": swarm.clock,
             **options,
         }
         self.make: Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer] = adamw

@@ -23,9 +23,8 @@ from equipoise.averaging.outcome import Outcome
 from equipoise.averaging.state import StateId
 from equipoise.dht.records import TTL_SECONDS
 from equipoise.dht.state import ReachStatus
-from equipoise.peer.client.connect import Client
-from equipoise.peer.client.run import Run
 from equipoise.peer.client.tensors import Tensors
+from equipoise.peer.connecting import Client
 from equipoise.peer.control.client import ANSWER_SECONDS, Connection
 from equipoise.peer.control.messages import (
     Answer,
@@ -39,6 +38,7 @@ from equipoise.peer.control.messages import (
 from equipoise.peer.daemon.dispatcher import Dispatcher
 from equipoise.peer.daemon.session import Service
 from equipoise.peer.errors import DaemonLost, EquipoiseError, Refused
+from equipoise.peer.run import Run
 from equipoise.peer.simulation.virtual_time import Killed, VirtualTime, Worker
 from fakes.hostile import Frame, JumpingLoop, TappedTransport
 from fakes.memory import FakeIdentity, Net
@@ -135,7 +135,7 @@ class WorldLink(Connection):
         self._world = world
         self._descriptors: deque[int] = deque()
         script = f"the script of {daemon.peer}"
-        self.dispatcher = Dispatcher(daemon, script, self._descriptors.popleft, self._hear)  # type: ignore[arg-type]
+        self.dispatcher = Dispatcher(daemon, script, self._descriptors.popleft, self._hear, self._unknown)  # type: ignore[arg-type]
 
     def start(self, request: Request[Answer], fds: Sequence[int] = ()) -> Future[Answer]:
         reply: Future[Answer] = Future()
@@ -171,6 +171,10 @@ class WorldLink(Connection):
     @staticmethod
     def _wakes(wake: Callable[[], None]) -> Callable[[Future[Any]], None]:
         return lambda reply: wake()
+
+    @staticmethod
+    def _unknown() -> Any:
+        raise Refused("a daemon of a world has no status")
 
     async def _hear(self, line: str) -> None:
         """Take a line for the script's log."""
