@@ -80,7 +80,7 @@ class UpdateQuery(Answers):
     def hopeless(self, now: float) -> str:
         """Why the mean cannot come, one line; empty while it may come."""
         if self._request.follows:  # A silent peer cannot bring back a mean that others keep no longer.
-            waits = bool(self._tally) or not self.beyond or not self._settled(now)
+            waits = not self.beyond or not self._settled(now)
         else:
             waits = not self._settled(now, LONE_SECONDS) or (self._request.patient and self.behind > 0)
         return "" if waits else self.standing

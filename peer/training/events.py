@@ -67,7 +67,12 @@ class OthersBegun(msgspec.Struct, frozen=True):
 
 
 class Overdue(msgspec.Struct, frozen=True):
-    """No peer has joined this peer's round for a while: the others may be at a later state, or have ended."""
+    """No peer has joined this peer's round for a while: the others may be at a later state, or have ended.
+
+    Unless it is `placed`, a draw decides whether this peer ever sees their round, so only their answers tell.
+    """
+
+    placed: bool = True
 
 
 class Deserted(msgspec.Struct, frozen=True):

@@ -452,7 +452,9 @@ class Member:
         Such a snapshot is of epoch `at_least`.
         """
         meets = self._replica.phase is machine.Phase.MEETING
-        self._hear(events.OthersBegun(max(self.id.epoch, at_least)) if meets else events.Overdue())
+        self._hear(
+            events.OthersBegun(max(self.id.epoch, at_least)) if meets else events.Overdue(placed=False)
+        )
 
     def offer(self) -> None:
         """Offer a snapshot of this state to newcomers, whether or not one wants it yet."""

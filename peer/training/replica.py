@@ -240,7 +240,8 @@ class Replica:
                 return self._mean_fetched(event, now)
             case events.RecoveryFailed():
                 return self._recovery_failed(event, now)
-            case events.Overdue():
+            case events.Overdue(placed):
+                self._placed = self._placed and placed
                 return self._overdue(now)
             case events.Deserted():
                 return self._deserted(now)
@@ -481,7 +482,8 @@ class Replica:
         """No round comes: this peer may have missed an update, or no donor may ever take the awaited snapshot."""
         if self.phase is Phase.IN_STEP:
             return self._look_ahead()
-        return self._return(now) if self.phase is Phase.ASTRAY and self._asks_for_less() else []
+        lost = self.phase is Phase.ASTRAY and (self._asks_for_less() or not self._placed)
+        return self._return(now) if lost else []
 
     def _ending(self, now: float) -> list[Action]:
         if self.phase is not Phase.ASTRAY:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from equipoise.averaging.state import StateId
 from equipoise.averaging.statesync.answers import Request
+from equipoise.averaging.statesync.chunks import CHUNK_BYTES
 from equipoise.averaging.statesync.update_query import UpdateQuery
-from fakes.transfer import RUN, SPEC, TICKET, answer
+from fakes.transfer import RUN, SPEC, TICKET, answer, offer_of
 
 AFTER = StateId(7, "7" * 64)
 MAKERS = ("a", "b", "c")
@@ -30,3 +31,19 @@ def test_it_waits_while_the_makers_are_no_further_and_gives_up_once_they_are() -
     one.hear("b", answer(10), 60.0)
     assert one.hopeless(60.0)
     assert one.beyond == 9, "the epoch that most have reached"
+
+
+def test_a_mean_that_most_of_its_circle_do_not_offer_holds_it_up_no_longer() -> None:
+    offer = offer_of(7)
+    one = UpdateQuery(
+        Request(RUN, SPEC, TICKET, 0, 10 * CHUNK_BYTES, offer.state, frozenset("abc"), follows=True)
+    )
+    one.see((*"abc",), 0.0)
+    one.hear("a", answer(8, offer), 0.0)
+    for peer in "bc":
+        one.hear(peer, answer(7), 0.0)
+    assert not one.hopeless(1.0), "the two may still come to it"
+    for peer in "bc":
+        one.hear(peer, answer(8), 1.0)
+    assert one.agreement(60.0) is None
+    assert "1 of the 3 peers that vouch" in one.hopeless(1.0)

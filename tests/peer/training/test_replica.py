@@ -340,6 +340,15 @@ def test_a_peer_without_a_place_that_is_overtaken_takes_a_snapshot_and_no_seat()
     assert machine.handle(OthersBegun(FIRST_SNAPSHOT), 20.0) == [Fetch(30)]
 
 
+def test_a_peer_that_no_draw_takes_fetches_a_snapshot_once_it_is_overtaken() -> None:
+    machine = in_step()
+    assert machine.handle(Overdue(placed=False), 1.0) == [Recover(START)]
+    assert machine.handle(RecoveryFailed("none keeps it", beyond=12), 1.1) == [Fetch(12)]
+    machine.handle(FetchFailed("nobody offers it"), 1.2)
+    assert machine.handle(Overdue(placed=False), 1.3) == [], "after a pause"
+    assert machine.handle(Overdue(placed=False), 9.0) == [Fetch(12)]
+
+
 def test_a_peer_whose_last_look_told_nothing_looks_again_before_it_takes_a_seat() -> None:
     machine = in_step()
     machine.handle(Due(company=True, placed=False), 1.0)
