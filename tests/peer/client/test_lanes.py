@@ -375,9 +375,19 @@ def test_tritons_interpreter_does_the_same(tests: str, which: str) -> None:
     pytest.importorskip("triton")
     chosen = f"({which}) and not interpreter"  # Or this test would run itself.
     ran = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", chosen, f"tests/peer/{tests}"],
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "-k",
+            chosen,
+            Path(__file__).with_name(tests),
+        ],
         env={**os.environ, "EQUIPOISE_KERNELS": "triton", "TRITON_INTERPRET": "1"},
-        cwd=Path(__file__).parents[2],
+        cwd=Path(__file__).parents[3],
         capture_output=True,
         text=True,
     )
