@@ -212,6 +212,9 @@ class VirtualTime:
         if until <= self._stuck_at and not (self._due and self._due[0][0] <= until):
             self.now = until  # No other peer has anything to do before.
             return
+        self._give_way(worker, until)
+
+    def _give_way(self, worker: Worker, until: float) -> None:
         ticket = worker.ticket
         self.at(until, lambda: self._resume(worker, ticket))
         self._back.release()

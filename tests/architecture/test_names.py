@@ -17,9 +17,6 @@ NOTE_TO_SELF = re.compile(r"\b(TO" + r"DO|FIX" + r"ME|XX" + r"X)\b")
 MAY_POLL = {"tests/e2e/swarm.py", "tests/dht/conftest.py"}
 """`eventually` and `until` there poll conditions of other processes; no other test sleeps."""
 
-VIRTUAL = {"tests/fakes/memory.py", "tests/fakes/world.py"}
-"""Sleeps there last on a clock that jumps, so no test waits for them."""
-
 FOLDERS = (*PACKAGES, "tests", "scripts")
 
 
@@ -44,7 +41,7 @@ def test_tests_wait_for_conditions_and_do_not_sleep() -> None:
     sleeps = [
         (source, call.lineno)
         for source in sources("tests")
-        if str(source.path) not in MAY_POLL | VIRTUAL
+        if str(source.path) not in MAY_POLL
         for name, call in calls(source)
         if name.rpartition(".")[2] == "sleep" and not _is_zero(call)
     ]

@@ -12,7 +12,7 @@ from e2e.swarm import ChildProcess, Swarm, eventually
 from equipoise.peer import connect
 
 SCRIPT = """
-import json, logging, pathlib, sys, time
+import json, logging, pathlib, sys
 import torch
 from equipoise.peer import connect
 
@@ -27,7 +27,6 @@ with connect(sys.argv[1]) as peer, peer.join("lost", model) as run:
         optimizer.zero_grad()
         inputs = torch.randn(8, 8)
         torch.nn.functional.mse_loss(model(inputs), inputs[:, :4].sin()).backward()
-        time.sleep(0.05)
         optimizer.step()
         together = optimizer.in_step and bool(optimizer.last) and not peer.lost
         print(json.dumps({"epoch": optimizer.epoch, "together": together, "lost": peer.lost}), flush=True)

@@ -39,9 +39,9 @@ from equipoise.peer.daemon.dispatcher import Dispatcher
 from equipoise.peer.daemon.session import Service
 from equipoise.peer.errors import DaemonLost, EquipoiseError, Refused
 from equipoise.peer.run import Run
-from equipoise.peer.simulation.virtual_time import Killed, VirtualTime, Worker
+from equipoise.peer.simulation.virtual_time import VirtualTime, Worker
 from fakes.hostile import Frame, JumpingLoop, TappedTransport
-from fakes.memory import FakeIdentity, Net
+from fakes.memory import FakeIdentity, Net, passed
 
 LIMIT_SECONDS = 3600.0
 """Of virtual time; a test that gets there hangs."""
@@ -89,12 +89,7 @@ class LoopTime(VirtualTime):
     def _pause(self, until: float) -> None:
         worker = self._worker()
         worker.questions = 0
-        ticket = worker.ticket
-        self.at(until, lambda: self._resume(worker, ticket))
-        self._back.release()
-        worker.turn.acquire()
-        if worker.killed:
-            raise Killed
+        self._give_way(worker, until)
 
     def _resume(self, worker: Worker, ticket: int, limit: float = -1) -> None:
         super()._resume(worker, ticket, limit)
@@ -185,7 +180,7 @@ class WorldLink(Connection):
         except (EquipoiseError, ValueError) as refused:
             answer, error = None, Refused(str(refused))
         if answer is not None:
-            await asyncio.sleep(self._world.held_back(request))
+            await passed(self._world.held_back(request))
         if reply.done():
             return
         self._world.log.append((self._world.now, self.welcome.peer_id, request, answer))
@@ -236,7 +231,7 @@ class World:
         index = next(self._order)
 
         def live() -> None:
-            self.time.sleep(at - self.now)
+            self.compute(at - self.now)
             work()
             if name in self.links:
                 self.links[name].close()
@@ -297,15 +292,15 @@ class World:
             return self.time.wait(until, seconds)
         end = self.now + seconds
         while not until() and self.now < end:
-            self.loop.run_until_complete(asyncio.sleep(min(0.001, seconds)))
+            self.loop.run_until_complete(passed(min(0.001, seconds)))
         return until()
 
     def compute(self, seconds: float) -> None:
         """What a forward and a backward pass take."""
         if self.time.is_script:
-            self.time.sleep(seconds)
+            self.time.wait(lambda: False, seconds)
         else:
-            self.loop.run_until_complete(asyncio.sleep(seconds))
+            self.loop.run_until_complete(passed(seconds))
 
     def spawn(self, work: Any) -> None:
         task = self.loop.create_task(work)
