@@ -6,11 +6,13 @@ from typing import Any
 
 from equipoise.averaging.manifest import Join, Manifest
 from equipoise.averaging.matchmaking import events
+from equipoise.averaging.matchmaking import messages as wire
 from equipoise.averaging.matchmaking.context import Context
 from equipoise.averaging.matchmaking.machine import Matchmaking
 from equipoise.averaging.matchmaking.messages import MAX_PATIENCE, JoinRequest
 from equipoise.averaging.matchmaking.topology import rank
 from equipoise.averaging.options import Needs
+from equipoise.averaging.timing import INITIAL_WAIT, INVITE_SECONDS
 from simulator.matchmaking import RUN, SPEC, Record, signer, stated, verify
 
 NAMES = ["alice", "bob", "carol", "dave", "erin", "frank", "grace", "heidi"]
@@ -64,6 +66,16 @@ def elapse(one: Matchmaking, since: float, until: float) -> list[events.Action]:
     while (now := max(now, one.deadline)) < until:
         actions += one.handle(events.Woke(), now)
     return actions + one.handle(events.Woke(), until)
+
+
+def closed_without(absent: str, coordinator: str, second: str) -> tuple[Matchmaking, list[events.Action]]:
+    """A coordinator that has gathered from second 1.0 on and closed without a live peer; its actions at the close."""
+    one = machine(coordinator, second, absent)
+    one.handle(ready(), 1.0)
+    one.handle(asks(second), 1.0)
+    elapse(one, 1.0, 1.0 + INVITE_SECONDS)
+    one.handle(events.MessageReceived(absent, wire.Whereabouts(RUN, 0)), 1.0 + INVITE_SECONDS)
+    return one, elapse(one, 1.0 + INVITE_SECONDS, 1.0 + INITIAL_WAIT)
 
 
 def sent(actions: list[events.Action], kind: type) -> list[tuple[str, Any]]:

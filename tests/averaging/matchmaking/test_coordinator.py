@@ -13,7 +13,19 @@ from equipoise.averaging.matchmaking.machine import Matchmaking
 from equipoise.averaging.matchmaking.membership import DIAL_SECONDS, LEAP, MISSES, WARM_SECONDS
 from equipoise.averaging.options import MAX_PARKED_GROUPS
 from equipoise.averaging.timing import INITIAL_WAIT, INVITE_SECONDS, KEEPALIVE, MIN_WAIT, SILENT_SECONDS
-from fakes.matchmaking import OTHER_SPEC, asks, elapse, formed, join, machine, ready, roles, seen, sent
+from fakes.matchmaking import (
+    OTHER_SPEC,
+    asks,
+    closed_without,
+    elapse,
+    formed,
+    join,
+    machine,
+    ready,
+    roles,
+    seen,
+    sent,
+)
 from simulator.matchmaking import RUN
 
 # ---- convening ----
@@ -145,12 +157,8 @@ def test_a_peer_alone_says_that_nobody_is_there_and_after_a_round_that_nobody_is
 
 def test_a_peer_that_did_not_come_is_named_too() -> None:
     coordinator, second, rest = roles(3)
-    one = machine(coordinator, second, *rest)
-    one.handle(ready(), 1.0)
-    one.handle(asks(second), 1.0)
-    elapse(one, 1.0, 1.0 + INVITE_SECONDS)
-    one.handle(MessageReceived(rest[0], wire.Whereabouts(RUN, 0)), 1.0 + INVITE_SECONDS)
-    [(_, told)] = sent(elapse(one, 1.0 + INVITE_SECONDS, 1.0 + INITIAL_WAIT), wire.GroupFormed)
+    _, actions = closed_without(rest[0], coordinator, second)
+    [(_, told)] = sent(actions, wire.GroupFormed)
     assert (told.last, told.waited) == (rest[0], pytest.approx(INITIAL_WAIT))
 
 

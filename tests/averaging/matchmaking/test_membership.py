@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from equipoise.averaging.matchmaking import messages as wire
-from equipoise.averaging.matchmaking.events import MessageReceived
 from equipoise.averaging.matchmaking.group_builder import GroupBuilder, Parked
 from equipoise.averaging.matchmaking.membership import (
     MAX_PEERS,
@@ -14,9 +12,9 @@ from equipoise.averaging.matchmaking.membership import (
     Membership,
 )
 from equipoise.averaging.options import Needs
-from equipoise.averaging.timing import GRACE, INITIAL_WAIT, INVITE_SECONDS
-from fakes.matchmaking import asks, elapse, join, machine, ready, roles
-from simulator.matchmaking import RUN, SPEC, Record
+from equipoise.averaging.timing import GRACE
+from fakes.matchmaking import asks, closed_without, join, roles
+from simulator.matchmaking import SPEC, Record
 
 
 def knows(*names: str) -> Membership:
@@ -65,12 +63,7 @@ def test_a_join_after_long_waits_of_others_still_gets_in() -> None:
 
 def test_a_member_that_comes_after_the_close_teaches_how_late_it_was() -> None:
     coordinator, second, rest = roles(3)
-    one = machine(coordinator, second, *rest)
-    one.handle(ready(), 1.0)
-    one.handle(asks(second), 1.0)
-    elapse(one, 1.0, 1.0 + INVITE_SECONDS)
-    one.handle(MessageReceived(rest[0], wire.Whereabouts(RUN, 0)), 1.0 + INVITE_SECONDS)
-    elapse(one, 1.0 + INVITE_SECONDS, 1.0 + INITIAL_WAIT)
+    one, _ = closed_without(rest[0], coordinator, second)
     learnt = one._context.straggler_wait._seen
     before = list(learnt)
     for now in (5.0, 6.0):
