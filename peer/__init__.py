@@ -22,13 +22,7 @@ if TYPE_CHECKING:
 
 _HOMES = (
     *("peer.errors", "averaging.outcome", "averaging.schema", "averaging.spec", "peer.status"),
-    *(
-        "peer.control.messages",
-        "peer.client.futures",
-        "peer.run",
-        "peer.connecting",
-        "peer.embedded",
-    ),
+    *("peer.control.messages", "peer.client.futures", "peer.run", "peer.connecting", "peer.embedded"),
 )
 """Modules of the names, those first that load fast."""
 
