@@ -21,13 +21,16 @@ from equipoise.peer.training.safetensors_io import ImageError
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integers by their bytes."""
 
+WEIGHTS = 1021
+"""Number of different weights that the summands have in turn, so that values do not change places unseen. It is a prime,
+so rows of a tensor, whose widths are seldom its multiples, do not either."""
+
 
 class Guard:
     """The state that peers hold alike, as the last update left it.
 
     The parameters' values are compared, so a write that is undone, as a swap of averaged weights for an evaluation,
-    does no harm. Values that only change places within a tensor are not noticed here, but when the lineage includes the
-    parameters. In what the optimizer remembers, and in frozen parameters, torch's counts of writes are compared.
+    does no harm. In what the optimizer remembers, and in frozen parameters, torch's counts of writes are compared.
     """
 
     def __init__(
@@ -168,7 +171,7 @@ def _told(name: str, what: Stateful) -> tuple[str, dict[str, int]]:
 
 
 def bit_sums(tensors: Mapping[Any, torch.Tensor]) -> dict[Any, int]:
-    """The sum over the bits of each tensor, as integers that overflow: a read at the speed of the memory."""
+    """A weighted sum over the bits of each tensor, as integers that overflow: one read at a third of memory's speed."""
     if not tensors:
         return {}
     found = [_bit_sum(one) for one in tensors.values()]
@@ -181,4 +184,9 @@ def _bit_sum(tensor: torch.Tensor) -> torch.Tensor:
         bits = bits.reshape(-1).as_strided((bits.numel(),), (1,))
         if not (bits.numel() * size) % 8 and not (bits.storage_offset() * size) % 8:
             size = 8
-    return bits.view(BITS[size]).sum(dtype=BITS[max(size, 4)]).to(torch.int64)
+    values = bits.view(BITS[size]).reshape(-1)
+    weights = torch.arange(1, WEIGHTS + 1, device=values.device)
+    whole = values.numel() - values.numel() % WEIGHTS
+    summands = values[:whole].view(-1, WEIGHTS).sum(0, dtype=torch.int64)
+    rest = values[whole:]
+    return (summands * weights).sum() + (rest * weights[: rest.numel()]).sum()

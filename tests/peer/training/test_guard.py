@@ -155,6 +155,11 @@ def decays_by_data(trainer: Scripted) -> None:
     trainer.model[2].weight.data.mul_(0.9)
 
 
+@torch.no_grad()
+def permutes(trainer: Scripted) -> None:
+    trainer.model[0].weight.copy_(trainer.model[0].weight.flip(0))
+
+
 def loads(trainer: Scripted) -> None:
     trainer.model.load_state_dict(network(seed=1).state_dict())
 
@@ -181,6 +186,7 @@ def forgets(trainer: Scripted) -> None:
         (forgets, "the optimizer's state"),
         (clamps, "'2.weight'"),
         (decays_by_data, "'2.weight'"),
+        (permutes, "'0.weight'"),
         (loads, "'0.weight'"),
         (remembers, "the optimizer's state"),
     ],
@@ -381,6 +387,12 @@ def test_the_sum_over_bits_tells_one_changed_value(dtype: torch.dtype, shape: tu
         if one.numel():
             one[(-1,) * one.dim()] = not one[(-1,) * one.dim()]
             assert bit_sums({"one": one}) != before
+
+
+@pytest.mark.parametrize("rows", [7, 2048])
+def test_the_sum_over_bits_tells_rows_that_change_places(rows: int) -> None:
+    tensor = torch.arange(rows * 64.0).view(rows, 64)
+    assert bit_sums({"tensor": tensor}) != bit_sums({"tensor": tensor.flip(0)})
 
 
 # ---- updates ----
