@@ -22,8 +22,8 @@ BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integers by their bytes."""
 
 WEIGHTS = 1021
-"""Number of different weights that the summands have in turn, so that values do not change places unseen. It is a prime,
-so rows of a tensor, whose widths are seldom its multiples, do not either."""
+"""Number of different weights that the summands have in turn, so that values do not change places unseen. This is a
+prime, so rows of a tensor, whose widths are seldom its multiples, do not either."""
 
 
 class Guard:
