@@ -92,13 +92,6 @@ class Fleet(contextlib.ExitStack):
         return error
 
 
-def normal(count: int, size: int, outlier: float | None = None) -> list[torch.Tensor]:
-    """`count` vectors of N(0, 1), each with one value set to `outlier`."""
-    vectors = []
-    for seed in range(count):
-        generator = torch.Generator().manual_seed(seed)
-        vector = torch.randn(size, generator=generator)
-        if outlier is not None:
-            vector[int(torch.randint(size, (1,), generator=generator))] = outlier
-        vectors.append(vector)
-    return vectors
+def normal(count: int, size: int) -> list[torch.Tensor]:
+    """`count` vectors of N(0, 1)."""
+    return [torch.randn(size, generator=torch.Generator().manual_seed(seed)) for seed in range(count)]

@@ -10,6 +10,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -23,16 +24,12 @@ if __name__ == "__main__":
 from e2e.swarm import eventually
 from equipoise.peer import Client, Idle, Run, connect
 from equipoise.peer.training import DiLoCo, StateId, SwarmOptimizer
-from equipoise.peer.training.checkpoint import Checkpoints
 from oracles.training import MakeOptimizer, batch_of, loss_of, network
 
 MEET_SECONDS = 60.0
 """The others start their interpreters meanwhile."""
 
-OPTIMIZERS: dict[str, MakeOptimizer] = {
-    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
-    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-2, momentum=0.9),
-}
+ADAMW: MakeOptimizer = partial(torch.optim.AdamW, lr=1e-2)
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,13 +42,8 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
         target: Samples of an update.
         runs: By codec, one after another: the epoch at which the run ends.
         hidden: Width of the network.
-        optimizer: One of `OPTIMIZERS`.
-        clip: Largest norm of the averaged gradient.
         every: Steps of its own between two exchanges, as DiLoCo makes them; 0: target batches.
         patience: Seconds without others after which it trains alone.
-        delay: Whether it goes on while a round does.
-        checkpoints: Epochs from one checkpoint to the next; 0: none.
-        resume: Whether it goes on from the newest one.
         save: Folder for the parameters that it ends with, `CODEC-INDEX.safetensors` each; empty: not saved.
     """
 
@@ -61,13 +53,8 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     samples: int = 8
     target: float = 32
     hidden: int = 32
-    optimizer: str = "adamw"
-    clip: float | None = None
     every: int = 0
     patience: float = 30.0
-    delay: bool = False
-    checkpoints: int = 0
-    resume: bool = False
     save: str = ""
 
 
@@ -101,14 +88,12 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         epoch: The epoch that it ends with.
         lineage: Of the state it ends with.
         digest: SHA-256 in hex of its parameters.
-        loss: Of its last batch.
     """
 
     run: str
     epoch: int
     lineage: str
     digest: str
-    loss: float
 
 
 Report = Updated | Ended
@@ -120,35 +105,31 @@ def learn(peer: Client, task: Task, codec: str, updates: int, say: Callable[[Rep
     model = network(task.hidden)
     with peer.join(name, model, codec=codec) as run:
         optimizer = run.optimizer(
-            OPTIMIZERS[task.optimizer](model.parameters()),
+            ADAMW(model.parameters()),
             target_batch_size=task.target,
             batch_size=task.samples,
-            clip=task.clip,
             patience=task.patience,
-            delay=task.delay,
-            checkpoints=Checkpoints(every=task.checkpoints, resume=task.resume) if task.checkpoints else None,
         )
         meet(run, task.peers - 1)
-        loss = train(peer, run, optimizer, task, updates, say)
-        say(end(task, codec, model, optimizer.id, loss))
+        train(peer, run, optimizer, task, updates, say)
+        say(end(task, codec, model, optimizer.id))
 
 
 def learn_locally(peer: Client, task: Task, codec: str, steps: int, say: Callable[[Report], None]) -> None:
     """Train one run to its end with DiLoCo, and `say` what comes of it."""
     name = f"learn-{codec}"
     model = network(task.hidden)
-    optimizer = OPTIMIZERS[task.optimizer](model.parameters())
+    optimizer = ADAMW(model.parameters())
     with peer.join(name, model, codec=codec) as run, DiLoCo(run, every=task.every) as group:
         meet(run, task.peers - 1)
         for number in range(steps):
             optimizer.zero_grad()
-            loss = loss_of(model, batch_of(task.index, number, task.samples))
-            loss.backward()
+            loss_of(model, batch_of(task.index, number, task.samples)).backward()
             optimizer.step()
-        say(end(task, codec, model, group.member.id, float(loss.detach())))
+        say(end(task, codec, model, group.member.id))
 
 
-def end(task: Task, codec: str, model: nn.Module, state: StateId, loss: float) -> Ended:
+def end(task: Task, codec: str, model: nn.Module, state: StateId) -> Ended:
     """Save the parameters, if asked to; returns what to say of the end."""
     if task.save:
         save_file(model.state_dict(), Path(task.save) / f"{codec}-{task.index}.safetensors")
@@ -157,7 +138,6 @@ def end(task: Task, codec: str, model: nn.Module, state: StateId, loss: float) -
         epoch=state.epoch,
         lineage=state.lineage,
         digest=digest(model),
-        loss=loss,
     )
 
 
@@ -168,16 +148,15 @@ def train(
     task: Task,
     updates: int,
     say: Callable[[Report], None],
-) -> float:
-    """Make all updates and `say` each; returns the last batch's loss."""
+) -> None:
+    """Make all updates and `say` each."""
     pending: list[int] = []
     number = 0
     model = run.source
     assert isinstance(model, nn.Module)
     while optimizer.epoch < updates:
         optimizer.zero_grad()
-        loss = loss_of(model, batch_of(task.index, number, task.samples))
-        loss.backward()
+        loss_of(model, batch_of(task.index, number, task.samples)).backward()
         pending.append(number)
         number += 1
         before = optimizer.epoch
@@ -198,7 +177,6 @@ def train(
             )
             if count:
                 pending.clear()
-    return float(loss.detach())
 
 
 def meet(run: Run, others: int) -> None:

@@ -59,17 +59,6 @@ class Learner(Reporting):
         lines = self.process.output.splitlines(keepends=True)
         return [_decoder.decode(line) for line in lines if line.startswith("{") and line.endswith("\n")]
 
-    @property
-    def reached(self) -> int:
-        """The epoch of the script's last update."""
-        return self.updates[-1].epoch if self.updates else 0
-
-    def finish(self, seconds: float) -> list[Ended]:
-        """Wait for the script's end, whose status must be 0; returns the last report of each run."""
-        status = self.process.wait(seconds)
-        assert status == 0, self.process.errors[-4000:]
-        return self.ended
-
 
 def daemons(swarm: Swarm, count: int) -> list[DaemonProcess]:
     """`count` daemons that only this machine can reach."""

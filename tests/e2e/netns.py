@@ -178,17 +178,6 @@ class Network:
         """Lose what `source` sends, to `target` or to anyone; what it is sent arrives."""
         self._lose({(source.port, target.port if target is not None else "*")})
 
-    def part(self, some: Sequence[Host], others: Sequence[Host]) -> None:
-        """Lose everything between `some` and `others`, either way."""
-        self._lose(
-            {
-                (a.port, b.port)
-                for left, right in ((some, others), (others, some))
-                for a in left
-                for b in right
-            }
-        )
-
     def heal(self, *hosts: Host) -> None:
         """Take back every cut and drop that names one of `hosts`; all of them if none is given."""
         healed = {host.port for host in hosts}

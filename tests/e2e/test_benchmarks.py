@@ -16,7 +16,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 import bench_round
 import soak
-from bench_systems import Ours, make
 
 from e2e.netns import available
 
@@ -114,25 +113,6 @@ def test_bench_round_refuses_what_it_cannot_measure(
     assert told in line
 
 
-def test_channel_devices_and_kernels_of_ours_are_named_by_its_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    name = "ours/int8/torch/on-cuda/cuda:1/tls/x3"
-    assert bench_round.parse(["--systems", name]).systems == [name]
-    made = make(name.replace("on-cuda", "on-meta"), 100)
-    assert isinstance(made, Ours)
-    assert made.codec == "int8"
-    assert [(one.numel(), one.device.type) for one in made.tensors] == [
-        (33, "meta"),
-        (33, "meta"),
-        (34, "meta"),
-    ]
-    assert made.settings == {
-        "EQUIPOISE_KERNELS": "torch",
-        "EQUIPOISE_DEVICE": "cuda:1",
-        "EQUIPOISE_CHANNEL": "tls",
-    }
-
-
 def looks(growing: str = "", by: float = 0, jump: float = 0) -> list[list[dict[str, int]]]:
     """Usages of two daemons: the second holds so much more of `growing` at the end, the first jumps now and then."""
     count = 2 * soak.WINDOW
@@ -173,30 +153,3 @@ def test_a_soak_counts_rounds_and_failures() -> None:
     assert 0 < verdict["p50_ms"] <= verdict["p99_ms"]
     # On a busy machine so few rounds may well have a late one.
     assert not [line for line in verdict["violations"] if not line.startswith("p99")]
-
-
-def test_simulated_gossip_is_told_in_figures() -> None:
-    options = ["--peers", "8", "--topology", "ring", "--exchanges", "16", "--seeds", "2"]
-    status, found = run("simulate.py", "--what", "gossip", *options)
-    assert status == 0
-    assert found.keys() == {"error", "in_doubt", "messages_per_exchange"}
-    assert found["error"].keys() == {"8", "16"}
-    assert 0 < found["error"]["16"] < found["error"]["8"] < 1
-    assert found["in_doubt"] == 0
-    assert found["messages_per_exchange"] >= 2, "a proposal and its answer"
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(180)
-def test_overlap_is_measured_in_three_ways() -> None:
-    small = ["--mbit", "0", "--steps", "2", "--turns", "1", "--width", "32", "--accelerator", "50"]
-    status, result = run("bench_overlap.py", *small)
-    assert status == 0
-    without, waiting, delayed = result["ways"]
-    assert without["x"] == 1
-    assert without["round_ms"] is None
-    assert waiting["round_ms"] > 0 < delayed["round_ms"]
-    for way in result["ways"]:
-        assert way["step_ms"] > 50
-        assert way["cpu_ms"].keys() == {"trainer", "daemon", "p2pd", "kernel"}
-        assert way["cpu_ms"]["trainer"] > 0

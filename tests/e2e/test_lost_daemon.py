@@ -6,10 +6,8 @@ import json
 from typing import Any
 
 import pytest
-import torch
 
 from e2e.swarm import ChildProcess, Swarm, eventually
-from equipoise.peer import connect
 
 SCRIPT = """
 import json, logging, pathlib, sys
@@ -79,23 +77,3 @@ def test_the_script_goes_on_and_ends_in_step_with_the_others(swarm: Swarm, lost:
         assert said.startswith(f"the daemon (pid {pid}) on {home} has not answered for ")
         plan = "it is stopped; this script goes on without, and connects when one is back"
         assert f"{plan}; have it go on with: kill -CONT {pid}" in said
-
-
-def test_the_mean_is_decoded_whole_though_its_daemon_was_killed(swarm: Swarm) -> None:
-    daemons = swarm.daemons(2, args=["--listen", "/ip4/127.0.0.1/tcp/0"])
-    tensors = [torch.full((200_000,), float(value)) for value in (1, 3)]
-    with connect(daemons[0].home) as one, connect(daemons[1].home) as other:
-        runs = [peer.join("killed", [tensor]) for peer, tensor in zip((one, other), tensors, strict=True)]
-        assert runs[0].wait_for(1)
-        rounds = [run.average(timeout=60.0, wait=False) for run in runs]
-        for pending in rounds:
-            eventually(pending.done, "the outcome", 60)
-        daemons[0].kill()
-        assert tensors[0].unique().tolist() == [1.0]
-        outcomes = [pending.result() for pending in rounds]
-        assert all(outcomes), outcomes
-        assert [tensor.unique().tolist() for tensor in tensors] == [[2.0], [2.0]]
-        assert {"encode", "decode"} <= outcomes[0].seconds.keys()
-        eventually(lambda: one.lost, "the loss", 30)
-        assert not runs[0].average(timeout=0.2)
-        assert tensors[0].unique().tolist() == [2.0]

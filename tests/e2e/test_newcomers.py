@@ -12,8 +12,8 @@ import threading
 import time
 
 import pytest
+import torch
 
-from e2e.learner import OPTIMIZERS
 from e2e.learners import daemons
 from e2e.swarm import DaemonProcess, Swarm, eventually
 from equipoise.averaging.state import StateId
@@ -57,7 +57,7 @@ class Trainer(threading.Thread):
             peer.join("shared", model, codec="fp32", group_size=32) as run,
         ):
             optimizer = run.optimizer(
-                OPTIMIZERS["sgd"](model.parameters()),
+                torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9),
                 target_batch_size=TRAINERS * SAMPLES,
                 batch_size=SAMPLES,
             )

@@ -27,15 +27,6 @@ def test_rounds_are_exact_and_equal_on_all_members(swarm: Swarm, members: int) -
             print(f"{members} members, {codec}: off by {fleet.check(dict(enumerate(outcomes)), bound):.3g}")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("members", [2, 8])
-def test_an_outlier_costs_int8_one_block(swarm: Swarm, members: int) -> None:
-    daemons = swarm.daemons(members, args=LISTEN)
-    with Fleet(daemons, normal(members, MEGABYTES_64, outlier=1000.0), codec="int8") as fleet:
-        outcomes = [pending.result() for pending in fleet.start([1.0] * members, timeout=120.0)]
-        print(f"{members} members, outliers: off by {fleet.check(dict(enumerate(outcomes)), 0.013):.3g}")
-
-
 @pytest.mark.parametrize("fault", ["pause", pytest.param("kill", marks=pytest.mark.slow)])
 def test_survivors_of_a_fault_in_mid_round_hold_an_exact_mean(swarm: Swarm, fault: str) -> None:
     daemons = swarm.daemons(4, args=LISTEN)

@@ -55,19 +55,5 @@ def test_a_forked_process_does_as_an_executed_one(tmp_path: Path, words: tuple[s
     assert done.stdout or done.stderr
 
 
-def test_a_program_that_is_put_in_place_of_equipoise_is_what_runs(
-    swarm: Swarm, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("e2e.swarm.CLI", (*CLI[:-1], "import sys; print('bent', sys.argv[1])"))
-    bent = swarm.command("status")
-    assert bent.wait() == 0
-    assert bent.output == "bent status\n"
-
-
-def test_waiting_in_vain_says_for_what() -> None:
-    with pytest.raises(TimeoutError, match="rain"):
-        eventually(lambda: False, "rain", seconds=0.05)
-
-
 def _alive(pid: int) -> bool:
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from e2e.learner import OPTIMIZERS, Report, Task, learn, learn_locally
+from e2e.learner import ADAMW, Report, Task, learn, learn_locally
 from e2e.learners import LISTEN, Learner, Reporting, daemons, shared, shared_daemons, start
 from e2e.swarm import DaemonProcess, Swarm, eventually
 from e2e.threads import begin, settle, together
@@ -81,7 +81,7 @@ def trained(places: Sequence[DaemonProcess], **task: Any) -> list[Trainer]:
     return trainers
 
 
-def replayed(trainers: Sequence[Trainer], run: str, clip: float | None = None) -> dict[str, torch.Tensor]:
+def replayed(trainers: Sequence[Trainer], run: str) -> dict[str, torch.Tensor]:
     """The parameters of one process that makes the same updates, each from all its samples at once."""
     epochs: dict[int, list[tuple[int, int]]] = {}
     for trainer in trainers:
@@ -91,7 +91,7 @@ def replayed(trainers: Sequence[Trainer], run: str, clip: float | None = None) -
     assert sorted(epochs) == list(range(1, len(epochs) + 1))
     updates = [[batch_of(*which, SAMPLES) for which in epochs[epoch]] for epoch in sorted(epochs)]
     model = network()
-    train_whole(model, OPTIMIZERS["adamw"], updates, clip)
+    train_whole(model, ADAMW, updates)
     return dict(model.state_dict())
 
 
@@ -126,7 +126,7 @@ def test_diloco_is_what_its_paper_says(places: list[DaemonProcess], tmp_path: Pa
     assert len({end.lineage for end in ends}) == len({end.digest for end in ends}) == 1
     model = network()
     batches = [[batch_of(worker, number, SAMPLES) for number in range(steps)] for worker in range(workers)]
-    train_diloco(model, OPTIMIZERS["adamw"], batches, every, Nesterov())
+    train_diloco(model, ADAMW, batches, every, Nesterov())
     assert difference(load_file(tmp_path / "fp32-0.safetensors"), dict(model.state_dict())) <= 1e-5
 
 

@@ -228,16 +228,6 @@ def test_a_pipe_in_place_of_the_file_blocks_nothing(tmp_path: Path) -> None:
         load({"home": tmp_path}, {})
 
 
-def test_tags_come_from_all_three_places(tmp_path: Path) -> None:
-    home = with_file(tmp_path, 'tags = ["file"]')
-    assert load(home, {}).config.tags == ("file",)
-    environ = {"EQUIPOISE_TAGS": "gpu, a-100.v_2"}
-    assert load(home, environ).config.tags == ("gpu", "a-100.v_2")
-    loaded = load({**home, "tags": ("flag",)}, environ)
-    assert loaded.config.tags == ("flag",)
-    assert origins(loaded)["tags"] == "flag --tag"
-
-
 @pytest.mark.parametrize("tags", [("a b",), ("",), ("x" * 25,), ("g\npu",), tuple("abcdefghi"), "gpu", (7,)])
 def test_tags_are_few_short_words(tmp_path: Path, tags: Any) -> None:
     expected = "expected a list of at most 8 words of 1 to 24 letters, digits, dots, dashes or underscores"
@@ -251,13 +241,6 @@ def test_tags_are_the_words_of_specs() -> None:
 
 def test_a_bandwidth_is_bounded_as_joins_are() -> None:
     assert manifest.MAX_BANDWIDTH == MAX_BANDWIDTH
-
-
-def test_a_device_comes_from_all_three_places(tmp_path: Path) -> None:
-    home = with_file(tmp_path, 'device = "cuda"')
-    assert load(home, {}).config.device == "cuda"
-    assert load(home, {"EQUIPOISE_DEVICE": "cuda:1"}).config.device == "cuda:1"
-    assert load({**home, "device": "cpu"}, {"EQUIPOISE_DEVICE": "cuda:1"}).config.device == "cpu"
 
 
 def test_addresses_to_announce_and_the_router(tmp_path: Path) -> None:

@@ -169,11 +169,6 @@ def test_what_cannot_be_a_home(tmp_path: Path) -> None:
         Home.take(tmp_path / "file")
 
 
-def test_nobody_home(tmp_path: Path) -> None:
-    with pytest.raises(NoDaemon, match="no daemon is running"):
-        connect_socket(tmp_path / "missing", 1.0)
-
-
 def test_whoever_connects_waits_for_a_daemon_that_is_starting(tmp_path: Path) -> None:
     home = Home.take(tmp_path)
     with concurrent.futures.ThreadPoolExecutor() as threads:

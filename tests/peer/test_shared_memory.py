@@ -99,18 +99,6 @@ def mapped() -> int:
     return Path("/proc/self/maps").read_text().count("memfd:equipoise")
 
 
-def test_both_sides_see_the_same_bytes() -> None:
-    ours = Region.create(1000)
-    theirs = Region.attach(os.dup(ours.memory.fd), 1000)
-
-    ours.contribution[:] = b"a" * 1000
-    theirs.mean[:] = bytes(theirs.contribution).upper()
-
-    assert ours.contribution == b"a" * 1000
-    assert ours.mean == b"A" * 1000
-    ours.memory.close()
-
-
 @linux
 def test_nothing_is_left_when_the_last_view_goes() -> None:
     gc.collect()  # Runs of other tests may hold memory in cycles.
@@ -142,31 +130,6 @@ def test_vectors_that_could_end_the_daemon_are_refused() -> None:
     with pytest.raises(PermissionError):
         os.ftruncate(honest.memory.fd, 0)
     honest.memory.close()
-
-
-def test_memory_of_another_size_is_refused() -> None:
-    region = Region.create(10)
-    for values in (9, 11, 0):
-        with pytest.raises(Refused, match="bytes of shared memory, got 20"):
-            Region.attach(os.dup(region.memory.fd), values)
-    region.memory.close()
-
-
-def test_what_is_not_memory_is_refused(tmp_path: Path) -> None:
-    read, write = os.pipe()
-    os.close(write)
-    with pytest.raises(Refused):
-        Region.attach(read, 10)
-    (tmp_path / "file").write_bytes(bytes(20))
-    with pytest.raises(Refused):
-        Region.attach(os.open(tmp_path / "file", os.O_RDWR), 10)
-
-
-def test_vectors_that_the_machine_has_no_room_for_are_refused() -> None:
-    before = descriptors()
-    with pytest.raises(Refused, match="shared memory"):
-        Region.create(1 << 60)
-    assert descriptors() == before
 
 
 def test_an_image_of_which_nobody_asks_any_more_takes_no_descriptor() -> None:

@@ -21,7 +21,7 @@ from equipoise.averaging.allreduce import messages as wire
 from equipoise.averaging.layout import Vectors
 from equipoise.averaging.manifest import Manifest
 from equipoise.averaging.options import RunOptions
-from equipoise.averaging.outcome import Exchanging, Gathering, Idle, NoPeers, Outcome
+from equipoise.averaging.outcome import NoPeers, Outcome
 from equipoise.averaging.schema import Schema
 from equipoise.averaging.spec import RunSpec
 from equipoise.averaging.state import StateId
@@ -156,22 +156,6 @@ async def test_every_member_ends_with_the_same_weighted_mean(cluster: Cluster, s
     assert error <= (1e-6 if codec == "fp32" else 0.010)
 
 
-@pytest.mark.parametrize(("rule", "counts"), [("capped:10", 10.0), ("any", 1e12)])
-async def test_a_weight_of_a_million_millions_counts_as_ten_beside_three_of_one(
-    cluster: Cluster, rule: str, counts: float
-) -> None:
-    weights = {"boast": 1e12, "peer1": 1.0, "peer2": 1.0, "peer3": 1.0}
-    for name in weights:
-        cluster.add(name)
-    values, results, outcomes = await average(cluster, spec_of(5000, weights=rule), weights)
-    for name, outcome in outcomes.items():
-        assert outcome.ok, outcome.reason
-        assert outcome.contributors == {**weights, "boast": counts}
-        assert outcome.capped == ({"boast": 1e12} if rule != "any" else {})
-        assert outcome.digest == outcomes["boast"].digest
-        torch.testing.assert_close(results[name].double(), expected_mean(values, outcome))
-
-
 async def test_a_group_comes_about_once_one_of_those_who_wait_can_be_dialled(cluster: Cluster) -> None:
     for name in ("one", "two"):
         cluster.add(name, dialable=False)
@@ -214,14 +198,6 @@ async def test_those_who_differ_say_how_and_the_later_one_objects(cluster: Clust
     assert "1 peer of this name has another spec: target batch size: here 4096" in outcome.reason
 
 
-async def test_a_tensor_that_differs_is_named_to_both(cluster: Cluster) -> None:
-    runs = await compare(cluster, {"one": spec_of(1000), "two": spec_of(1001)})
-    for run in runs.values():
-        await run.objection(10.0)
-    assert "here 'w' float32 [1000], there 'w' float32 [1001]" in runs["one"].reason
-    assert "here 'w' float32 [1001], there 'w' float32 [1000]" in runs["two"].reason
-
-
 async def test_a_dead_peers_record_turns_nobody_away(cluster: Cluster) -> None:
     await compare(cluster, {"dead": spec_of(1000)})
     cluster.net.kill("dead")
@@ -229,26 +205,6 @@ async def test_a_dead_peers_record_turns_nobody_away(cluster: Cluster) -> None:
     late = await cluster.routers["late"].join(spec_of(1001))
     assert await late.objection(10.0) == ""
     assert late.reason == "1 peer of this name has another spec: how it differs has not been said"
-
-
-async def test_states_are_told_to_the_group_and_signed(cluster: Cluster) -> None:
-    held = {"one": StateId(3, "a" * 64), "two": StateId(3, "a" * 64), "new": None}
-    spec = spec_of(1000)
-    runs = {}
-    for name in held:
-        cluster.add(name)
-        runs[name] = await cluster.routers[name].join(spec)
-    await company(runs.values())
-    outcomes = await asyncio.gather(
-        *(
-            averaged(runs[name], torch.ones(1000), torch.zeros(1000), 1.0 if state else 0.0, 20.0, state)
-            for name, state in held.items()
-        )
-    )
-    for outcome in outcomes:
-        assert outcome.ok, outcome.reason
-        assert outcome.states == {name: state for name, state in held.items() if state is not None}
-        assert outcome.state == StateId(3, "a" * 64)
 
 
 async def test_a_cut_channel_keeps_nobody_out_of_the_next_round(cluster: Cluster) -> None:
@@ -329,19 +285,6 @@ async def test_only_a_members_values_take_memory_of_a_round(
         assert router._sessions.is_scratch(router.place("stranger", header, size))
 
 
-async def test_observers_and_undialable_peers_take_part(cluster: Cluster) -> None:
-    weights = {"client": 2.0, "observer": 0.0, "public": 1.0, "second": 1.0}
-    for name in weights:
-        cluster.add(name, dialable=name != "client")
-    values, results, outcomes = await average(cluster, spec_of(3000), weights)
-    for name, outcome in outcomes.items():
-        assert outcome.ok, outcome.reason
-        assert set(outcome.contributors) == {"client", "public", "second"}
-        torch.testing.assert_close(
-            results[name].double(), expected_mean(values, outcome), rtol=1e-6, atol=1e-6
-        )
-
-
 @pytest.mark.parametrize("early", [True, False])
 async def test_undialable_members_hear_nothing_of_each_other(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, early: bool
@@ -372,48 +315,6 @@ async def test_undialable_members_hear_nothing_of_each_other(
         )
 
 
-async def test_one_run_is_averaged_round_after_round(cluster: Cluster) -> None:
-    names = ["a", "b", "c"]
-    for name in names:
-        cluster.add(name)
-    spec = spec_of(1000)
-    runs = [await cluster.routers[name].join(spec) for name in names]
-    await company(runs)
-    for number in range(5):
-        vectors = [torch.full((1000,), float(index + number)) for index in range(3)]
-        results = [torch.zeros(1000) for _ in names]
-        outcomes = await asyncio.gather(
-            *(averaged(run, v, r, 1.0, 20.0) for run, v, r in zip(runs, vectors, results, strict=True))
-        )
-        assert all(outcome.ok and len(outcome.contributors) == 3 for outcome in outcomes), outcomes
-        assert all(torch.equal(result, torch.full((1000,), 1.0 + number)) for result in results)
-    assert [outcome.round for outcome in runs[0].history] == sorted({o.round for o in runs[0].history})
-
-
-async def test_rounds_of_two_runs_go_on_at_once(cluster: Cluster) -> None:
-    for name in ("a", "b"):
-        cluster.add(name)
-    (_, left, first), (_, right, second) = await asyncio.gather(
-        average(cluster, spec_of(20_000, "one"), {"a": 1.0, "b": 1.0}),
-        average(cluster, spec_of(30_000, "two"), {"a": 1.0, "b": 3.0}),
-    )
-    assert all(outcome.ok for outcome in [*first.values(), *second.values()])
-    assert torch.equal(left["a"], left["b"])
-    assert torch.equal(right["a"], right["b"])
-
-
-async def test_alone_a_round_fails_with_its_reason_and_the_run_goes_on(cluster: Cluster) -> None:
-    cluster.add("a")
-    spec = spec_of(100)
-    run = await cluster.routers["a"].join(spec)
-    result = torch.full((100,), 7.0)
-    outcome = await averaged(run, torch.ones(100), result, 1.0, 0.2)
-    assert not outcome.ok
-    assert "no group within 0.2 s" in outcome.reason
-    assert torch.equal(result, torch.full((100,), 7.0))
-    assert isinstance(run.state, NoPeers)
-
-
 async def test_a_search_that_is_stopped_ends_at_once_with_its_reason_and_the_run_goes_on(
     cluster: Cluster,
 ) -> None:
@@ -435,27 +336,6 @@ async def test_a_search_that_is_stopped_ends_at_once_with_its_reason_and_the_run
     assert all(outcome.ok for outcome in both), both
 
 
-async def test_state_follows_the_round(cluster: Cluster) -> None:
-    for name in ("a", "b"):
-        cluster.add(name)
-    spec = spec_of(200_000, part_values=256)
-    runs = [await cluster.routers[name].join(spec) for name in ("a", "b")]
-    await company(runs)
-    seen = set()
-    work = []
-    for run in runs:
-        values, result = torch.ones(200_000), torch.zeros(200_000)
-        work.append(asyncio.create_task(averaged(run, values, result, 1.0, 30.0)))
-        await asyncio.sleep(0)
-        seen.add(type(runs[0].state))
-    while not all(task.done() for task in work):
-        seen.add(type(runs[0].state))
-        await asyncio.sleep(0)
-    assert {Gathering, Exchanging} <= seen
-    assert all(task.result().ok for task in work)
-    assert isinstance(runs[0].state, Idle)
-
-
 async def test_survivors_of_a_kill_in_mid_round_end_with_an_exact_mean(cluster: Cluster) -> None:
     weights = {"a": 1.0, "b": 2.0, "c": 3.0, "d": 4.0}
     for name in weights:
@@ -474,31 +354,6 @@ async def test_survivors_of_a_kill_in_mid_round_end_with_an_exact_mean(cluster: 
         torch.testing.assert_close(
             results[name].double(), expected_mean(values, outcome), rtol=1e-6, atol=1e-6
         )
-
-
-async def test_values_that_are_not_finite_fail_the_round_of_who_has_them_only(cluster: Cluster) -> None:
-    names = ["a", "b", "poisoned"]
-    for name in names:
-        cluster.add(name)
-    spec = spec_of(2000)
-    runs = {name: await cluster.routers[name].join(spec) for name in names}
-    await company(runs.values())
-    values = {name: torch.ones(2000) for name in names}
-    values["poisoned"][1300] = float("nan")
-    outcomes = dict(
-        zip(
-            names,
-            await asyncio.gather(
-                *(averaged(runs[name], values[name], torch.zeros(2000), 1.0, 20.0) for name in names)
-            ),
-            strict=True,
-        )
-    )
-    assert not outcomes["poisoned"].ok
-    assert "our own values: fp32: value 20 of 256 is nan, not finite" in outcomes["poisoned"].reason
-    for name in ("a", "b"):
-        assert outcomes[name].ok, outcomes[name].reason
-        assert set(outcomes[name].contributors) == {"a", "b"}
 
 
 @pytest.mark.parametrize(

@@ -302,34 +302,13 @@ def test_rounds_show_what_was_measured_where_anything_was(capsys: pytest.Capture
     assert second.endswith("too late by 1.3 s: it was closed")
 
 
-@pytest.mark.usefixtures("terminal")
-def test_metrics_fit_a_narrow_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    measured = {"loss": 0.31234567, "accuracy": 0.95}
-    one = Outcome(
-        ok=True,
-        reason="mean over 4 of 4 members",
-        run="digits",
-        round=12,
-        metrics=measured,
-        evaluation=measured,
-    )
-    print_rounds([one])
+def test_many_weights_are_shown_as_a_range_with_the_number_that_is_capped(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    weights = {PEER: 1.0, OTHER: 10.0, **{f"p{index}": 2.0 for index in range(9)}}
+    print_rounds([Outcome(ok=True, reason="all", contributors=weights, capped={OTHER: 1e12})])
 
-    lines = printed(capsys)
-    assert max(map(len, lines)) <= 80
-    text = " ".join(" ".join(lines).split())
-    assert text.count("0.3123") == 2
-    assert text.count("accuracy") == 2
-
-
-def test_a_capped_weight_is_shown_with_what_was_claimed(capsys: pytest.CaptureFixture[str]) -> None:
-    few = Outcome(ok=True, reason="all", contributors={PEER: 1.0, OTHER: 10.0}, capped={OTHER: 1e12})
-    many = msgspec.structs.replace(few, contributors={**few.contributors, **{f"p{i}": 2.0 for i in range(9)}})
-    print_rounds([few, many])
-
-    _, first, second = printed(capsys)
-    assert "  1, 10 of 1e+12  " in first
-    assert "  1 to 10, 1 capped  " in second
+    assert "  1 to 10, 1 capped  " in printed(capsys)[1]
 
 
 @pytest.mark.usefixtures("terminal")
