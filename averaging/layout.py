@@ -8,17 +8,16 @@ fp32 with any codec. With the codec fp32, there is one region.
 
 The layout follows from the schema and the codec alone, so the hash of the run's spec covers it.
 
-The encoded vector is what a script and its daemon share: the planes of the first region, each for all of its values,
-then the values of the second. The payload of a part is a slice of each plane of its region, one after another.
+The encoded vector is what a script and its daemon share: the encoded granules of the first region, one after another,
+then the values of the second. So the payload of a part, which begins at a granule, is a slice of it.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
-from functools import cached_property
-from itertools import accumulate, filterfalse
+from collections.abc import Sequence
+from itertools import filterfalse
 from typing import NamedTuple
 
 from equipoise.averaging.partition import GRANULE, Part, partition
@@ -28,9 +27,6 @@ from equipoise.compression import Codec, parse_codec
 MIN_CODED_VALUES = 256
 """Fewest values of a tensor that the codec carries. A scalar, a gate or a short bias is a few bytes in fp32. In a
 block, its error would be relative to the largest value beside it."""
-
-PLANE_ALIGNMENT = 64
-"""Bytes to whose multiples the planes of the encoded vector are aligned: a cache line, more than any codec needs."""
 
 EXACT_GRANULE = 4096
 """Granule of the cuts in the second region, in values: 16 KiB, about the cost of a frame."""
@@ -65,7 +61,7 @@ class Layout:
         places: The place of each tensor, in the order of the flat vector.
         coded: Number of values of the first region, padding included.
         size: D, number of values of the flat vector, padding included.
-        stored_size: Bytes of the encoded vector, with the room between its planes.
+        encoded_size: Bytes of the encoded vector; the same for all cuts.
     """
 
     def __init__(self, schema: Schema, codec: Codec) -> None:
@@ -75,10 +71,10 @@ class Layout:
         exact = () if codec == EXACT else tuple(filter(_is_exact, schema.tensors))
         coded = schema.tensors if codec == EXACT else tuple(filterfalse(_is_exact, schema.tensors))
         self.coded = self._place(coded, 0, codec.granule)
+        if exact:  # Values in fp32 follow, and lie at multiples of 4 bytes with any format before them.
+            self.coded += -self.coded % math.lcm(codec.granule, EXACT.alignment)
         self.size = self._place(exact, self.coded, 1)
-        planes = (*codec.plane_sizes(self.coded), *EXACT.plane_sizes(self.size - self.coded))
-        room = (-(-size // PLANE_ALIGNMENT) * PLANE_ALIGNMENT for size in planes)
-        *self._begins, self.stored_size = accumulate(room, initial=0)
+        self.encoded_size = self._begin(self.size)
 
     def _place(self, tensors: Sequence[TensorSpec], start: int, granule: int) -> int:
         """Place tensors one after another; returns the end of the last, behind which there is no padding."""
@@ -88,11 +84,6 @@ class Layout:
             stop = begin + tensor.size
             self.places.append(Place(tensor, begin, stop))
         return stop
-
-    @cached_property
-    def encoded_size(self) -> int:
-        """Bytes of the encoded vector as it travels, in parts; the same for all cuts."""
-        return self.codec.encoded_size(self.coded) + EXACT.encoded_size(self.size - self.coded)
 
     @property
     def compression_ratio(self) -> float:
@@ -114,51 +105,22 @@ class Layout:
         behind = (Part(self.coded + part.start, self.coded + part.stop, part.owner) for part in exact)
         return (*coded, *behind)
 
-    def slices(self, start: int, stop: int) -> list[slice]:
-        """The places of the values `start` to `stop`, of one region, in the encoded vector: a slice of each plane."""
-        first = 0 if start < self.coded else self.coded
-        codec, begins = (self.codec, self._begins[:-1]) if start < self.coded else (EXACT, self._begins[-1:])
-        ends = zip(begins, codec.plane_sizes(start - first), codec.plane_sizes(stop - first), strict=True)
-        return [slice(begin + low, begin + high) for begin, low, high in ends]
+    def encoded(self, start: int, stop: int) -> slice:
+        """The bytes of the encoded vector that hold values `start`, of a granule the first or padding, to `stop`."""
+        return slice(self._begin(start), self._begin(stop))
+
+    def _begin(self, index: int) -> int:
+        """The byte at which value `index` begins if it is the first of a granule, else the byte of its code."""
+        exact = max(index - self.coded, 0)
+        return self.codec.encoded_size(index - exact) + EXACT.encoded_size(exact)
 
     def locate(self, index: int) -> tuple[str, int]:
         """The tensor that holds value `index` of the flat vector, and the value's place in that tensor."""
         return next((spec.name, index - start) for spec, start, stop in self.places if index < stop)
 
 
-class EncodedVector:
-    """Joins the slices of a part to its payload, and takes payloads apart; in memory, u8 [`layout.stored_size`]."""
-
-    def __init__(self, layout: Layout, memory: memoryview) -> None:
-        self._layout = layout
-        self._memory = memory
-
-    def read(self, part: Part, payload: memoryview) -> None:
-        """Copy the encoded values of a part, which begins at a granule and is of one region, to `payload`."""
-        for place, piece in self._pieces(part, payload):
-            piece[:] = self._memory[place]
-
-    def write(self, part: Part, payload: memoryview) -> None:
-        """Copy the payload of such a part to its places."""
-        for place, piece in self._pieces(part, payload):
-            self._memory[place] = piece
-
-    def clear(self, start: int, stop: int) -> None:
-        """Make zeros of the padding from `start`, behind a tensor, to `stop`, the next granule."""
-        for place in self._layout.slices(start, stop):
-            self._memory[place] = bytes(place.stop - place.start)
-
-    def _pieces(self, part: Part, payload: memoryview) -> Iterator[tuple[slice, memoryview]]:
-        """The places of a part's encoded values, each with the piece of the payload that belongs there."""
-        at = 0
-        for place in self._layout.slices(part.start, part.stop):
-            end = at + place.stop - place.start
-            yield place, payload[at:end]
-            at = end
-
-
 class Vectors(NamedTuple):
-    """The two encoded vectors of a round, u8 [`Layout.stored_size`] each.
+    """The two encoded vectors of a round, u8 [`Layout.encoded_size`] each.
 
     Attributes:
         contribution: This peer's. It may be memory of another process, which may write at any time: what is used of it

@@ -17,10 +17,10 @@ from equipoise.compression.blockwise import (
     MAX_SCALE,
     MIN_ABSMAX,
     MIN_SCALE,
-    SCALE_BYTES,
     ArrayKernels,
     Bytes,
     Values,
+    pieces,
 )
 from equipoise.compression.chunks import F32_MAX
 from equipoise.compression.errors import CodecError, NonFiniteError
@@ -46,7 +46,8 @@ class BlockMath:
         """
         _require_finite(values)
         levels = np.float32(LEVELS)
-        for rows, codes, scales in self._pieces(values, payload):
+        for span, scales, codes in self._pieces(payload, values.size):
+            rows = values[span].reshape(codes.shape)
             absmax = np.abs(rows).max(1, keepdims=True)
             small = absmax < np.float32(MIN_ABSMAX)
             with np.errstate(divide="ignore", over="ignore"):
@@ -57,14 +58,13 @@ class BlockMath:
 
     def decode(self, payload: Bytes, out: Values) -> None:
         """Fill `out` from a payload that an encoder wrote."""
-        for rows, codes, scales in self._pieces(out, payload):
-            np.multiply(codes, scales, out=rows)
+        for span, scales, codes in self._pieces(payload, out.size):
+            np.multiply(codes, scales, out=out[span].reshape(codes.shape))
 
     def accumulate(self, payload: Bytes, weight: float, into: Values) -> None:
         """Add f32(f32(weight) * decoded) to `into`."""
-        for rows, codes, scales in self._pieces(into, payload):
-            decoded = codes * scales
-            _add_weighted(decoded, weight, rows)
+        for span, scales, codes in self._pieces(payload, into.size):
+            _add_weighted(codes * scales, weight, into[span].reshape(codes.shape))
 
     def check(self, payload: Bytes, count: int) -> None:
         """Verify that an encoder could have written `payload`.
@@ -72,36 +72,23 @@ class BlockMath:
         Raises:
             CodecError: It could not.
         """
-        scales, codes = self._planes(payload, count)
-        # NaN compares false, and so counts as faulty. -0.0 decodes to the same as 0.0.
-        faulty = ~((scales == 0) | ((scales >= np.float32(MIN_SCALE)) & (scales <= np.float32(MAX_SCALE))))
-        if faulty.any():
-            index = int(faulty.argmax())
-            raise CodecError(
-                f"{self._spec}: the scale of block {index} of {scales.size} is {float(scales[index])};"
-                f" expected 0, or {MIN_SCALE:.4g} to {MAX_SCALE:.4g}"
-            )
-        if count and codes.min() == -128:
-            raise CodecError(
-                f"{self._spec}: code {int(codes.argmin())} of {count} is -128; expected -127 to 127"
-            )
+        for span, scales, codes in self._pieces(payload, count):
+            # NaN compares false, and so counts as faulty. -0.0 decodes to the same as 0.0.
+            sound = (scales >= np.float32(MIN_SCALE)) & (scales <= np.float32(MAX_SCALE))
+            faulty = ~((scales == 0) | sound)
+            if faulty.any():
+                index = int(faulty.argmax())
+                raise CodecError(
+                    f"{self._spec}: the scale of block {span.start // self._block + index} of"
+                    f" {-(-count // self._block)} is {float(scales[index, 0])};"
+                    f" expected 0, or {MIN_SCALE:.4g} to {MAX_SCALE:.4g}"
+                )
+            if codes.min() == -128:
+                index = span.start + int(codes.argmin())
+                raise CodecError(f"{self._spec}: code {index} of {count} is -128; expected -127 to 127")
 
-    def _planes(self, payload: Bytes, count: int) -> tuple[NDArray[np.float32], NDArray[np.int8]]:
-        split = -(-count // self._block) * SCALE_BYTES
-        return payload[:split].view(np.float32), payload[split:].view(np.int8)
-
-    def _pieces(
-        self, values: Values, payload: Bytes
-    ) -> Iterator[tuple[Values, NDArray[np.int8], NDArray[np.float32]]]:
-        """Yield views (values [r, block], codes [r, block], scales [r, 1]); last, by itself, a short block."""
-        block, (scales, codes) = self._block, self._planes(payload, values.size)
-        whole = values.size // block * block
-        for start in range(0, whole, CHUNK_VALUES):
-            stop = min(start + CHUNK_VALUES, whole)
-            rows = values[start:stop].reshape(-1, block), codes[start:stop].reshape(-1, block)
-            yield (*rows, scales[start // block : stop // block, None])
-        if whole < values.size:
-            yield values[None, whole:], codes[None, whole:], scales[-1:, None]
+    def _pieces(self, payload: Bytes, count: int) -> Iterator[tuple[slice, Values, NDArray[np.int8]]]:
+        return pieces(payload, count, self._block, CHUNK_VALUES, np)
 
 
 class Format(NamedTuple):

@@ -9,6 +9,8 @@ A block of values x with a = max |x| is stored as a scale and one code per value
     code    = round_half_even(f32(x * inverse))         in [-127, 127]
     decoded = f32(f32(code) * scale)
 
+A payload is the blocks, one after another: the scale, f32, and the codes, int8. Only the last may be short.
+
 Every operation is one IEEE-754 single-precision operation: a true division (no multiplication by a reciprocal), no
 fused multiply-add. All intermediate results that matter are normal numbers, so that hardware which flushes
 subnormal numbers to zero computes the same bytes.
@@ -18,9 +20,9 @@ The error of a value is at most half a step, a / 254, and a few units in the las
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,10 +54,31 @@ def payload_size(count: int, block: int) -> int:
     return -(-count // block) * SCALE_BYTES + count
 
 
-def planes(payload: torch.Tensor, count: int, block: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the scales, f32 [ceil(count / block)], and codes, int8 [count], of a payload; its memory, not copies."""
-    split = -(-count // block) * SCALE_BYTES
-    return payload[:split].view(torch.float32), payload[split:].view(torch.int8)
+def pieces(payload: Any, count: int, block: int, step: int, kinds: Any) -> Iterator[tuple[slice, Any, Any]]:
+    """Yield, for some blocks at a time, where their values lie, and views of their scales and codes.
+
+    The short block comes last, by itself.
+
+    Args:
+        payload: uint8, array or tensor.
+        step: Most values of a piece, a multiple of `block`.
+        kinds: numpy or torch, whichever has made the payload.
+
+    Yields:
+        The slice of the values, their scales, f32 [r, 1], and their codes, int8 [r, block].
+    """
+    whole = count - count % block
+    for start in range(0, whole, step):
+        stop = min(start + step, whole)
+        rows = payload[payload_size(start, block) : payload_size(stop, block)].reshape(
+            -1, SCALE_BYTES + block
+        )
+        scales, codes = rows[:, :SCALE_BYTES], rows[:, SCALE_BYTES:]
+        yield slice(start, stop), scales.view(kinds.float32), codes.view(kinds.int8)
+    if whole < count:
+        rest = payload[payload_size(whole, block) :]
+        scales, codes = rest[:SCALE_BYTES], rest[SCALE_BYTES:]
+        yield slice(whole, count), scales.view(kinds.float32)[None], codes.view(kinds.int8)[None]
 
 
 @dataclass(frozen=True, slots=True)

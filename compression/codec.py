@@ -40,8 +40,8 @@ class Codec(ABC):
     Attributes:
         spec: The canonical spec string, all options spelled out: `parse_codec(codec.spec) == codec`.
         alignment: Bytes to which `_encode`, `_decode`, ... need their payload's first byte aligned.
-        granule: Values that are encoded together: cut at multiples of it, a vector is encoded to the same scales and
-            codes whatever the cut.
+        granule: Values that are encoded together: a payload is the encoded granules, one after another. So, cut at
+            multiples of it, a vector is encoded to the same bytes whatever the cut.
         math: The arithmetic on arrays; None if the underscored methods are for arrays, too.
     """
 
@@ -58,14 +58,6 @@ class Codec(ABC):
     @abstractmethod
     def encoded_size(self, count: int) -> int:
         """Return the exact size in bytes of a payload of `count` values."""
-
-    def plane_sizes(self, count: int) -> tuple[int, ...]:
-        """Return the sizes in bytes of the planes of a payload of `count` values, in their order.
-
-        A plane holds something for each value, or for each granule of values. So the values from one multiple of the
-        granule to another are a slice of each plane. By default, there is one plane.
-        """
-        return (self.encoded_size(count),)
 
     def encode(self, values: Values, out: Buffer) -> int:
         """Encode `values` into `out`.

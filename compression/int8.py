@@ -11,10 +11,9 @@ from equipoise.compression.blockwise import (
     LEVELS,
     MAX_SCALE,
     MIN_ABSMAX,
-    SCALE_BYTES,
     Kind,
     payload_size,
-    planes,
+    pieces,
 )
 from equipoise.compression.buffers import Buffer, Values, plain, raw
 from equipoise.compression.choice import compiled
@@ -38,7 +37,7 @@ STREAMED_VALUES = 256 * 1024
 
 
 class Int8Codec(Codec):
-    """Planar `[f32 scale per block][int8 code per value]`; the arithmetic is defined in `blockwise`."""
+    """Blocks of a scale and codes; the format and the arithmetic are defined in `blockwise`."""
 
     def __init__(self, block: int = DEFAULT_BLOCK) -> None:
         """Make the codec; `block` is a power of two from MIN_BLOCK to MAX_BLOCK.
@@ -60,10 +59,6 @@ class Int8Codec(Codec):
     def encoded_size(self, count: int) -> int:
         """Return the exact size in bytes of a payload of `count` values."""
         return payload_size(count, self.block)
-
-    def plane_sizes(self, count: int) -> tuple[int, ...]:
-        """Return the bytes of the scales and of the codes; see `Codec.plane_sizes`."""
-        return -(-count // self.block) * SCALE_BYTES, count
 
     # Each of these methods takes the short way if it can: one call of a compiled kernel, with nothing around it. The
     # long way takes all other buffers, and names the fault.
@@ -114,53 +109,41 @@ class Int8Codec(Codec):
         return super().reduce(payloads, weights, mean, scratch)
 
     def _encode(self, values: torch.Tensor, out: torch.Tensor) -> int:
-        scales, codes = planes(out, values.numel(), self.block)
-        absmax = torch.empty_like(scales)
         # Divided by and into tensors of the device: CUDA turns division by a scalar into multiplication by its
         # reciprocal, and so does torch everywhere with scalar / tensor.
         levels = torch.full((), LEVELS, device=values.device)
-        for rows, row_codes, row_absmax in _pieces(values, codes, absmax, self.block):
-            torch.amax(rows, 1, keepdim=True, out=row_absmax)
-            torch.maximum(row_absmax, torch.amin(rows, 1, keepdim=True).neg_(), out=row_absmax)
-            inverse = torch.div(levels, row_absmax).masked_fill_(row_absmax < MIN_ABSMAX, 0.0)
+        for span, scales, codes in self._pieces(out, values):
+            rows = values[span].view(codes.shape)
+            absmax = torch.maximum(rows.amax(1, keepdim=True), rows.amin(1, keepdim=True).neg_())
+            # amax and amin carry NaN along, and NaN compares false.
+            if not (absmax <= F32_MAX).all():
+                raise self._non_finite(values)
+            small = absmax < MIN_ABSMAX
             work = scratch(rows.numel(), rows.device).view(rows.shape)
-            row_codes.copy_(torch.mul(rows, inverse, out=work).round_())
-        torch.div(absmax, levels, out=scales).clamp_(max=MAX_SCALE).masked_fill_(absmax < MIN_ABSMAX, 0.0)
-        # amax and amin carry NaN along, and NaN compares false.
-        if not (absmax <= F32_MAX).all():
-            index = first_non_finite(values)
-            if index is None:
-                raise CodecError(f"{self.spec}: the values changed while they were encoded")
-            raise NonFiniteError(index, values.numel(), values[index].item())
+            inverse = torch.div(levels, absmax).masked_fill_(small, 0.0)
+            codes.copy_(torch.mul(rows, inverse, out=work).round_())
+            scales.copy_(torch.div(absmax, levels).clamp_(max=MAX_SCALE).masked_fill_(small, 0.0))
         return 0
 
+    def _non_finite(self, values: torch.Tensor) -> CodecError:
+        index = first_non_finite(values)
+        if index is None:
+            return CodecError(f"{self.spec}: the values changed while they were encoded")
+        return NonFiniteError(index, values.numel(), values[index].item())
+
     def _decode(self, payload: torch.Tensor, out: torch.Tensor) -> None:
-        scales, codes = planes(payload, out.numel(), self.block)
-        for rows, row_codes, row_scales in _pieces(out, codes, scales, self.block):
-            rows.copy_(row_codes).mul_(row_scales)
+        for span, scales, codes in self._pieces(payload, out):
+            out[span].view(codes.shape).copy_(codes).mul_(scales)
 
     def _accumulate(self, payload: torch.Tensor, weight: float, into: torch.Tensor) -> None:
-        scales, codes = planes(payload, into.numel(), self.block)
-        for rows, row_codes, row_scales in _pieces(into, codes, scales, self.block):
-            decoded = scratch(rows.numel(), rows.device).view(rows.shape)
+        for span, scales, codes in self._pieces(payload, into):
+            decoded = scratch(codes.numel(), into.device).view(codes.shape)
             # add_(..., alpha=weight) would fuse the multiplication on CPUs that can.
-            rows.add_(decoded.copy_(row_codes).mul_(row_scales).mul_(weight))
+            into[span].view(codes.shape).add_(decoded.copy_(codes).mul_(scales).mul_(weight))
 
-
-def _pieces(
-    values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, block: int
-) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Yield views (values [r, block], codes [r, block], scales [r, 1]); last, by itself, a short block."""
-    blocks = values.numel() // block
-    whole = blocks * block
-    if blocks:
-        # Splitting makes all the views in one call each; slices in the loop would cost a fifth of the time.
-        step = CHUNK_VALUES // block if values.device.type == "cpu" else blocks
-        yield from zip(
-            torch.split(values[:whole].view(blocks, block), step),
-            torch.split(codes[:whole].view(blocks, block), step),
-            torch.split(scales[:blocks].view(blocks, 1), step),
-            strict=True,
-        )
-    if whole < values.numel():
-        yield values[whole:].view(1, -1), codes[whole:].view(1, -1), scales[blocks:].view(1, 1)
+    def _pieces(
+        self, payload: torch.Tensor, values: torch.Tensor
+    ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+        """See `pieces`; an accelerator works on all blocks at once."""
+        step = CHUNK_VALUES if values.device.type == "cpu" else max(values.numel(), 1)
+        return pieces(payload, values.numel(), self.block, step, torch)

@@ -157,6 +157,14 @@ def _add_codes(codes, scale, weight, into):  # type: ignore[no-untyped-def]
         into[i] += weight * (np.float32(codes[i]) * scale)
 
 
+@numba.njit(**_compiled)
+def _lowest(codes):  # type: ignore[no-untyped-def]
+    low = np.int8(0)
+    for i in range(codes.size):
+        low = min(low, codes[i])
+    return low
+
+
 # Operations on a part: block after block, each while it lies in the first-level cache.
 
 
@@ -164,17 +172,15 @@ def _add_codes(codes, scale, weight, into):  # type: ignore[no-untyped-def]
 def _encode(values, payload, block):  # type: ignore[no-untyped-def]
     if not _fits(payload, values.size, block):
         return False
-    split = payload.size - values.size
-    scales = payload[:split].view(np.float32)
-    from_values, from_codes = values.ctypes.data, payload.ctypes.data + split
-    for b in range(scales.size):
-        start = b * block
+    from_values, at = values.ctypes.data, payload.ctypes.data
+    for start in range(0, values.size, block):
         count = min(block, values.size - start)
         top = _absmax_bits(_bits(from_values, start, count))
         if top >= _EXPONENT:
             return False
-        scales[b], inverse = _scale_and_inverse(top)
-        _round(_floats(from_values, start, count), _codes(from_codes, start, count), inverse)
+        _floats(at, 0, 1)[0], inverse = _scale_and_inverse(top)
+        _round(_floats(from_values, start, count), _codes(at + SCALE_BYTES, 0, count), inverse)
+        at += SCALE_BYTES + block
     return True
 
 
@@ -182,16 +188,14 @@ def _encode(values, payload, block):  # type: ignore[no-untyped-def]
 def _sound(payload, count, block):  # type: ignore[no-untyped-def]
     if not _fits(payload, count, block):
         return False
-    split = payload.size - count
-    scales, codes = payload[:split].view(np.float32), payload[split:].view(np.int8)
-    bad = 0
-    for b in range(scales.size):
+    at, bad = payload.ctypes.data, False
+    for start in range(0, count, block):
+        scale = _floats(at, 0, 1)[0]
         # NaN compares false, and so counts as bad.
-        bad += not (scales[b] == _ZERO or (scales[b] >= _MIN_SCALE and scales[b] <= _MAX_SCALE))
-    low = np.int8(0)
-    for i in range(codes.size):
-        low = min(low, codes[i])
-    return bad == 0 and low > -128
+        bad |= not (scale == _ZERO or (scale >= _MIN_SCALE and scale <= _MAX_SCALE))
+        bad |= _lowest(_codes(at + SCALE_BYTES, 0, min(block, count - start))) == -128
+        at += SCALE_BYTES + block
+    return not bad
 
 
 @numba.njit(numba.boolean(_U8, _F32, numba.int64, numba.boolean), **_compiled)
@@ -199,17 +203,16 @@ def _decode(payload, out, block, past_cache):  # type: ignore[no-untyped-def]
     # Two passes, of which the second finds in the second-level cache what the first has read.
     if not _sound(payload, out.size, block):
         return False
-    split = payload.size - out.size
-    scales = payload[:split].view(np.float32)
-    from_out, from_codes = out.ctypes.data, payload.ctypes.data + split
-    for b in range(scales.size):
-        start = b * block
+    from_out, at = out.ctypes.data, payload.ctypes.data
+    for start in range(0, out.size, block):
+        scale = _floats(at, 0, 1)[0]
         count = min(block, out.size - start)
         if past_cache and count == block and from_out % (_FLOAT_BYTES * LANES) == 0:
-            for i in range(start, start + count, LANES):
-                _stream(from_codes + i, scales[b], from_out + _FLOAT_BYTES * i)
+            for i in range(0, block, LANES):
+                _stream(at + SCALE_BYTES + i, scale, from_out + _FLOAT_BYTES * (start + i))
         else:
-            _spread(_codes(from_codes, start, count), _floats(from_out, start, count), scales[b])
+            _spread(_codes(at + SCALE_BYTES, 0, count), _floats(from_out, start, count), scale)
+        at += SCALE_BYTES + block
     if past_cache:
         _streamed()
     return True
@@ -223,16 +226,13 @@ def _reduce(addresses, weights, payload, scratch, block):  # type: ignore[no-unt
     for m in range(shares.size):
         if not np.isfinite(shares[m]) or addresses[m] % SCALE_BYTES:
             return False
-    split = payload.size - scratch.size
-    scales = payload[:split].view(np.float32)
-    from_scratch, from_codes = scratch.ctypes.data, payload.ctypes.data + split
-    for b in range(scales.size):
-        start = b * block
+    from_scratch, from_payload, at = scratch.ctypes.data, payload.ctypes.data, 0
+    for start in range(0, scratch.size, block):
         count = min(block, scratch.size - start)
         total = _floats(from_scratch, 0, count)
         for m in range(shares.size):
-            codes = _codes(addresses[m] + split, start, count)
-            scale = _floats(addresses[m], b, 1)[0]
+            scale = _floats(addresses[m] + at, 0, 1)[0]
+            codes = _codes(addresses[m] + at + SCALE_BYTES, 0, count)
             # The first is written, not added to zeros: what differs is the sign of zeros, which no code has.
             if m:
                 _add_codes(codes, scale, shares[m], total)
@@ -241,8 +241,9 @@ def _reduce(addresses, weights, payload, scratch, block):  # type: ignore[no-unt
         top = _absmax_bits(_bits(from_scratch, 0, count))
         if top >= _EXPONENT:
             return False
-        scales[b], inverse = _scale_and_inverse(top)
-        _round(total, _codes(from_codes, start, count), inverse)
+        _floats(from_payload + at, 0, 1)[0], inverse = _scale_and_inverse(top)
+        _round(total, _codes(from_payload + at + SCALE_BYTES, 0, count), inverse)
+        at += SCALE_BYTES + block
     return True
 
 

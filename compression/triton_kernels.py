@@ -31,6 +31,7 @@ OPTIONS = {"enable_fp_fusion": False, "num_warps": 4}
 TILE = 4096
 """Values of one program, at least a block: 32 for each of its 128 threads."""
 
+_SCALE_BYTES = tl.constexpr(blockwise.SCALE_BYTES)
 _LEVELS = tl.constexpr(blockwise.LEVELS)
 _MIN_ABSMAX = tl.constexpr(blockwise.MIN_ABSMAX)
 _MAX_SCALE = tl.constexpr(blockwise.MAX_SCALE)
@@ -62,8 +63,7 @@ def _encode_int8(values, count, scales, codes, notes, BLOCK: tl.constexpr, ROWS:
     at = row[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     x = tl.load(values + tile * (ROWS * BLOCK) + at, mask=at < left, other=0.0)
     scale, code, faulty = _quantise(x)
-    tl.store(scales + tile * ROWS + row, scale, mask=row * BLOCK < left)
-    tl.store(codes + tile * (ROWS * BLOCK) + at, code, mask=at < left)
+    _store(scales, codes, scale, code, left, BLOCK, ROWS)
     tl.store(notes + tile, -tl.max(faulty.to(tl.int32), 0))
 
 
@@ -71,43 +71,53 @@ def _encode_int8(values, count, scales, codes, notes, BLOCK: tl.constexpr, ROWS:
 def _decode_int8(out, count, scales, codes, BLOCK: tl.constexpr, ROWS: tl.constexpr):
     tile = tl.program_id(0).to(tl.int64)
     left = count - tile * (ROWS * BLOCK)
-    row = tl.arange(0, ROWS)
-    at = row[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    scale = tl.load(scales + tile * ROWS + row, mask=row * BLOCK < left, other=0.0)
-    code = tl.load(codes + tile * (ROWS * BLOCK) + at, mask=at < left, other=0)
-    tl.store(out + tile * (ROWS * BLOCK) + at, code.to(tl.float32) * scale[:, None], mask=at < left)
+    at = tl.arange(0, ROWS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    decoded = _load(scales, codes, left, BLOCK, ROWS)
+    tl.store(out + tile * (ROWS * BLOCK) + at, decoded, mask=at < left)
 
 
-@triton.jit(do_not_specialize=["members", "split"])
+@triton.jit(do_not_specialize=["members"])
 def _reduce_int8(
-    notes,
-    count,
-    addresses,
-    weights,
-    members,
-    scales,
-    codes,
-    split,
-    ALIGNED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
+    notes, count, addresses, weights, members, scales, codes, BLOCK: tl.constexpr, ROWS: tl.constexpr
 ):
     tile = tl.program_id(0).to(tl.int64)
     left = count - tile * (ROWS * BLOCK)
-    row = tl.arange(0, ROWS)
-    at = row[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     total = tl.zeros([ROWS, BLOCK], tl.float32)
     for member in range(members):
-        address = tl.load(addresses + member)
-        theirs = tl.multiple_of(address.to(tl.pointer_type(tl.float32)), 4) + tile * ROWS
-        plane = tl.multiple_of((address + split).to(tl.pointer_type(tl.int8)), ALIGNED)
-        scale = tl.load(theirs + row, mask=row * BLOCK < left, other=0.0)
-        code = tl.load(plane + tile * (ROWS * BLOCK) + at, mask=at < left, other=0)
-        total += tl.load(weights + member) * (code.to(tl.float32) * scale[:, None])
+        address = tl.multiple_of(tl.load(addresses + member), _SCALE_BYTES)
+        theirs = address.to(tl.pointer_type(tl.float32)), address.to(tl.pointer_type(tl.int8))
+        total += tl.load(weights + member) * _load(theirs[0], theirs[1], left, BLOCK, ROWS)
     scale, code, faulty = _quantise(total)
-    tl.store(scales + tile * ROWS + row, scale, mask=row * BLOCK < left)
-    tl.store(codes + tile * (ROWS * BLOCK) + at, code, mask=at < left)
+    _store(scales, codes, scale, code, left, BLOCK, ROWS)
     tl.store(notes + tile, -tl.max(faulty.to(tl.int32), 0))
+
+
+@triton.jit
+def _load(scales, codes, left, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+    """Return this program's values of a payload, f32 [r, block], of which `left` are in it or in those behind it.
+
+    `scales` and `codes` are two views of the payload: each block begins with its scale.
+    """
+    tile = tl.program_id(0).to(tl.int64) * ROWS
+    row, column = tl.arange(0, ROWS), tl.arange(0, BLOCK)[None, :]
+    scales += tile * (BLOCK // _SCALE_BYTES + 1) + row * (BLOCK // _SCALE_BYTES + 1)
+    codes += tile * (BLOCK + _SCALE_BYTES) + _SCALE_BYTES
+    scale = tl.load(scales, mask=row * BLOCK < left, other=0.0)
+    inside = row[:, None] * BLOCK + column < left
+    code = tl.load(codes + row[:, None] * (BLOCK + _SCALE_BYTES) + column, mask=inside, other=0)
+    return code.to(tl.float32) * scale[:, None]
+
+
+@triton.jit
+def _store(scales, codes, scale, code, left, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+    """Write this program's scales, f32 [r], and codes, int8 [r, block], to such a payload."""
+    tile = tl.program_id(0).to(tl.int64) * ROWS
+    row, column = tl.arange(0, ROWS), tl.arange(0, BLOCK)[None, :]
+    scales += tile * (BLOCK // _SCALE_BYTES + 1) + row * (BLOCK // _SCALE_BYTES + 1)
+    codes += tile * (BLOCK + _SCALE_BYTES) + _SCALE_BYTES
+    tl.store(scales, scale, mask=row * BLOCK < left)
+    inside = row[:, None] * BLOCK + column < left
+    tl.store(codes + row[:, None] * (BLOCK + _SCALE_BYTES) + column, code, mask=inside)
 
 
 @triton.jit
@@ -174,8 +184,7 @@ def encode(values: torch.Tensor, payload: torch.Tensor, kind: Kind) -> torch.Ten
     """Start to encode `values`; see `TensorKernels`."""
     count, notes = values.numel(), _notes(values.numel(), values.device)
     if isinstance(kind, int):
-        scales, codes = blockwise.planes(payload, count, kind)
-        _launch(_encode_int8, values, count, scales, codes, notes, kind, TILE // kind)
+        _launch(_encode_int8, values, count, *_views(payload), notes, kind, TILE // kind)
     else:
         encoded = payload.view(_WIRE.get(kind, kind))
         _launch(_encode_float, values, count, encoded, notes, torch.finfo(kind).max, TILE)
@@ -185,8 +194,7 @@ def encode(values: torch.Tensor, payload: torch.Tensor, kind: Kind) -> torch.Ten
 def decode(payload: torch.Tensor, out: torch.Tensor, kind: Kind) -> None:
     """Start to decode into `out`; see `TensorKernels`. torch converts plain values in one pass as well."""
     if isinstance(kind, int):
-        scales, codes = blockwise.planes(payload, out.numel(), kind)
-        _launch(_decode_int8, out, out.numel(), scales, codes, kind, TILE // kind)
+        _launch(_decode_int8, out, out.numel(), *_views(payload), kind, TILE // kind)
     else:
         out.copy_(payload.view(kind))
 
@@ -200,14 +208,17 @@ def reduce(
     shares = _there(torch.tensor(weights, dtype=torch.float32, device="cpu"), mean.device)
     given = (notes, count, places, shares, len(addresses))
     if isinstance(kind, int):
-        scales, codes = blockwise.planes(mean, count, kind)
-        split = scales.numel() * blockwise.SCALE_BYTES
-        aligned = _alignment(address + split for address in addresses)
-        _launch(_reduce_int8, *given, scales, codes, split, aligned, kind, TILE // kind)
+        _launch(_reduce_int8, *given, *_views(mean), kind, TILE // kind)
     else:
         encoded = mean.view(_WIRE.get(kind, kind))
         _launch(_reduce_float, *given, encoded, torch.finfo(kind).max, _alignment(addresses), TILE)
     return notes
+
+
+def _views(payload: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """An int8 payload as scales, f32, and as codes."""
+    words = payload.numel() // blockwise.SCALE_BYTES * blockwise.SCALE_BYTES
+    return payload[:words].view(torch.float32), payload.view(torch.int8)
 
 
 def _there(host: torch.Tensor, device: torch.device) -> torch.Tensor:

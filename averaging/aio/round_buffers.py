@@ -11,7 +11,7 @@ from blake3 import blake3
 
 from equipoise.averaging.aio.buffer_pool import BufferPool
 from equipoise.averaging.allreduce.events import Group
-from equipoise.averaging.layout import EncodedVector, Layout, Vectors
+from equipoise.averaging.layout import Layout, Vectors
 from equipoise.averaging.rules import Mean, Rule, RuleError
 from equipoise.averaging.weights import ATTENDANCE_LIMIT
 from equipoise.compression import NonFiniteError
@@ -57,13 +57,11 @@ class RoundBuffers:
         self._reducer = reducer
         self._group = group
         self._me = me
-        self._contribution = EncodedVector(layout, vectors.contribution)
-        self._result = EncodedVector(layout, vectors.mean)
+        self._vectors = vectors
+        self._places = [layout.encoded(part.start, part.stop) for part in group.parts]
         self._counts = [part.size for part in group.parts]
         self._codecs = [layout.codec_of(part) for part in group.parts]
-        self._sizes = [
-            codec.encoded_size(count) for codec, count in zip(self._codecs, self._counts, strict=True)
-        ]
+        self._sizes = [len(vectors.mean[place]) for place in self._places]
         self._kept: list[dict[int, memoryview]] = [{} for _ in group.parts]
         self._shares: tuple[int, list[float]] = (0, [])
         self._means: dict[int, tuple[int, memoryview]] = {}
@@ -164,11 +162,11 @@ class RoundBuffers:
 
     def _keep(self, part: int, contributors: int, payload: memoryview) -> None:
         self._means[part] = (contributors, payload)
-        self._result.write(self._group.parts[part], payload)
+        self._vectors.mean[self._places[part]] = payload
 
     def _read_own(self, part: int, payload: memoryview) -> None:
         # It is copied before it is checked: the script may write to its memory at any time.
-        self._contribution.read(self._group.parts[part], payload)
+        payload[:] = self._vectors.contribution[self._places[part]]
         self._codecs[part].check(payload, self._counts[part])
 
     def _apply_rule(

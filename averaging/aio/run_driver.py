@@ -147,7 +147,7 @@ class RunDriver:
         Raises:
             ValueError: The weight, the metrics, or a vector's size, is not valid, or a round is going on already.
         """
-        size = self.spec.layout.stored_size
+        size = self.spec.layout.encoded_size
         if len(vectors.contribution) != size or len(vectors.mean) != size:
             raise ValueError(f"expected two vectors of {size} bytes, got {list(map(len, vectors[:2]))}")
         began, started = self._loop.time(), time.time()

@@ -8,7 +8,6 @@ import logging
 import mmap
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sized
-from itertools import accumulate
 
 import msgspec
 from blake3 import blake3
@@ -17,7 +16,6 @@ from equipoise.averaging.aio.round_driver import Rounds, group_of, mean_outcome
 from equipoise.averaging.aio.sessions import Sessions
 from equipoise.averaging.counts import count
 from equipoise.averaging.draw import Drawn
-from equipoise.averaging.layout import EncodedVector
 from equipoise.averaging.manifest import TICKET_BYTES, Manifest, Verify
 from equipoise.averaging.matchmaking.membership import Membership
 from equipoise.averaging.matchmaking.messages import MAX_DETAIL_CHARS
@@ -240,7 +238,7 @@ class Transfer:
     @property
     def size(self) -> int:
         """Bytes of an encoded vector of this run."""
-        return self._spec.layout.stored_size
+        return self._spec.layout.encoded_size
 
     @property
     def standing(self) -> str:
@@ -557,7 +555,7 @@ def unpack(
     Args:
         after: The state that the mean must lead on from.
         verify: Checks the signatures of the members' joins.
-        room: Makes room for the encoded mean, u8 [`stored_size`]; its content is undefined if this raises.
+        room: Makes room for the encoded mean, u8 [`encoded_size`]; its content is undefined if this raises.
 
     Raises:
         ValueError: The image is no mean of this run after this state, or there is no room.
@@ -568,15 +566,13 @@ def unpack(
     if manifest.before != after:
         raise ValueError(f"expected the mean after epoch {after.epoch}, got one after {manifest.before}")
     group = group_of(spec, manifest)
-    codecs = [spec.layout.codec_of(part) for part in group.parts]
-    sizes = [codec.encoded_size(part.size) for codec, part in zip(codecs, group.parts, strict=True)]
-    if len(payload) != sum(sizes):
-        raise ValueError(f"expected {sum(sizes)} bytes of encoded values, got {len(payload)}")
-    parts = (payload[end - size : end] for end, size in zip(accumulate(sizes), sizes, strict=True))
-    mean = EncodedMean(manifest, contributors, tuple(parts))
-    result = EncodedVector(spec.layout, room())
-    for codec, part, encoded in zip(codecs, group.parts, mean.parts, strict=True):
-        codec.check(encoded, part.size)
-        result.write(part, encoded)
+    layout, places = spec.layout, [spec.layout.encoded(part.start, part.stop) for part in group.parts]
+    if len(payload) != layout.encoded_size:
+        raise ValueError(f"expected {layout.encoded_size} bytes of encoded values, got {len(payload)}")
+    mean = EncodedMean(manifest, contributors, tuple(payload[place] for place in places))
+    result = room()
+    for part, place, encoded in zip(group.parts, places, mean.parts, strict=True):
+        layout.codec_of(part).check(encoded, part.size)
+        result[place] = encoded
     outcome = mean_outcome(spec, group, mean, mean.digest(), "missed, and had from others: ")
     return mean, msgspec.structs.replace(outcome, bytes_received=mean.size)

@@ -75,7 +75,7 @@ class Encoder:
 
         Args:
             tensors: By name, all of the schema.
-            out: The encoded vector, u8 [`stored_size`]. It is complete, also on a GPU, when this returns.
+            out: The encoded vector, u8 [`encoded_size`]. It is complete, also on a GPU, when this returns.
             divisor: What the values of all tensors but buffers are divided by.
 
         Raises:
@@ -109,10 +109,10 @@ class Encoder:
             name, at = self.layout.locate(part.start + error.index)
             told = f"tensor {name!r} holds {error.value} at flat index {at}"
             raise SchemaError(f"{told}: expected finite values within fp32's range") from None
-        lane.vector.clear(part.stop, end)
+        lane.clear(part.stop, end)
 
     def decode(self, stored: memoryview, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Decode an encoded vector, u8 [`stored_size`], into checked tensors in place, all of the schema.
+        """Decode an encoded vector, u8 [`encoded_size`], into checked tensors in place, all of the schema.
 
         On a GPU this only queues: `stored` must not change before `settle`.
 

@@ -9,14 +9,14 @@ import contextlib
 import functools
 import os
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from equipoise.averaging.layout import EncodedVector, Layout
+from equipoise.averaging.layout import Layout
 from equipoise.averaging.partition import Part
 from equipoise.compression import Codec, kernels_for
 from equipoise.compression.blockwise import clamped
@@ -33,7 +33,6 @@ class Lane:
     """Encodes and decodes parts of one vector on the host, at once.
 
     Attributes:
-        vector: The encoded vector.
         room: Scratch memory for the values of a part, f32.
         dense: Scratch memory for the values of a tensor that is not contiguous and is encoded by itself, f32.
     """
@@ -45,18 +44,18 @@ class Lane:
         """Take an encoded vector to write or to read.
 
         Args:
-            stored: u8 [`stored_size`].
+            stored: u8 [`encoded_size`].
             parts: What is encoded or decoded together, at least one part.
             dense: Most values of a tensor that needs `dense`.
         """
-        self._layout, self.vector = layout, EncodedVector(layout, stored)
+        self._layout, self._stored = layout, stored
         self._notes: list[int | torch.Tensor] = []
-        sizes = [(part.size, layout.codec_of(part).encoded_size(part.size)) for part in parts]
-        self._allocate(max(values for values, _ in sizes), max(codes for _, codes in sizes), dense)
+        places = [(part.size, self._place(part)) for part in parts]
+        codes = max(place.stop - place.start for _, place in places)
+        self._allocate(max(values for values, _ in places), codes, dense)
 
     def _allocate(self, values: int, codes: int, dense: int) -> None:
         self.room, self.dense = (torch.from_numpy(np.empty(n, np.float32)) for n in (values, dense))
-        self._payload = np.empty(codes, np.uint8).data
 
     def launch(self, work: Callable[..., None], *args: Any) -> None:
         """Call `work` with this lane and the arguments."""
@@ -80,25 +79,23 @@ class Lane:
 
     def encode(self, part: Part, values: torch.Tensor) -> None:
         """Encode the values of a part, f32 [n], to its places in the vector."""
-        codec, payload = self._payload_of(part)
-        self._notes.append(codec.encode(values, payload))
-        self.vector.write(part, payload)
+        self._notes.append(self._layout.codec_of(part).encode(values, self._stored[self._place(part)]))
+
+    def clear(self, start: int, stop: int) -> None:
+        """Make zeros of the padding from `start`, behind a tensor, to `stop`, the next granule."""
+        place = self._layout.encoded(start, stop)
+        self._stored[place] = bytes(place.stop - place.start)
 
     def decode(self, part: Part, out: torch.Tensor) -> None:
         """Decode a part into `out`, f32 [n]."""
-        codec, payload = self._payload_of(part)
-        self.vector.read(part, payload)
-        codec.decode(payload, out)
+        self._layout.codec_of(part).decode(self._stored[self._place(part)], out)
 
     def check(self, part: Part) -> None:
         """Raise CodecError if no encoder writes such a part."""
-        codec, payload = self._payload_of(part)
-        self.vector.read(part, payload)
-        codec.check(payload, part.size)
+        self._layout.codec_of(part).check(self._stored[self._place(part)], part.size)
 
-    def _payload_of(self, part: Part) -> tuple[Codec, memoryview]:
-        codec = self._layout.codec_of(part)
-        return codec, self._payload[: codec.encoded_size(part.size)]
+    def _place(self, part: Part) -> slice:
+        return self._layout.encoded(part.start, part.stop)
 
 
 class DeviceLane(Lane):
@@ -157,27 +154,17 @@ class DeviceLane(Lane):
 
     def encode(self, part: Part, values: torch.Tensor) -> None:
         """See `Lane.encode`; what is not finite shows in `clamped`."""
-        codec, codes = self._codes_of(part)
-        self._notes.append(codec.begin_encode(values, codes))
-        for stored, piece in self._planes(part, codes):
-            self._move(stored, piece)
+        host = self._host[self._place(part)]
+        codes = self._codes[: host.numel()]
+        self._notes.append(self._layout.codec_of(part).begin_encode(values, codes))
+        self._move(host, codes)
 
     def decode(self, part: Part, out: torch.Tensor) -> None:
         """See `Lane.decode`; the part was checked before."""
-        codec, codes = self._codes_of(part)
-        for stored, piece in self._planes(part, codes):
-            self._move(piece, stored)
-        codec.begin_decode(codes, out)
-
-    def _codes_of(self, part: Part) -> tuple[Codec, torch.Tensor]:
-        codec = self._layout.codec_of(part)
-        return codec, self._codes[: codec.encoded_size(part.size)]
-
-    def _planes(self, part: Part, codes: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """The slices of the vector that hold a part, each with its piece of the part's codes."""
-        places = self._layout.slices(part.start, part.stop)
-        pieces = torch.split(codes, [place.stop - place.start for place in places])
-        return ((self._host[place], piece) for place, piece in zip(places, pieces, strict=True))
+        host = self._host[self._place(part)]
+        codes = self._codes[: host.numel()]
+        self._move(codes, host)
+        self._layout.codec_of(part).begin_decode(codes, out)
 
     def _move(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Queue a copy over the link."""

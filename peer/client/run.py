@@ -451,7 +451,7 @@ class JoinedRun:
             ValueError: The timeout is out of range.
             Refused: The machine has not enough memory.
         """
-        size = self._binding.steps.layout.stored_size
+        size = self._binding.steps.layout.encoded_size
         request = messages.FetchMean(self.name, after, size, timeout, circle, proved, patient)
         return Download(self._link, request, size)
 

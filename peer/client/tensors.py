@@ -26,6 +26,9 @@ COUNTERS = frozenset((torch.bool, torch.uint8, torch.int8, torch.int16, torch.in
 MAX_COUNTERS = 1024
 """Most values of an integer or bool buffer that travels. Longer ones are constants, such as positions or masks."""
 
+CACHE_LINE = 64
+"""Bytes to whose multiples a run's encoded vectors are aligned: compiled kernels take no scales across words."""
+
 WRAPPED_AS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 """Names under which the wrappers of torch.compile, activation checkpoints and FSDP hold the module within."""
 
@@ -73,10 +76,11 @@ class Binding:
 
     @property
     def size(self) -> int:
-        """Bytes of the longer of the two encoded vectors, with all buffers that may travel."""
+        """Bytes of the longer of the two encoded vectors, with all buffers that may travel, in whole cache lines."""
         carried = _buffers_of(self.averaged_buffers())
         steps = Layout(Schema((*self.gradients.tensors, *carried.tensors)), self.steps.layout.codec)
-        return max(self.averages.layout.stored_size, steps.stored_size)
+        longer = max(self.averages.layout.encoded_size, steps.encoded_size)
+        return longer + -longer % CACHE_LINE
 
     def prepare(self) -> None:
         """Encode for the first time, which loads kernels and takes a second: the first round must not wait for that."""

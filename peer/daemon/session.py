@@ -358,7 +358,7 @@ class Session:
             transfer.reach(state.epoch)
         if self._stopped:  # `stop_round` was called before the search began.
             return self._failed(self._stopped)
-        size = self._specs[request.purpose].layout.stored_size
+        size = self._specs[request.purpose].layout.encoded_size
         vectors = Vectors(region.contribution[:size], region.mean[:size], request.clamped)
         reported = request.metrics, request.evaluation, request.purpose == STEP
         outcome = await run_driver.average(vectors, request.weight, request.timeout, state, *reported)
@@ -370,8 +370,8 @@ class Session:
         return Outcome(ok=False, reason=reason, run=self.name)
 
     def _require_room(self, spec: RunSpec) -> None:
-        if self._region is not None and spec.layout.stored_size > self._region.size:
-            needed, room = spec.layout.stored_size, self._region.size
+        if self._region is not None and spec.layout.encoded_size > self._region.size:
+            needed, room = spec.layout.encoded_size, self._region.size
             raise Refused(f"expected shared memory of {needed} bytes for run {spec.name!r}, it holds {room}")
 
     async def _leave(self, reason: str) -> None:

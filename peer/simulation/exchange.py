@@ -27,7 +27,7 @@ class Exchanged(NamedTuple):
 
     Attributes:
         outcome: As the members see it, without times and bytes.
-        mean: The encoded mean, u8 [`Layout.stored_size`], if the outcome is ok.
+        mean: The encoded mean, u8 [`Layout.encoded_size`], if the outcome is ok.
         before: The state that the mean changes, if any.
     """
 
@@ -45,7 +45,7 @@ def exchange(
         contributions: The encoded vector of each member with a weight above 0, by PeerID.
     """
     group = group_of(spec, manifest)
-    mean = memoryview(bytearray(spec.layout.stored_size))
+    mean = memoryview(bytearray(spec.layout.encoded_size))
     stores = {
         at: RoundBuffers(
             group, at, spec.layout, Vectors(contributions[manifest.peers[at]], mean), pool, spec.rule

@@ -103,7 +103,7 @@ class Part:
         if objection := self._swarm.objection(spec):
             raise Refused(f"run {self._name!r}: {objection}", "give the same, or use another name")
         run = self._swarm.run(spec)
-        size = run.spec.layout.stored_size
+        size = run.spec.layout.encoded_size
         vectors = self._region.contribution[:size], self._region.mean[:size]
         member = Member(self._peer, *vectors, self._tags, self._observes)
         run.join(member)

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from equipoise.compression import Codec, CodecError, NonFiniteError, kernels, parse_codec
-from equipoise.compression.blockwise import payload_size, planes
+from equipoise.compression.blockwise import payload_size, pieces
 from equipoise.compression.int8 import Int8Codec
 
 SPECS = ("fp32", "fp16", "bf16", "int8:block=32", "int8", "int8:block=4096")
@@ -179,11 +179,11 @@ def test_unsound_scales_and_codes_are_seen(name: str, scale: float) -> None:
 
     count, block = 3 * 32 + 5, 32
     payload = torch.zeros(payload_size(count, block), dtype=torch.uint8)
-    scales, codes = planes(payload, count, block)
-    scales.copy_(torch.tensor([0.0, 1.0, 1e-3, -0.0]))
-    codes[-3:] = torch.tensor([-127, 0, 127])
+    (_, scales, _), (_, last, codes) = pieces(payload, count, block, count, torch)
+    scales.copy_(torch.tensor([[0.0], [1.0], [1e-3]]))
+    last[0, 0], codes[0, -3:] = -0.0, torch.tensor([-127, 0, 127])
     assert sound(payload, count, block)
-    codes[-1] = -128
+    codes[0, -1] = -128
     assert not sound(payload, count, block)
-    codes[-1], scales[2] = 0, scale
+    codes[0, -1], scales[2] = 0, scale
     assert not sound(payload, count, block)

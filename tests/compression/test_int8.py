@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_numpy
 
 from equipoise.compression import Codec, CodecError, NonFiniteError, parse_codec
-from equipoise.compression.blockwise import MAX_SCALE, MIN_ABSMAX, MIN_SCALE, ArrayKernels, payload_size
+from equipoise.compression.blockwise import (
+    MAX_SCALE,
+    MIN_ABSMAX,
+    MIN_SCALE,
+    ArrayKernels,
+    payload_size,
+    pieces,
+)
 from equipoise.compression.chunks import CHUNK_VALUES
 from equipoise.compression.int8 import Int8Codec
 from oracles import codecs as oracle
@@ -33,8 +40,8 @@ def encode(values: torch.Tensor, block: int = 256) -> tuple[torch.Tensor, torch.
     codec = Int8Codec(block)
     payload = torch.empty(codec.encoded_size(values.numel()), dtype=torch.uint8)
     codec.encode(values, payload)
-    split = payload.numel() - values.numel()
-    return payload[:split].view(torch.float32), payload[split:].view(torch.int8)
+    _, scales, codes = zip(*pieces(payload, values.numel(), block, values.numel(), torch), strict=True)
+    return torch.cat([one.reshape(-1) for one in scales]), torch.cat([one.reshape(-1) for one in codes])
 
 
 def roundtrip(values: torch.Tensor, block: int = 256) -> torch.Tensor:
@@ -102,12 +109,12 @@ def test_half_steps_round_to_even() -> None:
     assert codes.tolist() == [127, 0, 2, 2, 0, -2, -2, 126]
 
 
-def test_layout_is_scales_then_codes_little_endian() -> None:
+def test_a_block_is_its_scale_and_its_codes_little_endian() -> None:
     codec = parse_codec("int8:block=32")
     values = torch.cat([torch.full((32,), 254.0), torch.tensor([-127.0])])
     payload = bytearray(codec.encoded_size(33))
     codec.encode(values, payload)
-    assert payload == struct.pack("<ff33b", 2.0, 1.0, *[127] * 32, -127)
+    assert payload == struct.pack("<f32bfb", 2.0, *[127] * 32, 1.0, -127)
 
 
 def test_blocks_of_zeros_have_scale_zero() -> None:
@@ -173,11 +180,12 @@ def test_an_outlier_costs_its_own_block_only() -> None:
 @pytest.mark.parametrize("index", [0, 3])
 def test_check_names_the_faulty_scale(scale: float, index: int) -> None:
     values = torch.ones(1000)
-    payload = bytearray(parse_codec("int8:block=256").encoded_size(1000))
-    parse_codec("int8:block=256").encode(values, payload)
-    struct.pack_into("<f", payload, 4 * index, scale)
+    codec = parse_codec("int8:block=256")
+    payload = bytearray(codec.encoded_size(1000))
+    codec.encode(values, payload)
+    struct.pack_into("<f", payload, codec.encoded_size(256 * index), scale)
     with pytest.raises(CodecError, match=f"the scale of block {index} of 4 is .*; expected 0, or"):
-        parse_codec("int8:block=256").check(payload, 1000)
+        codec.check(payload, 1000)
 
 
 @pytest.mark.parametrize("index", [0, 999, CHUNK_VALUES + 5])
@@ -185,7 +193,7 @@ def test_check_names_the_code_that_is_none(index: int) -> None:
     codec, count = parse_codec("int8:block=256"), CHUNK_VALUES + 6
     payload = bytearray(codec.encoded_size(count))
     codec.check(payload, count)
-    payload[codec.encoded_size(count) - count + index] = 0x80
+    payload[codec.encoded_size(index + 1) - 1] = 0x80
     with pytest.raises(CodecError, match=f"code {index} of {count} is -128; expected -127 to 127"):
         codec.check(payload, count)
 

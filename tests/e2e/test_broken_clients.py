@@ -99,7 +99,7 @@ def test_what_changes_while_it_is_read_is_sent_as_it_is_sound_or_not_at_all(
 ) -> None:
     with Fleet(trio, normal(3, VALUES), **OPTIONS) as fleet:
         layout, vector = fleet.runs[BROKEN]._binding.averages.layout, fleet.runs[BROKEN]._region.contribution
-        places = [layout.slices(start, start + 1)[1].start for start in range(0, VALUES, PART)]
+        places = [layout.encoded(start, start + 1).start + 4 for start in range(0, VALUES, PART)]
         fleet.check(dict(enumerate(whole_round(fleet))), 0.010)
         sound, ended = [vector[place] for place in places], threading.Event()
 
@@ -167,7 +167,7 @@ def test_memory_that_no_round_can_use_is_refused_in_one_line(
     trio: list[DaemonProcess], make: Callable[[int], int], beyond: int, short: int, said: str
 ) -> None:
     schema = Schema((TensorSpec("w", (VALUES,), "float32"),))
-    size = Layout(schema, parse_codec("int8")).stored_size - short
+    size = Layout(schema, parse_codec("int8")).encoded_size - short
     fd = make(2 * (size + beyond))
     with contextlib.closing(open_link(trio[0].home)) as link:
         with pytest.raises(Refused, match=said) as refused:

@@ -253,7 +253,7 @@ class FakeTransfer:
 
     @property
     def size(self) -> int:
-        return self._spec.layout.stored_size
+        return self._spec.layout.encoded_size
 
     async def recover(
         self,

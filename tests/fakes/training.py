@@ -18,7 +18,6 @@ from typing import Any
 import msgspec
 import torch
 
-from equipoise.averaging.layout import EncodedVector
 from equipoise.averaging.matchmaking.topology import seats
 from equipoise.averaging.metrics import Report, Values, averaged
 from equipoise.averaging.options import RunOptions
@@ -220,15 +219,13 @@ class FakeSwarm:
         counted = counted_weights(list(claimed.values()), (1 << len(claimed)) - 1, cap_of(CAPPED))
         weights = dict(zip(claimed, counted, strict=True))
         layout = next(iter(group.values()))._binding.steps.layout
-        mean = memoryview(bytearray(layout.stored_size))
+        mean = memoryview(bytearray(layout.encoded_size))
         for part in layout.cut([1.0], max(layout.size, 1)):
             codec, total = layout.codec_of(part), torch.zeros(part.size)
-            payload = memoryview(bytearray(codec.encoded_size(part.size)))
+            place = layout.encoded(part.start, part.stop)
             for peer, weight in weights.items():
-                EncodedVector(layout, memoryview(group[peer].contribution)).read(part, payload)
-                codec.accumulate(payload, weight, total)
-            codec.encode(total / torch.tensor(sum(weights.values()), dtype=torch.float32), payload)
-            EncodedVector(layout, mean).write(part, payload)
+                codec.accumulate(group[peer].contribution[place], weight, total)
+            codec.encode(total / torch.tensor(sum(weights.values()), dtype=torch.float32), mean[place])
         sent = 2 * layout.encoded_size * (len(group) - 1) // len(group)
         for peer in group:
             self.bytes[peer] += sent
@@ -299,7 +296,7 @@ class FakeRun(Run):
 
     @property
     def size(self) -> int:
-        return self._binding.steps.layout.stored_size
+        return self._binding.steps.layout.encoded_size
 
     def others(self) -> list[FakeRun]:
         members = self.swarm.runs.get(self.key, {})

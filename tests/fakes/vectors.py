@@ -7,21 +7,20 @@ from typing import Any
 import torch
 
 from equipoise.averaging.aio.run_driver import RunDriver
-from equipoise.averaging.layout import EXACT, EncodedVector, Layout, Vectors
+from equipoise.averaging.layout import EXACT, Layout, Vectors
 from equipoise.averaging.outcome import Outcome
 
 
 def encoded(layout: Layout, flat: torch.Tensor) -> memoryview:
     """The values, encoded; of fp32 also those that an encoder refuses."""
-    stored = memoryview(bytearray(layout.stored_size))
+    stored = memoryview(bytearray(layout.encoded_size))
     for part in layout.cut([1.0], max(layout.size, 1)):
         codec, values = layout.codec_of(part), flat[part.start : part.stop]
-        payload = memoryview(bytearray(codec.encoded_size(part.size)))
+        payload = stored[layout.encoded(part.start, part.stop)]
         if codec == EXACT:
             payload[:] = values.numpy().tobytes()
         else:
             codec.encode(values, payload)
-        EncodedVector(layout, stored).write(part, payload)
     return stored
 
 
@@ -29,17 +28,15 @@ def decoded(layout: Layout, stored: memoryview) -> torch.Tensor:
     """The values, decoded."""
     flat = torch.zeros(layout.size)
     for part in layout.cut([1.0], max(layout.size, 1)):
-        codec = layout.codec_of(part)
-        payload = memoryview(bytearray(codec.encoded_size(part.size)))
-        EncodedVector(layout, stored).read(part, payload)
-        codec.decode(payload, flat[part.start : part.stop])
+        payload = stored[layout.encoded(part.start, part.stop)]
+        layout.codec_of(part).decode(payload, flat[part.start : part.stop])
     return flat
 
 
 async def averaged(run: RunDriver, values: torch.Tensor, result: torch.Tensor, *rest: Any) -> Outcome:
     """Take part in a round; `result` changes if it is ok."""
     layout = run.spec.layout
-    mean = memoryview(bytearray(layout.stored_size))
+    mean = memoryview(bytearray(layout.encoded_size))
     outcome = await run.average(Vectors(encoded(layout, values), mean), *rest)
     if outcome.ok:
         result.copy_(decoded(layout, mean))

@@ -70,15 +70,9 @@ def moved(named: dict[str, torch.Tensor], devices: list[str]) -> dict[str, torch
 def stored_by(
     layout: Layout, named: dict[str, torch.Tensor], out: memoryview | None = None, divisor: float = 1.0
 ) -> bytes:
-    out = memoryview(bytearray(layout.stored_size)) if out is None else out
+    out = memoryview(bytearray(layout.encoded_size)) if out is None else out
     Encoder(layout).encode(named, out, divisor)
-    return planes(layout, out)
-
-
-def planes(layout: Layout, out: memoryview) -> bytes:
-    """The bytes of a vector without those between its planes."""
-    regions = [span for span in ((0, layout.coded), (layout.coded, layout.size)) if span[0] < span[1]]
-    return b"".join(bytes(out[one]) for span in regions for one in layout.slices(*span))
+    return bytes(out)
 
 
 @pytest.mark.parametrize("spec", SPECS)
@@ -88,7 +82,7 @@ def planes(layout: Layout, out: memoryview) -> bytes:
 def test_same_as_on_a_cpu(spec: str, devices: list[str], inference: bool, pinned: bool) -> None:
     named = tensors()
     layout = Layout(Schema.of(named, {"tiny", "scalar"}), parse_codec(spec))
-    region = Region.create(layout.stored_size)
+    region = Region.create(layout.encoded_size)
     region.memory.close()
     if pinned:
         pin(region, {torch.device(DEVICES[0])})
@@ -121,7 +115,7 @@ def test_encoding_waits_for_the_current_stream_and_ends_before_it_returns() -> N
     layout = Layout(Schema.of(named), parse_codec("int8"))
     expected, there = stored_by(layout, named), {"w": torch.zeros(4_000_000, device="cuda")}
     source = named["w"].cuda()
-    region = Region.create(layout.stored_size)
+    region = Region.create(layout.encoded_size)
     region.memory.close()
     pin(region, {torch.device(DEVICES[0])})  # Else the copies would wait by themselves.
     Encoder(layout).encode(there, region.contribution)  # Kernels are loaded and probed the first time.
@@ -129,7 +123,7 @@ def test_encoding_waits_for_the_current_stream_and_ends_before_it_returns() -> N
         torch.cuda._sleep(50_000_000)
         there["w"].copy_(source)
         Encoder(layout).encode(there, region.contribution)
-        found = planes(layout, region.contribution)
+        found = bytes(region.contribution)
         there["w"].zero_()
     assert found == expected
 
@@ -145,7 +139,7 @@ def test_tensors_that_are_freed_at_once_and_codes_alone_on_the_link(monkeypatch:
     named = {"w": values_of(LANE_VALUES).half(), "b": values_of(1280)}
     layout, encoder = Layout(Schema.of(named), parse_codec("int8")), None
     expected = stored_by(layout, named)
-    stored = memoryview(bytearray(layout.stored_size))
+    stored = memoryview(bytearray(layout.encoded_size))
     assert stored_by(layout, moved(named, DEVICES[:1]), stored) == expected
     assert count == [layout.encoded_size]
     encoder = Encoder(layout)

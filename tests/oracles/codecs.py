@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import struct
 
 import numpy as np
@@ -15,8 +14,8 @@ TINY = np.float32(2.0**-116)
 
 
 def int8_encode(values: Floats, block: int) -> bytes:
-    """Scales of all blocks, then codes of all values."""
-    scales, codes = b"", b""
+    """The scale of each block and its codes."""
+    payload = b""
     for start in range(0, len(values), block):
         x = values[start : start + block]
         absmax = np.float32(max(abs(value) for value in x))
@@ -25,18 +24,22 @@ def int8_encode(values: Floats, block: int) -> bytes:
         else:
             scale = min(np.float32(absmax / np.float32(127)), largest_scale())
             inverse = np.float32(127) / absmax
-        scales += struct.pack("<f", scale)
+        payload += struct.pack("<f", scale)
         # Python's round is half to even, and exact on the double that holds the single.
-        codes += struct.pack(f"<{len(x)}b", *(round(float(value * inverse)) for value in x))
-    return scales + codes
+        payload += struct.pack(f"<{len(x)}b", *(round(float(value * inverse)) for value in x))
+    return payload
 
 
 def int8_decode(payload: bytes, count: int, block: int) -> Floats:
     """Code times scale."""
-    blocks = math.ceil(count / block)
-    scales = np.frombuffer(payload[: 4 * blocks], dtype="<f4")
-    codes = np.frombuffer(payload[4 * blocks :], dtype=np.int8)
-    return np.array([np.float32(code) * scales[i // block] for i, code in enumerate(codes)], dtype=np.float32)
+    found = []
+    for at in range(0, len(payload), 4 + block):
+        scale = np.frombuffer(payload[at : at + 4], dtype="<f4")[0]
+        found += [
+            np.float32(code) * scale for code in np.frombuffer(payload[at + 4 : at + 4 + block], np.int8)
+        ]
+    assert len(found) == count
+    return np.array(found, dtype=np.float32)
 
 
 def largest_scale() -> np.float32:

@@ -41,7 +41,7 @@ class Result:
 
     def __init__(self, codec: Codec) -> None:
         self.layout = layout(codec)
-        self.memory = memoryview(bytearray(self.layout.stored_size))
+        self.memory = memoryview(bytearray(self.layout.encoded_size))
 
     @property
     def values(self) -> torch.Tensor:

@@ -357,26 +357,26 @@ async def test_survivors_of_a_kill_in_mid_round_end_with_an_exact_mean(cluster: 
 
 
 @pytest.mark.parametrize(
-    ("plane", "bytes_", "said"),
+    ("begins", "bytes_", "said"),
     [
-        (0, b"\x00\x00\xc0\x7f", "the scale of block 1 of 2 is nan"),
-        (0, b"\x00\x00\x80\x7f", "the scale of block 1 of 2 is inf"),
-        (1, b"\x80\x80\x80\x80", "code 4 of 256 is -128"),
+        (132, b"\x00\x00\xc0\x7f", "the scale of block 1 of 2 is nan"),
+        (132, b"\x00\x00\x80\x7f", "the scale of block 1 of 2 is inf"),
+        (8, b"\x80\x80\x80\x80", "code 4 of 256 is -128"),
     ],
 )
 async def test_codes_that_no_encoder_writes_leave_no_daemon_and_nobody_blames_its_peer(
-    cluster: Cluster, plane: int, bytes_: bytes, said: str
+    cluster: Cluster, begins: int, bytes_: bytes, said: str
 ) -> None:
     names = ["a", "b", "broken"]
     for name in names:
         cluster.add(name)
     spec = spec_of(2000, codec="int8")
     runs = await joined(cluster, spec, names)
-    size = spec.layout.stored_size
+    size = spec.layout.encoded_size
     vectors = [Vectors(encoded(spec.layout, torch.ones(2000)), memoryview(bytearray(size))) for _ in names]
     # In every part, as the script may have written to its memory after the round began.
     for start in range(0, 2000, 256):
-        at = spec.layout.slices(start, min(start + 256, 2000))[plane].start + 4
+        at = spec.layout.encoded(start, 2000).start + begins
         vectors[-1].contribution[at : at + 4] = bytes_
     a, b, broken = await asyncio.gather(
         *(run.average(one, 1.0, 20.0) for run, one in zip(runs, vectors, strict=True))
@@ -475,13 +475,14 @@ async def test_our_own_small_tensor_that_is_not_finite_fails_our_round(cluster: 
     schema = Schema.of({"t": torch.zeros(3), "w": torch.zeros(300)})
     for name in "ab":
         cluster.add(name)
-    runs = await joined(cluster, RunSpec.create("run", schema), "ab")
-    poisoned = torch.zeros(303)
-    poisoned[301] = float("nan")
+    spec = RunSpec.create("run", schema)
+    runs = await joined(cluster, spec, "ab")
+    zeros, poisoned = torch.zeros(2, spec.layout.size)
+    poisoned[spec.layout.coded + 1] = float("nan")
     outcomes = await asyncio.gather(
         *(
-            averaged(run, values, torch.zeros(303), 1.0, 20.0)
-            for run, values in zip(runs, (torch.zeros(303), poisoned), strict=True)
+            averaged(run, values, zeros.clone(), 1.0, 20.0)
+            for run, values in zip(runs, (zeros, poisoned), strict=True)
         )
     )
     assert not any(outcomes)
@@ -493,9 +494,9 @@ async def test_bad_input_is_refused_before_anything_happens(cluster: Cluster) ->
     run = await cluster.routers["a"].join(spec_of(10))
     with pytest.raises(ValueError, match="weight"):
         await averaged(run, torch.ones(10), torch.zeros(10), float("nan"), 1.0)
-    good, bad = (memoryview(bytearray(size)) for size in (64, 60))
+    good, bad = (memoryview(bytearray(size)) for size in (40, 36))
     for vectors in (Vectors(good, bad), Vectors(bad, good)):
-        with pytest.raises(ValueError, match="expected two vectors of 64 bytes"):
+        with pytest.raises(ValueError, match="expected two vectors of 40 bytes"):
             await run.average(vectors, 1.0, 1.0)
     with pytest.raises(ValueError, match="already"):
         await cluster.routers["a"].join(spec_of(10))

@@ -371,7 +371,7 @@ def test_who_gives_up_at_any_moment_has_its_memory_to_itself(step: int, how: str
     async def act() -> None:
         scene = Scene(hostile=False)
         runs = {name: await router.join(spec_of()) for name, router in scene.routers.items()}
-        size = spec_of().layout.stored_size
+        size = spec_of().layout.encoded_size
         vectors = {
             name: Vectors(encoded(spec_of().layout, scene.values[name]), memoryview(bytearray(size)))
             for name in runs

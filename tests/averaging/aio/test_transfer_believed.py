@@ -185,7 +185,7 @@ async def test_where_there_is_no_room_there_is_none_for_any(cluster: Cluster) ->
 
 def test_a_join_that_its_peer_did_not_sign_makes_no_mean() -> None:
     mean = mean_of("ab", BEFORE)
-    image, room = memoryview(mean.image()), lambda: memoryview(bytearray(SPEC.layout.stored_size))
+    image, room = memoryview(mean.image()), lambda: memoryview(bytearray(SPEC.layout.encoded_size))
     assert unpack(image, SPEC, BEFORE, FakeIdentity("b").verify, room)[1].ok
     with pytest.raises(ValueError, match="expected a join signed by a"):
         unpack(image, SPEC, BEFORE, lambda *signed: False, room)

@@ -46,7 +46,7 @@ OTHER = StateId(7, "cd" * 32)
 
 
 def room() -> memoryview:
-    return memoryview(bytearray(SPEC.layout.stored_size))
+    return memoryview(bytearray(SPEC.layout.encoded_size))
 
 
 def bend(liar: Transfer) -> None:

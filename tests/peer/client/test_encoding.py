@@ -33,15 +33,9 @@ def flat_of(layout: Layout, named: dict[str, torch.Tensor]) -> torch.Tensor:
 
 def stored_by(layout: Layout, named: dict[str, torch.Tensor], divisor: float = 1.0) -> bytes:
     """Encoded into memory that held something else."""
-    out = bytearray(b"\xff" * layout.stored_size)
+    out = bytearray(b"\xff" * layout.encoded_size)
     Encoder(layout).encode(named, memoryview(out), divisor)
-    return planes(layout, out)
-
-
-def planes(layout: Layout, stored: bytes | bytearray | memoryview) -> bytes:
-    """Its bytes without those between the planes."""
-    regions = [span for span in ((0, layout.coded), (layout.coded, layout.size)) if span[0] < span[1]]
-    return b"".join(bytes(stored[one]) for span in regions for one in layout.slices(*span))
+    return bytes(out)
 
 
 @codecs
@@ -52,7 +46,7 @@ def test_the_bytes_are_those_of_the_flat_vector_and_come_back(codec, sizes: list
     layout = Layout(Schema.of(named, {str(at) for at, (_, buffer) in enumerate(sizes) if buffer}), codec)
     flat = encoded(layout, flat_of(layout, named))
     stored = stored_by(layout, named)
-    assert stored == planes(layout, flat)
+    assert stored == flat
     back = {name: torch.full_like(tensor, torch.nan) for name, tensor in named.items()}
     Encoder(layout).decode(flat, back)
     assert torch.equal(flat_of(layout, back), decoded(layout, flat))
@@ -79,7 +73,7 @@ def test_tensors_of_every_kind_are_read_and_written_in_place(codec, kind: str) -
     named = {"one": KINDS[kind](), "two": values_of(300)}
     layout = Layout(Schema.of(named), codec)
     flat = encoded(layout, flat_of(layout, named))
-    assert stored_by(layout, named) == planes(layout, flat)
+    assert stored_by(layout, named) == flat
     back = {name: KINDS[kind]() if name == "one" else torch.empty(300) for name in named}
     with torch.no_grad():
         back["one"].zero_()
@@ -96,7 +90,7 @@ def test_sums_are_divided_on_the_way(codec) -> None:
     named = {"sum": values_of(100_000), "small": values_of(300), "buffer": values_of(300)}
     layout = Layout(Schema.of(named, {"buffer"}), codec)
     mean = {name: tensor if name == "buffer" else tensor / 3.7 for name, tensor in named.items()}
-    expected = planes(layout, encoded(layout, flat_of(layout, mean)))
+    expected = encoded(layout, flat_of(layout, mean))
     assert stored_by(layout, named, divisor=3.7) == expected
     assert torch.equal(named["sum"], values_of(100_000))
 
@@ -115,7 +109,7 @@ def test_what_fp32_cannot_hold_is_refused_by_name(codec, at: int, value: float) 
 def test_values_beyond_the_codec_are_counted() -> None:
     named = {"large": torch.full((100_000,), 1e5), "small": torch.full((300,), -1e5), "fits": values_of(300)}
     layout = Layout(Schema.of(named), parse_codec("fp16"))
-    assert Encoder(layout).encode(named, memoryview(bytearray(layout.stored_size))) == 100_300
+    assert Encoder(layout).encode(named, memoryview(bytearray(layout.encoded_size))) == 100_300
 
 
 @codecs
@@ -123,7 +117,7 @@ def test_what_no_encoder_writes_is_not_decoded(codec) -> None:
     named = {"w": values_of(1000)}
     layout = Layout(Schema.of(named), codec)
     with pytest.raises(CodecError):
-        Encoder(layout).decode(memoryview(b"\xff" * layout.stored_size), named)
+        Encoder(layout).decode(memoryview(b"\xff" * layout.encoded_size), named)
 
 
 def test_autograd_sees_that_a_tensor_was_overwritten() -> None:
@@ -139,7 +133,7 @@ def test_it_works_in_inference_mode_and_beyond() -> None:
     named = {"w": values_of(100_000), "b": values_of(10)}
     layout = Layout(Schema.of(named), parse_codec("int8"))
     with torch.inference_mode():
-        stored = bytearray(layout.stored_size)
+        stored = bytearray(layout.encoded_size)
         Encoder(layout).encode(named, memoryview(stored))
         Encoder(layout).decode(memoryview(stored), named)
     named["w"].requires_grad_().sum().backward()
