@@ -67,8 +67,9 @@ class Pairing(Matchmaker):
         return self._wants is not None
 
     @property
-    def _gathering(self) -> Gathering:
-        return Gathering(1, PAIR, self.reason)
+    def gathering(self) -> Gathering | None:
+        """See `Matchmaker.gathering`."""
+        return Gathering(1, PAIR, self.reason) if self.ready else None
 
     def _take(self, event: events.Event, now: float) -> None:
         match event:
@@ -179,7 +180,7 @@ class Pairing(Matchmaker):
     def _exchange(self, manifest: Manifest, partner: str) -> None:
         self._wants = self._own = self._asked = None
         self._exchanging = manifest
-        self._context.round += 1
+        self._context.next_round.number += 1
         self._membership.shared(manifest.peers)
         self.reason = f"exchange {manifest.round} with {partner}"
         self._context.out.append(events.Form(manifest, self.reason))

@@ -88,7 +88,7 @@ class ClosePolicy:
         if lacks := self._lacks(gathering):
             return f"{told}; {lacks}"
         if in_all == 1:
-            return "nobody is left" if self._context.floor else "nobody else is in this run"
+            return "nobody is left" if self._context.next_round.floor else "nobody else is in this run"
         waits = f"waits for {named(missing)}, " if missing else "waits "
         return f"{told}; {waits}for {self._context.straggler_wait.reason}"
 

@@ -8,11 +8,12 @@ from typing import NamedTuple
 
 import msgspec
 
-from equipoise.averaging.manifest import MAX_ROUND, Join, Manifest, Sign, Verify
+from equipoise.averaging.manifest import Join, Sign, Verify
 from equipoise.averaging.matchmaking import messages as wire
 from equipoise.averaging.matchmaking.events import Action, Send
 from equipoise.averaging.matchmaking.group_builder import StragglerWait
-from equipoise.averaging.matchmaking.membership import LEAP, MAX_JUMP, Membership
+from equipoise.averaging.matchmaking.membership import Membership
+from equipoise.averaging.matchmaking.next_round import NextRound
 from equipoise.averaging.options import Needs
 from equipoise.averaging.outcome import Outcome
 from equipoise.averaging.weights import ATTENDANCE_LIMIT
@@ -55,8 +56,7 @@ class Context:
         verify: Checks another peer's signature.
         membership: This peer's knowledge of the others.
         straggler_wait: The time for which to wait for late peers.
-        round: Number of this peer's next round.
-        floor: Lowest number of this peer's next round: one beyond the last round that formed with this peer.
+        next_round: The number of this peer's next round.
         out: Actions of the current event.
     """
 
@@ -68,8 +68,7 @@ class Context:
     verify: Verify
     membership: Membership = field(init=False)
     straggler_wait: StragglerWait = field(default_factory=StragglerWait)
-    round: int = 0
-    floor: int = 0
+    next_round: NextRound = field(init=False)
     out: list[Action] = field(default_factory=list)
     _looked_at: Allowance = field(
         default_factory=lambda: Allowance(JOINS_SECONDS, MAX_JOINS, MAX_JOINS_OF_ONE)
@@ -78,6 +77,12 @@ class Context:
 
     def __post_init__(self) -> None:
         self.membership = Membership(self.peer, self.spec, self.needs.group_size, self.needs.places)
+        self.next_round = NextRound(self.peer, self.membership)
+
+    @property
+    def round(self) -> int:
+        """Number of this peer's next round."""
+        return self.next_round.number
 
     def send(self, peer: str, message: wire.MatchmakingMessage) -> None:
         """Ask for a message to be sent."""
@@ -121,29 +126,6 @@ class Context:
             self.membership.ask(peer, now)
             self.send(peer, self.whereabouts(asks=True))
 
-    def believed_round(self, now: float) -> int | None:
-        """The others' round, limited to what this peer skips at a time; None if no other peer answers."""
-        believed = self.membership.believed_round(now)
-        if believed is None:
-            return None
-        # A peer that has had no round yet loses nothing by a jump.
-        return min(believed, self.ceiling if self.floor else max(self.round + LEAP, MAX_JUMP))
-
-    @property
-    def ceiling(self) -> int:
-        """The highest round to which the word of others leads this peer now.
-
-        While a mate is in reach, all others together lead this peer at most `LEAP` beyond its last round, or to that
-        mate: so honest mates stay in each other's reach, however many peers lie. If its mates are far away, this peer
-        follows them by leaps.
-        """
-        near = self.membership.mates_near(self.round)
-        return max(self.floor + LEAP, min(near)) if near else self.round + LEAP
-
-    def within_reach(self, round: int, now: float) -> bool:
-        """True if one peer's word is enough for a round of this number."""
-        return round <= min(max(self.round, self.believed_round(now) or 0) + LEAP, MAX_ROUND - 1)
-
     def learn(self, formed: wire.GroupFormed) -> None:
         """Take from a checked manifest which peers are beyond its round, and how late they were."""
         self.straggler_wait.learn(formed.lateness)
@@ -160,12 +142,5 @@ class Context:
             return
         held = (peer for peer in outcome.contributors if outcome.states.get(peer) == before)
         self.membership.seat(held, before.epoch + 1, own=self.peer in outcome.group)
-        if self.needs.places and self.within_reach(outcome.round, now):
-            self.round = max(self.round, outcome.round + 1)
-
-    def advance(self, manifest: Manifest) -> None:
-        """Note that this peer takes part in a round: its next round has a higher number."""
-        # Peers that hold another state may go on without this one: their numbers are not its own.
-        self.membership.shared(manifest.peers_of(manifest.states.get(self.peer)))
-        self.floor = manifest.round + 1
-        self.round = max(self.round, self.floor)
+        if self.needs.places and self.next_round.within_reach(outcome.round, now):
+            self.next_round.reach(outcome.round + 1)

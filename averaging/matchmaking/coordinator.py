@@ -269,7 +269,7 @@ class Coordinator:
         round = request.join.round
         if round not in self._closed and round < self._context.round:
             return Objection(f"round {round} is over here")
-        if not self._context.within_reach(round, now):
+        if not self._context.next_round.within_reach(round, now):
             return Objection(f"round {round} is far ahead of {self._context.round} here")
         return self._context.objection(peer, request.join, now)
 

@@ -1,15 +1,40 @@
-"""The search for a group: the joiner asks a coordinator, follows its answer, or asks the next one."""
+"""The search for a group: one peer's life from ready until a group has formed, it gives up, or it is late.
+
+Whether a search goes on, and where, is its state:
+
+    state         what happens                                           next state
+    ------------  -----------------------------------------------------  ---------------------------------
+    Idle          begin: the peer is ready                               Looking
+    Looking       another peer coordinates its group by its view         Asking that peer
+                  this peer does                                         Coordinating
+                  no peer can be dialled                                 Looking, again in a second
+    Asking        accepted                                               Parked
+    Asking,       refused, with a redirect                               Asking the named coordinator
+    Parked        refused; lost; no answer in time                       Looking
+                  invited while no group is possible here                Asking the peer that invites
+    Parked        accepted: a sign of life                               Parked
+    all but Idle  another peer coordinates by the latest view            Asking that peer
+                  the number of the next round moves                     Looking, with a join of that round
+                  formed; withdrawn; late                                Idle
+
+A joiner that turns away from a coordinator tells it so: `LeaveRequest`. `PatientJoiner` searches in federated runs.
+"""
 
 from __future__ import annotations
 
 from collections import deque
 
+import msgspec
+
+from equipoise.averaging.draw import Drawn
 from equipoise.averaging.manifest import Join, Manifest
 from equipoise.averaging.matchmaking import messages as wire
 from equipoise.averaging.matchmaking.closing import ClosePolicy
 from equipoise.averaging.matchmaking.context import Context
 from equipoise.averaging.matchmaking.coordinator import Coordinator
 from equipoise.averaging.matchmaking.events import BecameReady, Late
+from equipoise.averaging.outcome import Gathering
+from equipoise.averaging.state import StateId
 from equipoise.averaging.timing import (
     BEHIND_SECONDS,
     MISSED_SECONDS,
@@ -17,10 +42,6 @@ from equipoise.averaging.timing import (
     REPLY_SECONDS,
     SHORT_SECONDS,
 )
-
-VAIN = 0.25
-"""Share of its time for a group after which a patient search that ends without one counts as vain: the others may be in
-another round. A search that ends sooner may have been withdrawn for a training."""
 
 ASK_AGAIN_SECONDS = 1.0
 """Time between two looks for a coordinator to ask, while there is no candidate."""
@@ -36,58 +57,129 @@ LONELY_SECONDS = 10.0
 """Time that a peer waits alone in its planned group before it looks for company in the whole run. If it were shorter,
 an early bird would be missing from its own group."""
 
+NEVER = float("inf")
 
-class Joiner:
-    """One peer's search for a group, from ready to formed or withdrawn; then for the next group.
+
+class State(msgspec.Struct, frozen=True):
+    """Where a search stands.
 
     Attributes:
-        asked: The coordinator that has this peer's join, or was asked to take it.
-        anywhere: Whether this peer is a guest there, so that members of its own group should not follow.
-        count: Number of joins that the coordinator has, and number that it waits for in all.
-        reason: The state of the search, one line.
-        standing: The drawn and the contributed peers by the coordinator's last word; None in most runs.
+        coordinator: The peer that has this peer's join, or was asked to take it.
+        act_at: When the search goes on if no message comes.
+        since: Since when the coordinator has had the join, or since the latest search for another.
     """
 
-    def __init__(self, context: Context, convening: Coordinator, policy: ClosePolicy) -> None:
+    coordinator: str | None = None
+    act_at: float = NEVER
+    since: float = NEVER
+
+
+class Idle(State, frozen=True):
+    """No group is sought."""
+
+
+class Looking(State, frozen=True):
+    """No coordinator has the join; the next look is due."""
+
+
+class Asking(State, frozen=True):
+    """A coordinator was asked and has not answered; the join has been redirected `hops` times, as it was told."""
+
+    hops: int = 0
+
+
+class Parked(State, frozen=True):
+    """The coordinator has parked the join.
+
+    Attributes:
+        hops: See `Asking`.
+        ready: Number of joins that the coordinator has.
+        target: Number of joins that it waits for in all.
+        short: Whether the joins that it has could not be a group.
+        held_since: Since when it could have closed a group, or promised to.
+    """
+
+    hops: int = 0
+    ready: int = 0
+    target: int = 0
+    short: bool = True
+    held_since: float = NEVER
+
+
+class Coordinating(State, frozen=True):
+    """This peer coordinates its own group, and has parked its join with itself."""
+
+
+class Search(msgspec.Struct):
+    """Knowledge of one search, whichever coordinator has the join; a move to another round begins the last three anew.
+
+    Attributes:
+        stated: What the caller wants.
+        since: When the search began.
+        joins: The joins for which a manifest still counts.
+        join: The join of the present round.
+        alone: Whether the join has had no group for a while.
+        anywhere: Whether this peer seeks company in the whole run, where members of its group should not follow.
+        behind_since: Since when the others are beyond the round.
+        hops: Number of times that the join was sent elsewhere than this peer's view says.
+        cost: Seconds that each coordinator has cost.
+        missed: When to ask peers about a round unknown here.
+    """
+
+    stated: BecameReady
+    since: float
+    joins: deque[Join]
+    join: Join | None = None
+    alone: bool = False
+    anywhere: bool = False
+    behind_since: float = NEVER
+    hops: int = 0
+    cost: dict[str, float] = {}
+    missed: dict[str, float] = {}
+
+    @property
+    def bound(self) -> bool:
+        """True if the contribution was made for a state."""
+        return self.stated.join.bound is not None
+
+
+class Joiner:
+    """One peer's search for a group; then for the next group.
+
+    Attributes:
+        state: Where the search stands.
+        search: Knowledge of the search; None if the peer is idle.
+    """
+
+    def __init__(self, context: Context, coordinator: Coordinator, policy: ClosePolicy) -> None:
         self._context = context
         self._policy = policy
         self._membership = context.membership
-        self._coordinator = convening
-        self._ready: BecameReady | None = None
-        self._since = 0.0
-        self._in_vain = False
-        self._rest()
-
-    def _rest(self) -> None:
-        self._join: Join | None = None
-        self._joins: deque[Join] = deque(maxlen=JOINS_KEPT)
-        self.asked: str | None = None
-        self._parked = False
-        self._held_since = float("inf")
-        self._cost: dict[str, float] = {}
-        self._missed: dict[str, float] = {}
-        self._behind_since = float("inf")
-        self._short = True
-        self._alone = False
-        self.anywhere = False
-        self._hops = 0
-        self._asked_hops = 0
-        self._asked_at = float("inf")
-        self._answer_by = float("inf")
-        self.count = 0, 0
-        self.reason = ""
-        self.standing: wire.Standing | None = None
-        self._closes_at = float("inf")
-
-    @property
-    def ready(self) -> bool:
-        """True while this peer seeks a group."""
-        return self._ready is not None
+        self._round = context.next_round
+        self._coordinator = coordinator
+        self._reason = ""
+        self.state: State = Idle()
+        self.search: Search | None = None
 
     @property
     def observes(self) -> bool:
         """True while this peer seeks a group with weight 0."""
-        return self._ready is not None and self._ready.join.weight == 0
+        return self.search is not None and self.search.stated.join.weight == 0
+
+    @property
+    def anywhere(self) -> bool:
+        """True if this peer is a guest of its coordinator, so that members of its own group should not follow."""
+        return self.search is not None and self.search.anywhere
+
+    @property
+    def deadline(self) -> float:
+        """When an answer is overdue, a question is due, or this peer is late; infinity if nothing is pending."""
+        search = self.search
+        if search is None:
+            return NEVER
+        return min(self.state.act_at, search.behind_since + BEHIND_SECONDS, *search.missed.values(), NEVER)
+
+    # ---- the life of a search ----
 
     def begin(self, ready: BecameReady, now: float) -> None:
         """Start to seek, or state the join anew: a group with the join that it had may be on its way, and counts.
@@ -96,138 +188,117 @@ class Joiner:
             ValueError: The weight is not valid.
         """
         self._context.join(ready.join)
-        joins = self._joins
-        if self._ready is not None:
+        joins = deque[Join](maxlen=JOINS_KEPT) if self.search is None else self.search.joins
+        if self.search is not None:
             self.end()
-        self._joins = joins
         self._membership.dialable = ready.join.dialable
         self._membership.own_misses = 0
         if ready.join.bound is None:
             self._membership.unite()
-        self._ready, self._since = ready, now
-        believed = self._context.believed_round(now)
-        if believed is not None and believed <= self._context.round - 2:
-            # A lie may have led this peer into a round without other peers: it comes back, but not to a past round.
-            self._context.round = max(self._context.floor, believed)
-        if ready.join.bound is None and not self._policy.patient:
-            # A mate that has had this round with others cannot come back to it: the rest of its group follows. Else
-            # peers that are a round apart stay so, because each call brings all of them one round on.
-            self._context.round = self._membership.outrun(self._context.round, self._context.ceiling, now)
-        if self._policy.patient and self._in_vain:
-            # A peer that has had a later round than the others cannot come back to theirs.
-            highest = self._membership.highest_round(self._context.ceiling, now)
-            self._context.round = max(self._context.round, highest or 0)
-        self._in_vain = False
+        self.state, self.search = Looking(), Search(ready, now, joins)
+        self._round.come_back(now)
+        self._choose_round(self.search, now)
 
-    def end(self, formed_by: str | None = None) -> None:
-        """Stop: a group has formed, or the caller gave up. Any other coordinator that holds the join must drop it."""
-        if formed_by is None or formed_by != self.asked:
+    def settle(self, now: float) -> None:
+        """Ask the coordinator by this peer's view of the run, unless the join was redirected or invited elsewhere."""
+        search = self.search
+        if search is None or self._is_late(search, now):
+            return
+        if search.join is None or search.join.round != self._round.number:
+            self._join(search)
+        if self.state.coordinator is not None and now >= self.state.act_at:
+            self._give_up_silent(search, self.state.coordinator, now)
+        for peer in [peer for peer, at in search.missed.items() if now >= at]:
+            search.missed[peer] = NEVER
+            self._context.send(peer, self._context.whereabouts())
+        target = self._target(search, now)
+        if target is not None and target != self.state.coordinator:
             self._leave()
-        self._in_vain = self._in_vain and formed_by is None
-        self._ready = None
-        self._rest()
+            self._ask(search, target, now)
+        elif target is None and self.state.coordinator is None:
+            search.alone = True
+            self._reason = "no peer that can be dialled is alive"
+            self.state = Looking(act_at=now + ASK_AGAIN_SECONDS)
 
     def accepted(self, peer: str, message: wire.JoinAccepted, now: float) -> None:
         """Handle a coordinator's word that it has parked the join, or still holds it."""
-        if not self._is_answer(peer, message.ticket):
+        search = self._answered(peer, message.ticket)
+        if search is None:
             self._context.send(peer, wire.LeaveRequest(self._context.run, message.ticket))
             return
-        if self._parked and message.short:
+        if isinstance(self.state, Parked) and message.short:
             self.alone(now)
-        self._hear_of(message, now)
-        if (standing := message.standing) is not None:
-            # The peers that the coordinator does not draw are asked whether they live.
-            undrawn = set(self._policy.draw(standing.state, now).peers).difference(standing.drawn)
-            self._context.ask(self._membership.dialable_others(undrawn, now), now)
-        self._parked = True
-        self.count, self._short = (message.ready, message.target), message.short
-        self.reason = f"{peer} coordinates: {message.ready} of {message.target} are in"
-        self._answer_by = now + min(message.wait, self._policy.keepalive) + OVERDUE_SECONDS
-        self._charge(peer, max(0.0, now - self._held_since), now)
-        # If mates say that they are ready, a group is possible too: only the coordinator says that they are not in.
-        could_close = not message.short or (
-            not self._policy.patient and self._membership.mate_ready(self._context.round, now, but=peer)
+        self._hear(message, now)
+        before, hops = self.state, self._asked_hops
+        self._reason = f"{peer} coordinates: {message.ready} of {message.target} are in"
+        held_since = before.held_since if isinstance(before, Parked) else NEVER
+        self._charge(search, peer, max(0.0, now - held_since), now, excused=message.short)
+        self.state = Parked(
+            peer,
+            now + min(message.wait, self._policy.keepalive) + OVERDUE_SECONDS,
+            before.since,
+            hops,
+            message.ready,
+            message.target,
+            message.short,
+            now if self._could_close(peer, message, now) else NEVER,
         )
-        self._held_since = now if could_close else float("inf")
-
-    def _hear_of(self, message: wire.JoinAccepted | wire.Invitation, now: float) -> None:
-        self._closes_at = float("inf") if message.closes is None else now + message.closes
-        self.standing = message.standing or self.standing
-
-    def view(self, now: float) -> tuple[wire.Standing | None, float | None, float]:
-        """The standing of the round, the seconds until it closes, and the seconds until this peer gives up."""
-        patience = 0.0 if self._ready is None else self._ready.patience - self._policy.reserve
-        gives_up = self._since + patience - now
-        own = self._coordinator.standing(self._context.round, now)
-        if self.asked == self._context.peer or (self.asked is None and own[0] is not None):
-            return *own, gives_up
-        left = self._closes_at - now
-        return self.standing, left if left < float("inf") else None, gives_up
-
-    def alone(self, now: float) -> None:
-        """Note that the join has no group yet. After `SHORT_SECONDS` search again by the latest view of the run.
-
-        Where others train for minutes, a join without a group is no sign that the views differ.
-        """
-        if now - self._asked_at >= SHORT_SECONDS and not self._policy.patient:
-            self._asked_at = now
-            self._hops = 0
-            self._alone = True
-
-    def invited(self, peer: str, message: wire.Invitation, now: float) -> None:
-        """Handle an invitation: move the join there if no group is possible where it is, at most `MAX_HOPS` times."""
-        round = message.round
-        if self._ready is None and round >= self._context.round and self._membership.knows(peer):
-            self._hear_of(message, now)
-        same_round = self._join is not None and round == self._join.round == self._context.round
-        known = self._membership.knows(peer)  # Any stranger can claim to coordinate.
-        own = self.asked == self._context.peer
-        alone = self._coordinator.is_short(round, now) if own else self._short
-        may_go = known and same_round and peer != self.asked and alone and self._hops < wire.MAX_HOPS
-        if self._policy.patient:
-            # Any peer may invite again and again: this peer goes only where its own view sends it.
-            may_go = may_go and peer == self._membership.coordinator(self._context.peer, round, now)
-        if may_go and self._membership.heeds(peer, now):
-            self._leave()
-            self._hops += 1
-            self._ask(peer, now)
 
     def refused(self, peer: str, message: wire.JoinRefused, now: float) -> None:
         """Handle a refusal: end as late, follow the redirect, go on to the next round, or turn to the next coordinator.
 
         A coordinator that lies about lateness costs this peer one search: the next round has another coordinator.
         """
-        if not self._is_answer(peer, message.ticket):
+        search = self._answered(peer, message.ticket)
+        if search is None or search.join is None:
             return
-        self.asked = None
-        self.reason = f"{peer} refused: {message.detail}"
-        goes_on = message.round > self._context.round and self._context.within_reach(message.round, now)
+        hops, short = self._asked_hops, self._is_short(now)
+        self.state, self._reason = Looking(), f"{peer} refused: {message.detail}"
+        goes_on = message.round > self._round.number and self._round.within_reach(message.round, now)
         if goes_on:
             self._membership.advance(peer, message.round)
-            self._context.round = message.round
-        if message.late and self._join is not None and self._join.bound:
-            self._coordinator.note_closed(self._join, message.group, now - message.late)
+            self._round.reach(message.round)
+        if message.late and search.bound:
+            self._coordinator.note_closed(search.join, message.group, now - message.late)
             self._end_late(message.late, message.detail)
-        elif message.redirect is not None and self._asked_hops < wire.MAX_HOPS:
-            self._follow(peer, message.redirect, now)
+        elif message.redirect is not None and hops < wire.MAX_HOPS:
+            self._follow(search, peer, message.redirect, now)
         elif not goes_on:
             self._membership.lose(peer, now)
-            self._charge(peer, REPLY_SECONDS, now)
+            self._charge(search, peer, REPLY_SECONDS, now, excused=short)
+
+    def invited(self, peer: str, message: wire.Invitation, now: float) -> None:
+        """Handle an invitation: move the join there if no group is possible where it is, at most `MAX_HOPS` times."""
+        search, round = self.search, message.round
+        if search is None or search.join is None or not round == search.join.round == self._round.number:
+            return
+        may_go = self._membership.knows(peer)  # Any stranger can claim to coordinate.
+        may_go = may_go and peer != self.state.coordinator and search.hops < wire.MAX_HOPS
+        if may_go and self._is_short(now) and self._trusts(peer, now) and self._membership.heeds(peer, now):
+            self._leave()
+            search.hops += 1
+            self._ask(search, peer, now)
+
+    def alone(self, now: float) -> None:
+        """Note that the join has no group yet. After `SHORT_SECONDS` search again by the latest view of the run."""
+        if self.search is not None and now - self.state.since >= SHORT_SECONDS:
+            self.state = msgspec.structs.replace(self.state, since=now)
+            self.search.hops, self.search.alone = 0, True
 
     def missed(self, peer: str, now: float) -> None:
         """Note that a peer is in an unknown round, perhaps with this peer: ask it unless a manifest comes."""
-        news = self._ready is not None and self._membership.knows(peer)
-        if news and peer not in self._missed and len(self._missed) < MAX_MISSED:
-            self._missed[peer] = now + MISSED_SECONDS
+        missed = {} if self.search is None else self.search.missed
+        if self._membership.knows(peer) and len(missed) < MAX_MISSED:
+            missed.setdefault(peer, now + MISSED_SECONDS)
 
     def lost(self, peer: str) -> None:
         """Note that a peer cannot be reached: if it has the join, the next coordinator is asked."""
-        if peer == self.asked:
-            self.asked, self.reason = None, f"{peer} cannot be reached"
+        if peer == self.state.coordinator:
+            self.state, self._reason = Looking(), f"{peer} cannot be reached"
 
     def give_up(self, peer: str, now: float) -> None:
         """Take the join from this peer, and shun the peer for a while."""
-        if peer == self.asked:
+        if peer == self.state.coordinator:
             self._leave()
         self._membership.shun(peer, now)
 
@@ -238,158 +309,193 @@ class Joiner:
             ManifestError: The manifest has this peer's join, but is not valid.
         """
         context, manifest = self._context, message.manifest
-        own = next((join for join in self._joins if join in manifest.members), None)
+        joins = () if self.search is None else self.search.joins
+        own = next((join for join in joins if join in manifest.members), None)
         if own is None:
             return None
         manifest.check(context.verify, spec=context.spec, needs=context.needs, own=own)
         return manifest
 
-    def settle(self, now: float) -> None:
-        """Ask the coordinator by this peer's view of the run, unless the join was redirected or invited elsewhere."""
-        if self._ready is None:
-            return
-        self._in_vain = now >= self._since + VAIN * (self._ready.patience - self._policy.reserve)
-        self._keep_up(self._ready, now)
-        if self._ready is None:
-            return  # The contribution is late.
-        if self._join is None or self._join.round != self._context.round:
+    def end(self, formed_by: str | None = None) -> None:
+        """Stop: a group has formed, or the caller gave up. Any other coordinator that holds the join must drop it."""
+        if formed_by is None or formed_by != self.state.coordinator:
             self._leave()
-            self._join = self._context.join(self._ready.join)
-            self._joins.append(self._join)
-            self._hops = 0
-            self._cost.clear()
-            self._missed.clear()
-        if self.asked is not None and now >= self._answer_by:
-            self.reason = f"{self.asked} did not answer in time"
-            self._membership.lose(self.asked, now)
-            self._charge(self.asked, REPLY_SECONDS, now)
-            self._leave()
-        for peer in [peer for peer, at in self._missed.items() if now >= at]:
-            self._missed[peer] = float("inf")
-            self._context.send(peer, self._context.whereabouts())
-        target = self._target(now)
-        if target is None and self.asked is None:
-            self._alone = True
-            self.reason = "no peer that can be dialled is alive"
-            self._answer_by = now + ASK_AGAIN_SECONDS
-        elif target is not None and target != self.asked:
-            self._leave()
-            self._ask(target, now)
+        self.state, self.search, self._reason = Idle(), None, ""
 
-    def deadline(self) -> float:
-        """The time of the next overdue answer, due question, or lateness of this peer; infinity if none is pending."""
-        return min(self._answer_by, self._behind_since + BEHIND_SECONDS, *self._missed.values(), float("inf"))
+    # ---- for people ----
 
-    def _keep_up(self, ready: BecameReady, now: float) -> None:
-        context, coordinator, late = self._context, self._coordinator, 0.0
-        while coordinator.has_closed(context.round):
-            late = late or coordinator.lateness(ready.join.bound, context.round, now)
-            context.round += 1
-        if self._join is not None and self.asked == context.peer:
-            late = late or coordinator.left_behind(self._join, now)
+    def describe(self, now: float) -> str:
+        """The state of the search, one line."""
+        if isinstance(self.state, Coordinating):
+            return self._coordinator.describe(self._round.number, now)
+        return self._reason
+
+    def gathering(self, now: float) -> Gathering | None:
+        """The round that gathers, as far as this peer knows; None if it knows of none."""
+        ready = target = 0
+        if isinstance(self.state, Idle):
+            return None
+        if isinstance(self.state, Parked):
+            ready, target = self.state.ready, self.state.target
+        elif isinstance(self.state, Coordinating):
+            ready, target = self._coordinator.count(self._round.number, now)
+        return Gathering(max(ready, 1), max(target, ready, 2), self.describe(now))
+
+    def shortage(self, now: float) -> str:
+        """Why no group has formed so far, one line; empty if `describe` says it."""
+        return ""
+
+    def draw(self, state: StateId, now: float) -> Drawn:
+        """See `Matchmaker.draw`."""
+        return self._policy.draw(state, now)
+
+    # ---- in federated runs otherwise ----
+
+    def _choose_round(self, search: Search, now: float) -> None:
+        """Move to the round of the others, as a search begins."""
+        if not search.bound:
+            self._round.follow_mates(now)
+
+    def _follow_others(self, search: Search, now: float) -> float:
+        """Move to the round of the others; returns the seconds by which a bound contribution to the round is late."""
+        bound = search.join is not None and search.bound and self._round.floor
+        if bound and (ahead := self._ahead(now)):
+            return self._heed(search, ahead, now)
+        if bound:
+            search.behind_since = NEVER
+        self._round.follow(now, alone=search.alone, parked=isinstance(self.state, Parked))
+        return 0.0
+
+    def _hear(self, message: wire.JoinAccepted | wire.Invitation, now: float) -> None:
+        """Take in what a coordinator says of its round."""
+
+    def _could_close(self, peer: str, message: wire.JoinAccepted, now: float) -> bool:
+        """True if the coordinator could close a group, or if mates are ready that it says are not in."""
+        return not message.short or self._membership.mate_ready(self._round.number, now, but=peer)
+
+    def _trusts(self, peer: str, now: float) -> bool:
+        """True if this peer may move its join to the peer that invites it."""
+        return True
+
+    # ---- the steps ----
+
+    def _is_late(self, search: Search, now: float) -> bool:
+        """Move to the round in which the others are; end the search if the contribution is late, and return True."""
+        coordinator, round, late = self._coordinator, self._round, 0.0
+        while coordinator.has_closed(round.number):
+            late = late or coordinator.lateness(search.stated.join.bound, round.number, now)
+            round.number += 1
+        if search.join is not None and isinstance(self.state, Coordinating):
+            late = late or coordinator.left_behind(search.join, now)
         if late:
-            self._end_late(late, "its group closed here")
-        elif self._join is not None and ((ready.join.bound and context.floor) or self._policy.patient):
-            self._heed_others(ready, now)
+            why = "its group closed here"
         else:
-            self._follow_others(now)
+            why = f"the others are beyond round {round.number}"
+            late = self._follow_others(search, now)
+        if late:
+            self._end_late(late, why)
+        return late > 0
 
-    def _heed_others(self, ready: BecameReady, now: float) -> None:
+    def _ahead(self, now: float) -> int:
+        """The round beyond this peer's in which the others are; 0 if they are not beyond it."""
+        number = self._round.number
+        ahead = max(self._round.believed(now) or 0, number + self._membership.left_behind(number, now))
+        return ahead if ahead > number else 0
+
+    def _heed(self, search: Search, ahead: int, now: float) -> float:
         """Give up the round once the others have been beyond it for `BEHIND_SECONDS`: a contribution to it is late."""
-        context, believed = self._context, self._context.believed_round(now)
-        ahead = max(believed or 0, context.round + context.membership.left_behind(context.round, now))
-        if ahead <= context.round:
-            self._behind_since = float("inf")
-            if not self._policy.patient:
-                self._follow_others(now)
-        elif self._behind_since == float("inf"):
-            self._behind_since = now
-        elif now >= self._behind_since + BEHIND_SECONDS:
-            why, since = f"the others are beyond round {context.round}", self._behind_since
-            context.round, self._behind_since = ahead, float("inf")
-            # A peer that has had no round yet only has its number wrong.
-            if ready.join.bound and context.floor:
-                self._end_late(now - since, why)
+        search.behind_since = min(search.behind_since, now)
+        if now < search.behind_since + BEHIND_SECONDS:
+            return 0.0
+        late, search.behind_since = now - search.behind_since, NEVER
+        self._round.number = ahead
+        # A peer that has had no round yet only has its number wrong.
+        return late if search.bound and self._round.floor else 0.0
 
     def _end_late(self, seconds: float, why: str) -> None:
         self._context.out.append(Late(seconds, why))
         self.end()
 
-    def _follow_others(self, now: float) -> None:
-        context = self._context
-        believed = context.believed_round(now)
-        forsaken = self._alone and not context.membership.has_mates
-        if forsaken and believed is not None and believed < context.floor:
-            # Its mates are gone, and the others may never reach its number: it begins as a newcomer.
-            context.round, context.floor = believed, 0
-        # A peer with a mate in reach asks for its next round first: a refusal tells it the true number.
-        asks = not self._alone and any(
-            one <= context.round for one in context.membership.mates_near(context.round)
-        )
-        if believed is not None and believed >= context.round + 2 and not asks:
-            context.round = believed
-        elif context.membership.left_behind(context.round, now) and (self._alone or not self._parked):
-            # A parked peer waits for its coordinator's word: the others may be ahead because its group has formed.
-            context.round += 1
-        elif self._alone:
-            highest = context.membership.highest_round(context.ceiling, now)
-            context.round = max(context.round, highest or 0)
+    def _join(self, search: Search) -> None:
+        self._leave()
+        search.join = self._context.join(search.stated.join)
+        search.joins.append(search.join)
+        search.hops, search.cost, search.missed = 0, {}, {}
 
-    def _target(self, now: float) -> str | None:
-        membership, asked = self._membership, self.asked
-        round, long_alone = self._context.round, self._alone and now - self._since >= LONELY_SECONDS
-        self.anywhere = long_alone and not membership.mate_ready(round, now)
-        was_sent = self._hops > 0 and not self.anywhere
+    def _give_up_silent(self, search: Search, peer: str, now: float) -> None:
+        self._reason = f"{peer} did not answer in time"
+        self._membership.lose(peer, now)
+        self._charge(search, peer, REPLY_SECONDS, now, excused=self._is_short(now))
+        self._leave()
+
+    def _target(self, search: Search, now: float) -> str | None:
+        """The coordinator to ask: the present one if the join was sent to it, else that of this peer's view."""
+        membership, asked, round = self._membership, self.state.coordinator, self._round.number
+        long_alone = search.alone and now - search.since >= LONELY_SECONDS
+        search.anywhere = long_alone and not membership.mate_ready(round, now)
+        was_sent = search.hops > 0 and not search.anywhere
         if asked is not None and was_sent and not membership.suspects(asked, now):
             return asked
-        return membership.coordinator(self._context.peer, round, now, anywhere=self.anywhere)
+        return membership.coordinator(self._context.peer, round, now, anywhere=search.anywhere)
 
-    def _follow(self, peer: str, redirect: str, now: float) -> None:
+    def _follow(self, search: Search, peer: str, redirect: str, now: float) -> None:
         membership = self._membership
-        self._hops = min(self._hops + 1, wire.MAX_HOPS)
+        search.hops = min(search.hops + 1, wire.MAX_HOPS)
         in_vain = redirect == self._context.peer and not membership.dialable
         dead_or_shunned = membership.suspects(redirect, now) or membership.shuns(redirect, now)
         if redirect == peer or in_vain or dead_or_shunned:  # A shunned peer may call itself.
-            self._hops, redirect = wire.MAX_HOPS, peer
-        self._ask(redirect, now)
+            search.hops, redirect = wire.MAX_HOPS, peer
+        self._ask(search, redirect, now)
 
-    def _charge(self, coordinator: str, seconds: float, now: float) -> None:
-        """Add seconds to a coordinator's cost: beyond the limit, it is not asked first for a while."""
-        membership = self._membership
-        limit = REPLY_SECONDS if membership.shuns(coordinator, now) else self._policy.hold
-        self._cost[coordinator] = self._cost.get(coordinator, 0.0) + seconds
-        if self._cost[coordinator] > limit:
-            self.reason = f"{coordinator} has formed no group in {limit:.0f} s"
-            # A coordinator without a possible group may wait for its own trainer: it may call once when that is ready.
-            membership.shun(coordinator, now, excused=self._short)
-            self._hops = 0
-            del self._cost[coordinator]
-
-    def _ask(self, coordinator: str, now: float) -> None:
-        if self._ready is None or self._join is None:
-            return
-        self.asked, self._asked_at, self._parked = coordinator, now, False
-        self._held_since = float("inf")
-        self.count, self._short = (0, 0), True
-        self.standing, self._closes_at = None, float("inf")
-        patience = max(0.0, min(self._since + self._ready.patience - now, wire.MAX_PATIENCE))
+    def _ask(self, search: Search, coordinator: str, now: float) -> None:
+        assert search.join is not None, "a search that settles has a join"
+        patience = max(0.0, min(search.since + search.stated.patience - now, wire.MAX_PATIENCE))
         if coordinator == self._context.peer:
-            self._coordinator.park_own(self._join, patience, now)
-            self._answer_by = float("inf")
-            self.reason = "this peer coordinates"  # `Coordinator.describe` tells more.
-        else:
-            self._asked_hops = wire.MAX_HOPS if self.anywhere else self._hops
-            request = wire.JoinRequest(self._context.run, self._join, patience, self._asked_hops)
-            self._context.send(coordinator, request)
-            self._answer_by = now + REPLY_SECONDS
-            self.reason = f"{coordinator} is asked"
+            self._coordinator.park_own(search.join, patience, now)
+            self.state = Coordinating(coordinator, since=now)
+            return
+        hops = wire.MAX_HOPS if search.anywhere else search.hops
+        self._context.send(coordinator, wire.JoinRequest(self._context.run, search.join, patience, hops))
+        self.state, self._reason = (
+            Asking(coordinator, now + REPLY_SECONDS, now, hops),
+            f"{coordinator} is asked",
+        )
 
     def _leave(self) -> None:
-        if self.asked == self._context.peer:
-            self._coordinator.drop(self._context.peer)
-        elif self.asked is not None and self._join is not None:
-            self._context.send(self.asked, wire.LeaveRequest(self._context.run, self._join.ticket))
-        self.asked = None
+        """Take the join from its coordinator, if it has one."""
+        coordinator, search = self.state.coordinator, self.search
+        if coordinator == self._context.peer:
+            self._coordinator.drop(coordinator)
+        elif coordinator is not None and search is not None and search.join is not None:
+            self._context.send(coordinator, wire.LeaveRequest(self._context.run, search.join.ticket))
+        self.state = Looking()
 
-    def _is_answer(self, peer: str, ticket: bytes) -> bool:
-        return self._join is not None and peer == self.asked and ticket == self._join.ticket
+    def _answered(self, peer: str, ticket: bytes) -> Search | None:
+        """The search, if this is an answer to its join by the coordinator that was asked."""
+        search = self.search
+        asked = search is not None and search.join is not None and search.join.ticket == ticket
+        return search if asked and peer == self.state.coordinator else None
+
+    @property
+    def _asked_hops(self) -> int:
+        return self.state.hops if isinstance(self.state, Asking | Parked) else 0
+
+    def _is_short(self, now: float) -> bool:
+        """True if no group is possible where the join is."""
+        if isinstance(self.state, Coordinating):
+            return self._coordinator.is_short(self._round.number, now)
+        return not isinstance(self.state, Parked) or self.state.short
+
+    def _charge(self, search: Search, peer: str, seconds: float, now: float, *, excused: bool) -> None:
+        """Add seconds to a coordinator's cost: beyond the limit, it is not asked first for a while.
+
+        A coordinator without a possible group may wait for its own trainer: if `excused`, it may call once when that is
+        ready.
+        """
+        limit = REPLY_SECONDS if self._membership.shuns(peer, now) else self._policy.hold
+        search.cost[peer] = search.cost.get(peer, 0.0) + seconds
+        if search.cost[peer] > limit:
+            self._reason = f"{peer} has formed no group in {limit:.0f} s"
+            self._membership.shun(peer, now, excused=excused)
+            search.hops = 0
+            del search.cost[peer]

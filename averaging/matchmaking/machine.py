@@ -11,16 +11,16 @@ round each time that it becomes ready.
 
 from __future__ import annotations
 
-from equipoise.averaging.counts import count
 from equipoise.averaging.draw import Drawn
 from equipoise.averaging.manifest import ManifestError
 from equipoise.averaging.matchmaking import events
 from equipoise.averaging.matchmaking import messages as wire
-from equipoise.averaging.matchmaking.closing import ClosePolicy, named
+from equipoise.averaging.matchmaking.closing import ClosePolicy
 from equipoise.averaging.matchmaking.context import Context
 from equipoise.averaging.matchmaking.coordinator import Coordinator
 from equipoise.averaging.matchmaking.joiner import Joiner
 from equipoise.averaging.matchmaking.matchmaker import Matchmaker
+from equipoise.averaging.matchmaking.patient import PatientJoiner
 from equipoise.averaging.outcome import Gathering
 from equipoise.averaging.state import StateId
 from equipoise.limits import Allowance
@@ -41,9 +41,10 @@ class Matchmaking(Matchmaker):
 
     def __init__(self, context: Context, policy: ClosePolicy | None = None) -> None:
         super().__init__(context)
-        self._policy = policy or ClosePolicy(context)
-        self._coordinator = Coordinator(context, self._policy)
-        self._joiner = Joiner(context, self._coordinator, self._policy)
+        policy = policy or ClosePolicy(context)
+        self._coordinator = Coordinator(context, policy)
+        joiner = PatientJoiner if policy.patient else Joiner
+        self._joiner = joiner(context, self._coordinator, policy)
         self._doubtful = Allowance(DOUBTS_SECONDS, MAX_DOUBTS)
         self._announced: tuple[bool, int] | None = None
         self._announced_at = float("-inf")
@@ -52,43 +53,21 @@ class Matchmaking(Matchmaker):
     @property
     def ready(self) -> bool:
         """True while this peer seeks a group."""
-        return self._joiner.ready
-
-    @property
-    def _gathering(self) -> Gathering:
-        standing, closes_in, gives_up = self._joiner.view(self._now)
-        if standing is not None:
-            return federated(standing, self._context.needs.quorum, closes_in, gives_up)
-        ready, target = self._joiner.count
-        if self._joiner.asked == self._context.peer:
-            ready, target = self._coordinator.count(self._context.round, self._now)
-        return Gathering(max(ready, 1), max(target, ready, 2), self.reason)
+        return self._joiner.search is not None
 
     @property
     def gathering(self) -> Gathering | None:
-        """See `Matchmaker.gathering`. The coordinator of a federated round tells it to the peers that still train."""
-        standing, closes_in, _ = self._joiner.view(self._now)
-        if self.ready or standing is None:
-            return super().gathering
-        return federated(standing, self._context.needs.quorum, closes_in)
+        """See `Matchmaker.gathering`."""
+        return self._joiner.gathering(self._now)
 
     @property
     def shortage(self) -> str:
         """See `Matchmaker.shortage`."""
-        standing, *_ = self._joiner.view(self._now)
-        if standing is None:
-            return self.reason
-        missing = [peer for peer in standing.drawn if peer not in standing.contributed]
-        lacks = f"; drawn, and not in: {named(missing)}" if missing else ""
-        if self._joiner.observes:
-            lacks += "; this peer observes, with weight 0"
-        return f"{count(len(standing.contributed), 'contribution')} in, {self._context.needs.quorum} needed{lacks}"
+        return self._joiner.shortage(self._now) or self.reason
 
     def draw(self, state: StateId, now: float) -> Drawn:
-        """See `Matchmaker.draw`. The coordinator's word counts, where this peer's join is parked."""
-        drawn, (standing, *_) = self._policy.draw(state, now), self._joiner.view(now)
-        told = self.ready and standing is not None and standing.state == state
-        return Drawn(standing.drawn, drawn.live) if standing is not None and told else drawn
+        """See `Matchmaker.draw`."""
+        return self._joiner.draw(state, now)
 
     def _take(self, event: events.Event, now: float) -> None:
         self._now = now
@@ -133,7 +112,7 @@ class Matchmaking(Matchmaker):
             case wire.Whereabouts():
                 self._coordinator.remind(peer, message.round)
                 self._membership.hear_place(peer, message.placed)
-                if self._context.within_reach(message.round, now):
+                if self._context.next_round.within_reach(message.round, now):
                     self._membership.advance(peer, message.round)
 
     def _take_manifest(self, peer: str, message: wire.GroupFormed, now: float) -> None:
@@ -155,47 +134,31 @@ class Matchmaking(Matchmaker):
     def _begin_round(self, formed: wire.GroupFormed) -> None:
         manifest = formed.manifest
         self._joiner.end(formed_by=manifest.coordinator)
-        self._context.advance(manifest)
+        self._context.next_round.advance(manifest)
         self._exchanging = manifest
         self.reason = f"round {manifest.round} with {len(manifest.members)} members: {formed.reason}"
         self._context.out.append(events.Form(manifest, self.reason, formed.last, formed.waited))
 
     def _settle(self, now: float) -> None:
         self._joiner.settle(now)
-        self._coordinator.note_own(self._joiner.asked, not self._joiner.anywhere)
+        self._coordinator.note_own(self._joiner.state.coordinator, not self._joiner.anywhere)
         own = self._coordinator.settle(now)
         if own is not None:
             self._begin_round(own)
         elif self._coordinator.has_closed(self._context.round):
             self._joiner.settle(now)  # The group is full without this peer's own join.
-        self._coordinator.note_own(self._joiner.asked, not self._joiner.anywhere)
+        self._coordinator.note_own(self._joiner.state.coordinator, not self._joiner.anywhere)
         self._coordinator.end_rounds_gone(now)
         if self._coordinator.speak(now):
             self._joiner.alone(now)
-        if self._joiner.ready:
-            coordinates = self._joiner.asked == self._context.peer
-            round = self._context.round
-            self.reason = self._coordinator.describe(round, now) if coordinates else self._joiner.reason
-        self.deadline = min(self._announce(now), self._joiner.deadline(), self._coordinator.deadline(now))
+        if self.ready:
+            self.reason = self._joiner.describe(now)
+        self.deadline = min(self._announce(now), self._joiner.deadline, self._coordinator.deadline(now))
 
     def _announce(self, now: float) -> float:
         """Announce a change of state, but not too often; returns when to try again."""
-        stands = self._joiner.ready, self._context.round
+        stands = self.ready, self._context.round
         if stands != self._announced and now >= self._announced_at + ANNOUNCE_PERIOD:
             self._announced, self._announced_at = stands, now
             self._context.out.append(events.Announce(*stands))
         return float("inf") if stands == self._announced else self._announced_at + ANNOUNCE_PERIOD
-
-
-def federated(
-    standing: wire.Standing, quorum: int, closes_in: float | None, gives_up: float | None = None
-) -> Gathering:
-    """The state of a federated round that gathers, for people."""
-    ready, target = len(standing.contributed), len({*standing.drawn, *standing.contributed})
-    lacking = quorum - ready
-    if lacking > 0:
-        until = "" if gives_up is None or gives_up < 1 else f", {gives_up:.0f} s at most"
-        waits = f"waits for {count(lacking, 'more contribution')}{until}"
-    else:
-        waits = "quorum reached" + (f", closes in {max(closes_in, 0):.0f} s" if closes_in is not None else "")
-    return Gathering(ready, target, f"{ready} of {target} in, {waits}", standing.drawn, standing.contributed)

@@ -41,12 +41,12 @@ class Matchmaker(ABC):
             return Exchanging(len(self._exchanging.members), self._exchanging.round)
         if not membership.count:
             return NoPeers(membership.why_nobody)
-        return self._gathering if self.ready else Idle(membership.count)
+        return (self.ready and self.gathering) or Idle(membership.count)
 
     @property
+    @abstractmethod
     def gathering(self) -> Gathering | None:
         """The next round while it gathers, as far as this peer knows; None if it knows nothing of it."""
-        return self._gathering if self.ready else None
 
     @property
     def round(self) -> int:
@@ -89,10 +89,6 @@ class Matchmaker(ABC):
         """The peers that are to train from an agreed state, and the live ones: all, but in a federated run."""
         live = self._membership.live(())
         return Drawn(live, live)
-
-    @property
-    @abstractmethod
-    def _gathering(self) -> Gathering: ...
 
     @abstractmethod
     def _take(self, event: events.Event, now: float) -> None: ...

@@ -23,9 +23,9 @@ from equipoise.averaging.manifest import NONCE_BYTES, Join, Manifest
 from equipoise.averaging.matchmaking.context import Context
 from equipoise.averaging.matchmaking.coordinator import ENDED_KEPT, LEAST_LATE
 from equipoise.averaging.matchmaking.group_builder import Closing, GroupBuilder, Outlook, Parked
-from equipoise.averaging.matchmaking.machine import federated
 from equipoise.averaging.matchmaking.membership import MISSES, Membership
 from equipoise.averaging.matchmaking.messages import MAX_HOPS
+from equipoise.averaging.matchmaking.patient import federated
 from equipoise.averaging.matchmaking.spec_diff import answer_of, differences
 from equipoise.averaging.options import MAX_GROUP_SIZE
 from equipoise.averaging.outcome import Exchanging, Gathering, Idle, NoPeers, Outcome, RunState

@@ -70,19 +70,43 @@ def test_architecture_has_the_states_of_every_machine_and_names_its_events_as_th
     assert names <= {node.name for _, node in nodes if isinstance(node, ast.ClassDef)}
 
 
+def test_a_joiners_life_is_told_with_the_states_and_messages_that_the_code_has() -> None:
+    life = _life("joiner")
+    classes = {
+        stem: _classes("averaging/matchmaking", stem)
+        for stem in ("joiner", "messages", "events", "coordinator")
+    }
+    states = {node.name for node in classes["joiner"] if "State" in map(ast.unparse, node.bases)}
+    named = {node.name for nodes in classes.values() for node in nodes} | {"Membership", "Join"}
+    told = set(re.findall(r"\b[A-Z][A-Za-z]+\b", life))
+    assert states == {"Idle", "Looking", "Asking", "Parked", "Coordinating"} & told
+    assert set(re.findall(r"\b(?:[A-Z][a-z]+){2,}\b", life)) <= named
+    assert {"JoinRequest", "JoinAccepted", "JoinRefused", "Invitation", "GroupFormed", "Late"} <= told & named
+
+
 def test_a_newcomers_life_is_told_with_the_phases_and_events_that_the_code_has() -> None:
-    text = (ROOT / "ARCHITECTURE.md").read_text()
-    life = text.partition("### A newcomer's life\n")[2].partition("\n## ")[0]
-    [replica] = [source for source in sources("peer/training") if source.path.name == "replica.py"]
-    [events] = [source for source in sources("peer/training") if source.path.name == "events.py"]
-    [phase] = [node for node in replica.nodes if isinstance(node, ast.ClassDef) and node.name == "Phase"]
+    life = _life("newcomer")
+    [phase] = [node for node in _classes("peer/training", "replica") if node.name == "Phase"]
     phases = {ast.unparse(node.targets[0]) for node in phase.body if isinstance(node, ast.Assign)}
-    assert len(life.splitlines()) <= 40
     assert phases == set(re.findall(r"\b[A-Z]+(?:_[A-Z]+)*\b", life)) - {"A"}
-    named = {node.name for node in events.nodes if isinstance(node, ast.ClassDef)}
+    named = {node.name for node in _classes("peer/training", "events")}
     assert set(re.findall(r"\b(?:[A-Z][a-z]+){2,}\b", life)) <= named
     told = set(re.findall(r"\b[A-Z][A-Za-z]+\b", life)) & named
     assert {"Meet", "Fetch", "Hold", "Load", "Apply", "Check", "Recover", "Written"} <= told
+
+
+def _life(whose: str) -> str:
+    """The section of ARCHITECTURE that tells a life, in at most forty lines."""
+    _, title, text = (ROOT / "ARCHITECTURE.md").read_text().partition(f"### A {whose}'s life\n")
+    life = re.split(r"^##", text, maxsplit=1, flags=re.M)[0]
+    assert title
+    assert len(life.splitlines()) <= 40
+    return life
+
+
+def _classes(folder: str, stem: str) -> list[ast.ClassDef]:
+    [module] = [source for source in sources(folder) if source.path.stem == stem]
+    return [node for node in module.nodes if isinstance(node, ast.ClassDef)]
 
 
 def _mirrors(source: Source) -> bool:

@@ -34,7 +34,9 @@ def seen(*names: str, **fields: Any) -> events.CandidatesSeen:
 
 def machine(name: str, *others: str, group_size: int = 4, round: int = 0) -> Matchmaking:
     """A machine with a warm view of these others, all in its round."""
-    one = Matchmaking(Context(RUN, SPEC, name, Needs(group_size), signer(name), verify, round=round))
+    context = Context(RUN, SPEC, name, Needs(group_size), signer(name), verify)
+    context.next_round.number = round
+    one = Matchmaking(context)
     one.handle(events.Woke(), 0.0)
     one.handle(seen(*others, round=round), 0.0)
     meet(one, *others)

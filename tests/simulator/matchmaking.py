@@ -210,7 +210,8 @@ class World(Network[str, Peer]):
 
     def add(self, name: str, *, dialable: bool = True, round: int = 0) -> Peer:
         """Start a daemon, also in place of one that was killed."""
-        context = Context(RUN, SPEC, name, Needs(self._group_size), signer(name), verify, round=round)
+        context = Context(RUN, SPEC, name, Needs(self._group_size), signer(name), verify)
+        context.next_round.number = round
         context.membership.dialable = dialable
         self.forget(name)
         peer = self.peers[name] = self.make(context)

@@ -235,10 +235,10 @@ def test_two_newcomers_are_introduced_without_any_contribution() -> None:
 
 def test_late_peers_form_no_round_of_a_state_that_the_others_have_left() -> None:
     one, drawn, _ = roles(4, quorum=2, grace=1.0)
-    one._context.floor = 0
+    one._context.next_round.floor = 0
     one._context.membership.shared(NAMES)
-    one._context.floor = 1
-    one._context.round = 1
+    one._context.next_round.floor = 1
+    one._context.next_round.number = 1
     for name in drawn:
         if name != one._context.peer:
             one._context.membership.advance(name, 2)

@@ -479,13 +479,10 @@ FAR = 2**53
 def share_round(one: Matchmaking, *others: str) -> None:
     """Have the machine take part in its next round with these."""
     now = one._now
-    [(coordinator, request), *_] = sent(one.handle(ready(), now), wire.JoinRequest) or [
-        (one._context.peer, None)
-    ]
-    own = request.join if request else one._joiner._join
-    assert own is not None, "it seeks"
-    joins = [join(name, one.round) for name in others]
-    manifest = Manifest.of(coordinator, [*joins, own])
+    peer = one._context.peer
+    asked = [coordinator for coordinator, _ in sent(one.handle(ready(), now), wire.JoinRequest)]
+    coordinator, joins = [*asked, peer][0], [join(name, one.round) for name in (peer, *others)]
+    manifest = Manifest.of(coordinator, joins)
     actions = one.handle(events.MessageReceived(coordinator, wire.GroupFormed(RUN, manifest, 0.0)), now)
     assert formed(actions) == manifest
     one.handle(events.RoundEnded(manifest.round), now)

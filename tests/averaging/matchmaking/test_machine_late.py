@@ -79,7 +79,7 @@ def joining(
     """A machine in a run of three that has asked the coordinator; the second in line; its request."""
     coordinator, second, [name] = roles(3, round=7)
     one = machine(name, coordinator, second, round=7)
-    one._context.floor = 7
+    one._context.next_round.floor = 7
     one._context.membership.shared((coordinator, second))
     [(_, request)] = sent(one.handle(ready(weight, state=state), 1.0), wire.JoinRequest)
     return one, coordinator, second, request
