@@ -88,7 +88,7 @@ class Pairing(Matchmaker):
                     self.reason = f"exchange {round} is over"
 
     def _begin(self, event: events.BecameReady, now: float) -> None:
-        self._own = self._context.join(event.join)
+        self._own = self.context.join(event.join)
         self._wants, self._asked, self._exchanging = event, None, None
         self._asks_at, self._listens = now, LISTEN_SECONDS
 
@@ -109,17 +109,17 @@ class Pairing(Matchmaker):
         join = request.join
         objection: Objection | None = Objection("it is not free", BUSY_SECONDS)
         if self._takes(peer):
-            objection = self._context.objection(peer, join, now) or self._accept(join)
+            objection = self.context.objection(peer, join, now) or self._accept(join)
         if objection is not None:
-            self._context.refuse(peer, join, objection)
+            self.context.refuse(peer, join, objection)
 
     def _takes(self, peer: str) -> bool:
         """True if this peer is free for another: it proposes to nobody else, and of two that cross its own counts."""
-        crossing = self._asked == peer and self._context.peer < peer
+        crossing = self._asked == peer and self.context.peer < peer
         return self.ready and (self._asked is None or crossing)
 
     def _accept(self, join: Join) -> Objection | None:
-        context = self._context
+        context = self.context
         assert self._wants is not None, "it takes the join"
         manifest = Manifest.of(context.peer, [join, context.join(self._wants.join, join.round)])
         problem = shortfall(manifest.members, context.needs)
@@ -132,7 +132,7 @@ class Pairing(Matchmaker):
     # ---- the peer that proposes ----
 
     def _formed(self, peer: str, message: wire.GroupFormed, now: float) -> None:
-        context, manifest = self._context, message.manifest
+        context, manifest = self.context, message.manifest
         try:
             if self._own is None or not self.ready:
                 raise ManifestError("this peer seeks no partner any more")
@@ -158,7 +158,7 @@ class Pairing(Matchmaker):
         self._listens = min(2 * self._listens, MAX_LISTEN_SECONDS)
 
     def _propose(self, now: float) -> None:
-        context, membership = self._context, self._membership
+        context, membership = self.context, self._membership
         assert self._own is not None, "it is ready"
         self._away = {peer: until for peer, until in self._away.items() if until > now}
         near = partners(self._topology, membership.others(now), context.peer)
@@ -180,10 +180,10 @@ class Pairing(Matchmaker):
     def _exchange(self, manifest: Manifest, partner: str) -> None:
         self._wants = self._own = self._asked = None
         self._exchanging = manifest
-        self._context.next_round.number += 1
+        self.context.next_round.number += 1
         self._membership.shared(manifest.peers)
         self.reason = f"exchange {manifest.round} with {partner}"
-        self._context.out.append(events.Form(manifest, self.reason))
+        self.context.out.append(events.Form(manifest, self.reason))
 
     def _settle(self, now: float) -> None:
         membership = self._membership

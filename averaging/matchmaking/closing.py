@@ -54,15 +54,15 @@ class ClosePolicy:
     def __init__(self, context: Context) -> None:
         self._context = context
 
-    def awaited(self, gathering: GroupBuilder, now: float) -> tuple[Set[str], Set[str]]:
+    def awaited(self, builder: GroupBuilder, now: float) -> tuple[Set[str], Set[str]]:
         """The peers that the group is for, and those of them that the coordinator still waits for."""
-        expected = self._context.membership.expected(gathering.round, now)
-        return expected, expected - gathering.parked.keys()
+        expected = self._context.membership.expected(builder.round, now)
+        return expected, expected - builder.parked.keys()
 
-    def limit(self, gathering: GroupBuilder, now: float) -> Limit:
+    def limit(self, builder: GroupBuilder, now: float) -> Limit:
         """The time at which the group closes without the missing peers, if it can be a group."""
-        learnt, patience = self._context.straggler_wait, gathering.out_of_patience()
-        waited = float("inf") if gathering.opened is None else gathering.opened + learnt.wait
+        learnt, patience = self._context.straggler_wait, builder.out_of_patience()
+        waited = float("inf") if builder.opened is None else builder.opened + learnt.wait
         why = f"waited {learnt.reason}" if waited <= patience else "half of them have spent half their time"
         return Limit(min(waited, patience), why, waited)
 
@@ -72,29 +72,29 @@ class ClosePolicy:
         live = membership.live(())
         return Drawn(membership.seated(self._context.round) if membership.crowded else live, live)
 
-    def holds(self, gathering: GroupBuilder, now: float) -> bool:
+    def holds(self, builder: GroupBuilder, now: float) -> bool:
         """True if the group must not close now, with any number of joins."""
         return False
 
-    def standing(self, gathering: GroupBuilder, now: float) -> wire.Standing | None:
+    def standing(self, builder: GroupBuilder, now: float) -> wire.Standing | None:
         """The coordinator's word to the parked peers about the round; None if it says numbers only."""
         return None
 
-    def describe(self, gathering: GroupBuilder, expected: Set[str]) -> str:
+    def describe(self, builder: GroupBuilder, expected: Set[str]) -> str:
         """Describe the parked joins, and what the group waits for, in one line."""
-        missing = sorted(expected - gathering.parked.keys())
-        in_all = len(expected | gathering.parked.keys())
-        told = f"this peer coordinates: {len(gathering.parked)} of {in_all} in"
-        if lacks := self._lacks(gathering):
+        missing = sorted(expected - builder.parked.keys())
+        in_all = len(expected | builder.parked.keys())
+        told = f"this peer coordinates: {len(builder.parked)} of {in_all} in"
+        if lacks := self._lacks(builder):
             return f"{told}; {lacks}"
         if in_all == 1:
             return "nobody is left" if self._context.next_round.floor else "nobody else is in this run"
         waits = f"waits for {named(missing)}, " if missing else "waits "
         return f"{told}; {waits}for {self._context.straggler_wait.reason}"
 
-    def _lacks(self, gathering: GroupBuilder) -> str:
+    def _lacks(self, builder: GroupBuilder) -> str:
         """The contributors that the parked peers lack, one line; empty if they are enough, or this peer is alone."""
-        needs, weights = self._context.needs, [one.join.weight for one in gathering.parked.values()]
+        needs, weights = self._context.needs, [parked.join.weight for parked in builder.parked.values()]
         contributors = contributing(weights, needs.least).bit_count()
         if len(weights) < 2 or contributors >= needs.quorum:
             return ""
@@ -121,22 +121,22 @@ class QuorumAndGrace(ClosePolicy):
         self._draws: LruDict[StateId | None, _Draw] = LruDict(MAX_DRAWS)
         self._begun = False
 
-    def awaited(self, gathering: GroupBuilder, now: float) -> tuple[Set[str], Set[str]]:
+    def awaited(self, builder: GroupBuilder, now: float) -> tuple[Set[str], Set[str]]:
         """See `ClosePolicy.awaited`."""
-        if gathering.introduces:
-            return super().awaited(gathering, now)
-        state = gathering.state
+        if builder.introduces:
+            return super().awaited(builder, now)
+        state = builder.state
         self.draw(state, now)
         since = self._draws[state].since
-        missing = {peer for peer, at in since.items() if not self._is_in(gathering, peer, at, now)}
+        missing = {peer for peer, at in since.items() if not self._is_in(builder, peer, at, now)}
         return since.keys(), missing
 
-    def limit(self, gathering: GroupBuilder, now: float) -> Limit:
+    def limit(self, builder: GroupBuilder, now: float) -> Limit:
         """See `ClosePolicy.limit`."""
-        if gathering.introduces:
-            return super().limit(gathering, now)
+        if builder.introduces:
+            return super().limit(builder, now)
         quorum, grace = self._strategy.quorum, self._strategy.grace
-        arrived = sorted(gathering.parked[peer].arrived for peer in gathering.contributors)
+        arrived = sorted(builder.parked[peer].arrived for peer in builder.contributors)
         reached = arrived[quorum - 1] if len(arrived) >= quorum else float("inf")
         return Limit(reached + grace, f"{len(arrived)} are in, {grace:g} s after the quorum of {quorum}")
 
@@ -157,34 +157,34 @@ class QuorumAndGrace(ClosePolicy):
         self._draws[state] = _Draw(drawn, since)
         return drawn
 
-    def holds(self, gathering: GroupBuilder, now: float) -> bool:
+    def holds(self, builder: GroupBuilder, now: float) -> bool:
         """See `ClosePolicy.holds`: late peers form no round of their own for a state that the others have left.
 
         Nor does the first round close before this peer, too, has seen as many as are to be there.
         """
-        state = gathering.state
-        if not self._begun and not gathering.introduces and state is not None and state.epoch == 0:
-            there = {*self._context.membership.live(self._strategy.tags), *gathering.parked}
+        state = builder.state
+        if not self._begun and not builder.introduces and state is not None and state.epoch == 0:
+            there = {*self._context.membership.live(self._strategy.tags), *builder.parked}
             if len(there) < self._strategy.available:
                 return True
         believed = self._context.membership.believed_round(now)
-        return believed is not None and believed > gathering.round
+        return believed is not None and believed > builder.round
 
-    def standing(self, gathering: GroupBuilder, now: float) -> wire.Standing | None:
+    def standing(self, builder: GroupBuilder, now: float) -> wire.Standing | None:
         """See `ClosePolicy.standing`."""
-        state = gathering.state
-        return wire.Standing(state, self.draw(state, now).peers, gathering.contributors)
+        state = builder.state
+        return wire.Standing(state, self.draw(state, now).peers, builder.contributors)
 
-    def describe(self, gathering: GroupBuilder, expected: Set[str]) -> str:
+    def describe(self, builder: GroupBuilder, expected: Set[str]) -> str:
         """See `ClosePolicy.describe`."""
-        counted = f"{count(len(gathering.contributors), 'contribution')} in, {self._strategy.quorum} needed"
-        told = f"{counted}, {len(expected)} drawn, {len(gathering.parked)} here"
-        return "; ".join(filter(None, (told, self._lacks(gathering))))
+        counted = f"{count(len(builder.contributors), 'contribution')} in, {self._strategy.quorum} needed"
+        told = f"{counted}, {len(expected)} drawn, {len(builder.parked)} here"
+        return "; ".join(filter(None, (told, self._lacks(builder))))
 
-    def _is_in(self, gathering: GroupBuilder, peer: str, since: float, now: float) -> bool:
+    def _is_in(self, builder: GroupBuilder, peer: str, since: float, now: float) -> bool:
         """True if the peer contributes, or observes though it knew that it was drawn."""
-        parked = gathering.parked.get(peer)
+        parked = builder.parked.get(peer)
         if parked is None:
             return False
         knew = parked.arrived >= since or now >= since + REDRAWN_SECONDS
-        return peer in gathering.contributors or knew
+        return peer in builder.contributors or knew

@@ -63,13 +63,13 @@ class _Ended(NamedTuple):
 
 
 class Coordinator:
-    """The gatherings of joins of one run at one daemon."""
+    """The groups of one run that one daemon puts together."""
 
     def __init__(self, context: Context, policy: ClosePolicy) -> None:
         self._context = context
         self._policy = policy
         self._membership = context.membership
-        self._gatherings: dict[int, GroupBuilder] = {}
+        self._builders: dict[int, GroupBuilder] = {}
         self._closed: dict[int, _Closed] = {}
         self._ended: dict[int, _Ended] = {}
         self._owed: LruDict[str, None] = LruDict(MAX_OWED)
@@ -82,28 +82,28 @@ class Coordinator:
 
     def count(self, round: int, now: float) -> tuple[int, int]:
         """Return the number of joins of a round that are parked here, and the number of peers expected in all."""
-        gathering = self._gatherings.get(round)
-        if gathering is None:
+        builder = self._builders.get(round)
+        if builder is None:
             return 0, 0
-        parked = gathering.parked.keys()
-        return len(parked), len(self._outlook(gathering, now).expected | parked)
+        parked = builder.parked.keys()
+        return len(parked), len(self._outlook(builder, now).expected | parked)
 
     def is_short(self, round: int, now: float) -> bool:
         """True if the joins of a round that are parked here could not be a group."""
-        gathering = self._gatherings.get(round)
-        return gathering is None or gathering.is_short(self._outlook(gathering, now))
+        builder = self._builders.get(round)
+        return builder is None or builder.is_short(self._outlook(builder, now))
 
     def describe(self, round: int, now: float) -> str:
-        """Describe the gathering of a round, and the peers that it waits for, in one line."""
-        gathering = self._gatherings.get(round)
-        if gathering is None or not gathering.parked:
+        """Describe the group of a round, and the peers that it waits for, in one line."""
+        builder = self._builders.get(round)
+        if builder is None or not builder.parked:
             return "this peer coordinates"
-        return self._policy.describe(gathering, self._outlook(gathering, now).expected)
+        return self._policy.describe(builder, self._outlook(builder, now).expected)
 
     def standing(self, round: int, now: float) -> tuple[wire.Standing | None, float | None]:
         """The coordinator's word to parked peers: drawn and contributed peers, and seconds until the group closes."""
-        gathering = self._gatherings.get(round)
-        return (None, None) if gathering is None else self._word(gathering, now)
+        builder = self._builders.get(round)
+        return (None, None) if builder is None else self._word(builder, now)
 
     def has_closed(self, round: int) -> bool:
         """True if a group of this round has been closed here, or formed with this peer."""
@@ -127,21 +127,26 @@ class Coordinator:
         """
         if join.bound is None:
             return 0.0
-        gathering = self._gatherings.get(join.round)  # None if it has just closed without the join.
-        parked = gathering.parked if gathering is not None else {}
-        states = ((peer, one.join.state) for peer, one in parked.items())
-        beyond = {
-            peer: state for peer, state in states if state is not None and state.epoch > join.bound.epoch
-        }
+        beyond = self._beyond(join.bound, join.round)
         for round, ended in self._ended.items():
             if ended.state == join.bound and round < join.round and (ended.ok or ended.peers & beyond.keys()):
                 return _ago(ended.at, now)
-        fellows = {one for ended in self._ended.values() if join.peer in ended.peers for one in ended.peers}
-        ahead = fellows & beyond.keys()
-        counts = Counter(beyond[peer] for peer in ahead)
+        fellows = {peer for ended in self._ended.values() if join.peer in ended.peers for peer in ended.peers}
+        ahead = [parked for peer, parked in beyond.items() if peer in fellows]
+        counts = Counter(parked.join.state for parked in ahead)
         if max(counts.values(), default=0) < self._context.needs.quorum:
             return 0.0
-        return _ago(min(parked[peer].arrived for peer in ahead), now)
+        return _ago(min(parked.arrived for parked in ahead), now)
+
+    def _beyond(self, state: StateId, round: int) -> dict[str, Parked]:
+        """The joins of a round that claim a later state than this one."""
+        builder = self._builders.get(round)  # None if it has just closed without the join.
+        parked = {} if builder is None else builder.parked
+        return {
+            peer: join
+            for peer, join in parked.items()
+            if join.join.state is not None and join.join.state.epoch > state.epoch
+        }
 
     def note_success(self, round: int) -> None:
         """Note that this peer holds the mean of a round, and which members contributed from a state of others.
@@ -172,12 +177,12 @@ class Coordinator:
     def park_own(self, join: Join, patience: float, now: float) -> None:
         """Park this peer's own join with itself."""
         # The own join needs no answer. With `MAX_HOPS` it is not redirected: the joiner itself moves it.
-        self._gathering(join.round, now).park(Parked(join, now, patience, wire.MAX_HOPS, answered=True))
+        self._builder(join.round, now).park(Parked(join, now, patience, wire.MAX_HOPS, answered=True))
 
     def drop(self, peer: str, ticket: bytes | None = None) -> None:
         """Forget a peer's joins: it left, or was lost."""
-        for gathering in self._gatherings.values():
-            gathering.drop(peer, ticket)
+        for builder in self._builders.values():
+            builder.drop(peer, ticket)
 
     def request(self, peer: str, request: wire.JoinRequest, now: float) -> None:
         """Park a join, redirect it, or refuse it with the reason."""
@@ -192,7 +197,7 @@ class Coordinator:
             self._answer_late(peer, join, closed, now)
             return
         parked = Parked(join, now, request.patience, request.hops)
-        if not self._redirects_join(parked, now) and not self._gathering(join.round, now).park(parked):
+        if not self._redirects_join(parked, now) and not self._builder(join.round, now).park(parked):
             self._context.refuse(join.peer, join, Objection("more joins are parked here than may be"))
 
     def settle(self, now: float) -> wire.GroupFormed | None:
@@ -206,12 +211,12 @@ class Coordinator:
             self._hand_on(now)
         membership.lose_silent(now)
         own = None
-        for gathering in sorted(self._gatherings.values(), key=lambda each: each.round):
-            gathering.catch_up(now)
-            self._refuse_left_behind(gathering, now)
-            if closing := gathering.decide(self._outlook(gathering, now), now):
-                own = self._close(gathering, closing, now) or own
-        joins = (peer for gathering in self._gatherings.values() for peer in gathering.parked)
+        for builder in sorted(self._builders.values(), key=lambda builder: builder.round):
+            builder.catch_up(now)
+            self._refuse_left_behind(builder, now)
+            if closing := builder.decide(self._outlook(builder, now), now):
+                own = self._close(builder, closing, now) or own
+        joins = (peer for builder in self._builders.values() for peer in builder.parked)
         self._unknown = {peer for peer in joins if not membership.knows(peer)}
         return own
 
@@ -238,31 +243,33 @@ class Coordinator:
 
     def end_rounds_gone(self, now: float) -> None:
         """Refuse the joins of rounds that are over here."""
-        for round in [one for one in self._gatherings if one < self._context.round]:
+        for round in [round for round in self._builders if round < self._context.round]:
             self._abandon(round, f"round {round} is over here", now, self._context.round)
 
     def speak(self, now: float) -> bool:
         """Answer parked joins and invite missing peers; returns whether this peer's own join has no group yet."""
         own_waits = False
-        for gathering in self._gatherings.values():
-            outlook = self._outlook(gathering, now)
-            for peer in self._membership.dialable_others(gathering.invite(outlook, now), now):
+        for builder in self._builders.values():
+            outlook = self._outlook(builder, now)
+            for peer in self._membership.dialable_others(builder.invite(outlook, now), now):
                 self._membership.ask(peer, now)
-                standing, closes = self._word(gathering, now)
-                invitation = wire.Invitation(self._context.run, gathering.round, closes, standing)
+                standing, closes = self._word(builder, now)
+                invitation = wire.Invitation(self._context.run, builder.round, closes, standing)
                 self._context.send(peer, invitation)
-            for parked in gathering.speak(outlook, now):
+            for parked in builder.speak(outlook, now):
                 if parked.join.peer == self._context.peer:
-                    own_waits = gathering.is_short(outlook)
+                    own_waits = builder.is_short(outlook)
                 else:
                     parked.answered = True
-                    self._accept(gathering, parked, outlook, now)
+                    self._accept(builder, parked, outlook, now)
         return own_waits
 
     def deadline(self, now: float) -> float:
         """When the next decision or message is due; infinity if no join is parked."""
-        each = self._gatherings.values()
-        due = min((one.deadline(self._outlook(one, now)) for one in each), default=float("inf"))
+        builders = self._builders.values()
+        due = min(
+            (builder.deadline(self._outlook(builder, now)) for builder in builders), default=float("inf")
+        )
         return min(due, self._membership.silent_at)
 
     def _objection(self, peer: str, request: wire.JoinRequest, now: float) -> Objection | None:
@@ -303,7 +310,7 @@ class Coordinator:
         group = membership.group(self._context.peer, round)
         if peer == self._elsewhere:
             # The two peers ask each other: both choose the lower ranked of the two as coordinator.
-            best = min(peer, self._context.peer, key=lambda one: rank(str(round), one))
+            best = min(peer, self._context.peer, key=lambda either: rank(str(round), either))
         elif self._elsewhere and self._redirects and round == self._context.round and peer in group:
             best = self._elsewhere
         elif membership.knows(peer):
@@ -313,80 +320,78 @@ class Coordinator:
         return None if best == self._context.peer else best
 
     def _hand_on(self, now: float) -> None:
-        for gathering in self._gatherings.values():
-            for parked in list(gathering.parked.values()):
+        for builder in self._builders.values():
+            for parked in list(builder.parked.values()):
                 if self._redirects_join(parked, now):
-                    gathering.drop(parked.join.peer)
+                    builder.drop(parked.join.peer)
 
-    def _outlook(self, gathering: GroupBuilder, now: float) -> Outlook:
+    def _outlook(self, builder: GroupBuilder, now: float) -> Outlook:
         membership, policy = self._membership, self._policy
-        expected, missing = policy.awaited(gathering, now)
+        expected, missing = policy.awaited(builder, now)
         if self._elsewhere is not None:
             expected, missing = expected - {self._context.peer}, missing - {self._context.peer}
         # Peers with a place come before peers that an earlier round left over: no group makes a state without them.
         crowded = membership.crowded
-        group = frozenset(expected if policy.patient and crowded else membership.seated(gathering.round))
+        group = frozenset(expected if policy.patient and crowded else membership.seated(builder.round))
         # Before the first group only, wait for peers that may still be met: client-mode peers must speak first.
-        first = not self._closed and membership.incomplete(gathering.parked.keys(), now)
-        strangers = first or self._has_unknown(gathering, now)
-        limit = policy.limit(gathering, now)
-        holds = policy.holds(gathering, now) or self._is_unsettled(gathering, now)
-        holds = (
-            holds or (crowded and self._lacks_makers(gathering, group, now)) or self._begins(gathering, now)
-        )
+        first = not self._closed and membership.incomplete(builder.parked.keys(), now)
+        strangers = first or self._has_unknown(builder, now)
+        limit = policy.limit(builder, now)
+        holds = policy.holds(builder, now) or self._is_unsettled(builder, now)
+        holds = holds or (crowded and self._lacks_makers(builder, group, now)) or self._begins(builder, now)
         owed = frozenset[str]() if crowded else self._owed.keys()
         return Outlook(group, owed, expected, missing, limit, strangers, holds)
 
-    def _lacks_makers(self, gathering: GroupBuilder, group: Set[str], now: float) -> bool:
+    def _lacks_makers(self, builder: GroupBuilder, group: Set[str], now: float) -> bool:
         """True while most of the peers that made the state may be in another group: two would make two states of it.
 
         A federated round needs one of the drawn peers. Makers that live and never come hold nobody up for longer.
         """
-        there = gathering.parked.keys()
+        there = builder.parked.keys()
         if self._policy.patient:
             return group.isdisjoint(there)
         makers = self._membership.makers or group
-        waited = gathering.opened is not None and now >= gathering.opened + UNSETTLED_SECONDS
+        waited = builder.opened is not None and now >= builder.opened + UNSETTLED_SECONDS
         return 2 * len(makers & there) <= len(makers) and not waited
 
-    def _begins(self, gathering: GroupBuilder, now: float) -> bool:
+    def _begins(self, builder: GroupBuilder, now: float) -> bool:
         """True while the first round must wait: two groups that begin from one state would make two of it."""
-        first = any(one.join.bound and not one.join.bound.epoch for one in gathering.parked.values())
-        waited = gathering.opened is not None and now >= gathering.opened + MAX_WAIT
+        first = any(parked.join.bound and not parked.join.bound.epoch for parked in builder.parked.values())
+        waited = builder.opened is not None and now >= builder.opened + MAX_WAIT
         return first and not waited and self._membership.settles(now)
 
-    def _is_unsettled(self, gathering: GroupBuilder, now: float) -> bool:
+    def _is_unsettled(self, builder: GroupBuilder, now: float) -> bool:
         """True while the state of parked contributions may be that of a round which goes on.
 
         Late peers must form no round of their own. The members of a failed round show its failure: they join again.
         """
-        parked = gathering.parked
-        bound = {one.join.bound for one in parked.values()} - {None}
+        parked = builder.parked
+        bound = {join.join.bound for join in parked.values()} - {None}
         return any(
             ended.state in bound
-            and round < gathering.round
+            and round < builder.round
             and now - ended.at < UNSETTLED_SECONDS
             and not ended.peers & parked.keys()
             and any(self._membership.alive(peer, now) for peer in ended.peers)
             for round, ended in self._ended.items()
         )
 
-    def _word(self, gathering: GroupBuilder, now: float) -> tuple[wire.Standing | None, float | None]:
-        left = self._policy.limit(gathering, now).at - now
+    def _word(self, builder: GroupBuilder, now: float) -> tuple[wire.Standing | None, float | None]:
+        left = self._policy.limit(builder, now).at - now
         closes = min(max(left, 0.0), wire.MAX_PATIENCE) if left < float("inf") else None
-        return self._policy.standing(gathering, now), closes
+        return self._policy.standing(builder, now), closes
 
-    def _has_unknown(self, gathering: GroupBuilder, now: float) -> bool:
+    def _has_unknown(self, builder: GroupBuilder, now: float) -> bool:
         """True if peers unknown to the directory have sent joins since the latest look at it."""
         membership = self._membership
         return now >= self._looks_from and any(
             not membership.knows(peer) and parked.arrived >= membership.seen_at
-            for peer, parked in gathering.parked.items()
+            for peer, parked in builder.parked.items()
         )
 
-    def _close(self, gathering: GroupBuilder, closing: Closing, now: float) -> wire.GroupFormed | None:
+    def _close(self, builder: GroupBuilder, closing: Closing, now: float) -> wire.GroupFormed | None:
         context = self._context
-        standing = self._policy.standing(gathering, now)
+        standing = self._policy.standing(builder, now)
         drawn = () if standing is None else standing.drawn
         manifest = Manifest.of(context.peer, closing.members, drawn)
         reason = f"{closing.reason}; coordinated by {context.peer}"[: wire.MAX_DETAIL_CHARS]
@@ -402,7 +407,7 @@ class Coordinator:
                 why = Objection(f"the group of round {join.round} has closed without it")
                 context.refuse(join.peer, join, self._told_late(why, join, now), join.round + 1)
         self._owe(closing)
-        del self._gatherings[gathering.round]
+        del self._builders[builder.round]
         context.learn(formed)
         return formed if context.peer in manifest.peers else None
 
@@ -411,21 +416,21 @@ class Coordinator:
             self._owed.pop(join.peer, None)
         self._owed.update(dict.fromkeys(join.peer for join in closing.left_over))
 
-    def _gathering(self, round: int, now: float) -> GroupBuilder:
-        if round not in self._gatherings:
-            empty = [one for one, each in self._gatherings.items() if not each.parked]
-            if len(self._gatherings) >= MAX_GATHERINGS:
-                furthest = empty[0] if empty else max(self._gatherings)
+    def _builder(self, round: int, now: float) -> GroupBuilder:
+        if round not in self._builders:
+            empty = [number for number, builder in self._builders.items() if not builder.parked]
+            if len(self._builders) >= MAX_GATHERINGS:
+                furthest = empty[0] if empty else max(self._builders)
                 self._abandon(furthest, "more rounds are gathered here than may be", now)
             needs, policy = self._context.needs, self._policy
-            self._gatherings[round] = GroupBuilder(round, needs, policy.keepalive, invites=policy.patient)
-        return self._gatherings[round]
+            self._builders[round] = GroupBuilder(round, needs, policy.keepalive, invites=policy.patient)
+        return self._builders[round]
 
-    def _accept(self, gathering: GroupBuilder, parked: Parked, outlook: Outlook, now: float) -> None:
-        join, short = parked.join, gathering.is_short(outlook)
-        wait = min(max(gathering.promise(outlook) - now, 0.0), MAX_WAIT)
-        count = len(gathering.parked), len(outlook.expected | gathering.parked.keys())
-        standing, closes = self._word(gathering, now)
+    def _accept(self, builder: GroupBuilder, parked: Parked, outlook: Outlook, now: float) -> None:
+        join, short = parked.join, builder.is_short(outlook)
+        wait = min(max(builder.promise(outlook) - now, 0.0), MAX_WAIT)
+        count = len(builder.parked), len(outlook.expected | builder.parked.keys())
+        standing, closes = self._word(builder, now)
         news = None if standing == parked.told else standing
         parked.told = standing
         closes = None if standing is None else closes
@@ -433,17 +438,17 @@ class Coordinator:
         self._context.send(join.peer, answer)
 
     def _abandon(self, round: int, reason: str, now: float, next_round: int = 0) -> None:
-        """Drop a round's gathering; refuse all its joins except this peer's own."""
-        for peer, parked in self._gatherings.pop(round).parked.items():
+        """Drop the group of a round; refuse all its joins except this peer's own."""
+        for peer, parked in self._builders.pop(round).parked.items():
             if peer != self._context.peer:
                 why = self._told_late(Objection(reason), parked.join, now)
                 self._context.refuse(peer, parked.join, why, next_round)
 
-    def _refuse_left_behind(self, gathering: GroupBuilder, now: float) -> None:
+    def _refuse_left_behind(self, builder: GroupBuilder, now: float) -> None:
         """Refuse contributions to a state that the others have left behind; the joiner looks after this peer's own."""
-        for peer, parked in list(gathering.parked.items()):
+        for peer, parked in list(builder.parked.items()):
             if peer != self._context.peer and (late := self.left_behind(parked.join, now)):
-                gathering.drop(peer)
+                builder.drop(peer)
                 why = Objection("the others have gone beyond its state", late=late)
                 self._context.refuse(peer, parked.join, why)
 

@@ -188,7 +188,7 @@ class GroupBuilder:
         if not self.parked:
             self.opened = None
         elif self.opened is not None:
-            self.opened = max(self.opened, min(one.arrived for one in self.parked.values()))
+            self.opened = max(self.opened, min(parked.arrived for parked in self.parked.values()))
 
     def deadline(self, outlook: Outlook) -> float:
         """When to decide, to invite, or to speak, at the latest; infinity if no join is parked."""
@@ -222,21 +222,12 @@ class GroupBuilder:
 
     def decide(self, outlook: Outlook, now: float) -> Closing | None:
         """Return the group to close now, with a reason; None if not yet."""
-        members = self._choose(outlook)
-        missing = outlook.missing
-        if shortfall(members, self._needs) or outlook.holds or now < self._closes_from:
+        members, missing = self._choose(outlook), outlook.missing
+        reason = self._reason(members, outlook, now)
+        if not reason:
             return None
-        if not missing and len(members) == self._needs.group_size:
-            reason = "it is full"
-        elif not missing and not outlook.strangers:
-            reason = "all that are expected are in"
-        elif now >= outlook.limit.at:
-            reason = outlook.limit.reason
-        else:
-            return None
-        peers = {join.peer for join in members}
-        left_over = [one.join for peer, one in self.parked.items() if peer not in peers]
-        arrivals = {peer: self.parked[peer].arrived for peer in peers}
+        arrivals = {join.peer: self.parked[join.peer].arrived for join in members}
+        left_over = [parked.join for peer, parked in self.parked.items() if peer not in arrivals]
         first, last = min(arrivals.values()), max(arrivals, key=lambda peer: (arrivals[peer], peer))
         began, waited = first if self.opened is None else self.opened, arrivals[last] - first
         lateness = max(arrivals[last] - began, 0.0)
@@ -246,6 +237,16 @@ class GroupBuilder:
             # comes; until then the wait stays, for it may never come.
             lateness = max(lateness, (now - began) / FACTOR)
         return Closing(members, left_over, sorted(missing), lateness, began, reason, last, waited)
+
+    def _reason(self, members: list[Join], outlook: Outlook, now: float) -> str:
+        """Why the group closes now with these members; empty if it does not."""
+        if shortfall(members, self._needs) or outlook.holds or now < self._closes_from:
+            return ""
+        if not outlook.missing and len(members) == self._needs.group_size:
+            return "it is full"
+        if not outlook.missing and not outlook.strangers:
+            return "all that are expected are in"
+        return outlook.limit.reason if now >= outlook.limit.at else ""
 
     def invite(self, outlook: Outlook, now: float) -> Set[str]:
         """The missing peers, if it is time to ask them whether they are there."""
@@ -271,17 +272,18 @@ class GroupBuilder:
         """When half of the joins have spent `PATIENCE_SPENT` of their patience; infinity if none is parked."""
         if not self.parked:
             return float("inf")
-        spent = sorted(one.arrived + PATIENCE_SPENT * one.patience for one in self.parked.values())
-        latest = max(one.arrived for one in self.parked.values())
+        spent = sorted(join.arrived + PATIENCE_SPENT * join.patience for join in self.parked.values())
+        latest = max(join.arrived for join in self.parked.values())
         # A join shortly after the last one still gets in, however long the others have waited before.
         return max(spent[(len(spent) - 1) // 2], latest + GRACE)
 
     def _choose(self, outlook: Outlook) -> list[Join]:
-        def place(one: Parked) -> tuple[bool, bool, float]:
-            return one.join.peer not in outlook.owed, one.join.peer not in outlook.group, one.arrived
+        def place(parked: Parked) -> tuple[bool, bool, float]:
+            peer = parked.join.peer
+            return peer not in outlook.owed, peer not in outlook.group, parked.arrived
 
-        order = sorted((one for one in self.parked.values() if not self._is_stale(one.join)), key=place)
-        joins = [one.join for one in order]
+        order = sorted(self.parked.values(), key=place)
+        joins = [parked.join for parked in order if not self._is_stale(parked.join)]
         chosen = joins[: self._needs.group_size]
         if not shortfall(chosen, self._needs):
             return chosen
@@ -294,18 +296,18 @@ class GroupBuilder:
     @property
     def contributors(self) -> tuple[str, ...]:
         """The parked peers whose contribution counts towards the quorum, in the order in which they came."""
-        return tuple(peer for peer, one in self.parked.items() if self._counts(one.join))
+        return tuple(peer for peer, parked in self.parked.items() if self._counts(parked.join))
 
     @property
     def introduces(self) -> bool:
         """True if the parked peers only attend, and are enough for a group."""
-        attending = [one.join for one in self.parked.values() if one.join.weight > 0]
+        attending = [parked.join for parked in self.parked.values() if parked.join.weight > 0]
         return not self.contributors and not shortfall(attending, self._needs)
 
     @property
     def state(self) -> StateId | None:
         """The state that most of the parked peers claim; see `group_state`."""
-        return group_state(one.join.state for one in self.parked.values() if one.join.state is not None)
+        return group_state(filter(None, (parked.join.state for parked in self.parked.values())))
 
     def _is_stale(self, join: Join) -> bool:
         """True if a contribution is to another state than the group's, in a run in which that counts never."""

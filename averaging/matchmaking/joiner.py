@@ -67,11 +67,13 @@ class State(msgspec.Struct, frozen=True):
         coordinator: The peer that has this peer's join, or was asked to take it.
         act_at: When the search goes on if no message comes.
         since: Since when the coordinator has had the join, or since the latest search for another.
+        hops: Number of redirects of the join, as the coordinator was told.
     """
 
     coordinator: str | None = None
     act_at: float = NEVER
     since: float = NEVER
+    hops: int = 0
 
 
 class Idle(State, frozen=True):
@@ -83,23 +85,19 @@ class Looking(State, frozen=True):
 
 
 class Asking(State, frozen=True):
-    """A coordinator was asked and has not answered; the join has been redirected `hops` times, as it was told."""
-
-    hops: int = 0
+    """A coordinator was asked to take the join, and has not answered."""
 
 
 class Parked(State, frozen=True):
     """The coordinator has parked the join.
 
     Attributes:
-        hops: See `Asking`.
         ready: Number of joins that the coordinator has.
         target: Number of joins that it waits for in all.
         short: Whether the joins that it has could not be a group.
         held_since: Since when it could have closed a group, or promised to.
     """
 
-    hops: int = 0
     ready: int = 0
     target: int = 0
     short: bool = True
@@ -160,11 +158,6 @@ class Joiner:
         self._reason = ""
         self.state: State = Idle()
         self.search: Search | None = None
-
-    @property
-    def observes(self) -> bool:
-        """True while this peer seeks a group with weight 0."""
-        return self.search is not None and self.search.stated.join.weight == 0
 
     @property
     def anywhere(self) -> bool:
@@ -229,7 +222,7 @@ class Joiner:
         if isinstance(self.state, Parked) and message.short:
             self.alone(now)
         self._hear(message, now)
-        before, hops = self.state, self._asked_hops
+        before = self.state
         self._reason = f"{peer} coordinates: {message.ready} of {message.target} are in"
         held_since = before.held_since if isinstance(before, Parked) else NEVER
         self._charge(search, peer, max(0.0, now - held_since), now, excused=message.short)
@@ -237,7 +230,7 @@ class Joiner:
             peer,
             now + min(message.wait, self._policy.keepalive) + OVERDUE_SECONDS,
             before.since,
-            hops,
+            before.hops,
             message.ready,
             message.target,
             message.short,
@@ -252,7 +245,7 @@ class Joiner:
         search = self._answered(peer, message.ticket)
         if search is None or search.join is None:
             return
-        hops, short = self._asked_hops, self._is_short(now)
+        hops, short = self.state.hops, self._is_short(now)
         self.state, self._reason = Looking(), f"{peer} refused: {message.detail}"
         goes_on = message.round > self._round.number and self._round.within_reach(message.round, now)
         if goes_on:
@@ -399,7 +392,7 @@ class Joiner:
     def _ahead(self, now: float) -> int:
         """The round beyond this peer's in which the others are; 0 if they are not beyond it."""
         number = self._round.number
-        ahead = max(self._round.believed(now) or 0, number + self._membership.left_behind(number, now))
+        ahead = max(self._round.believed(now) or 0, number + self._membership.is_outpaced(number, now))
         return ahead if ahead > number else 0
 
     def _heed(self, search: Search, ahead: int, now: float) -> float:
@@ -475,10 +468,6 @@ class Joiner:
         search = self.search
         asked = search is not None and search.join is not None and search.join.ticket == ticket
         return search if asked and peer == self.state.coordinator else None
-
-    @property
-    def _asked_hops(self) -> int:
-        return self.state.hops if isinstance(self.state, Asking | Parked) else 0
 
     def _is_short(self, now: float) -> bool:
         """True if no group is possible where the join is."""

@@ -107,12 +107,12 @@ class Matchmaking(Matchmaker):
             case wire.GroupFormed():
                 self._take_manifest(peer, message, now)
             case wire.Invitation():
-                self._context.send(peer, self._context.whereabouts())
+                self.context.send(peer, self.context.whereabouts())
                 self._joiner.invited(peer, message, now)
             case wire.Whereabouts():
                 self._coordinator.remind(peer, message.round)
                 self._membership.hear_place(peer, message.placed)
-                if self._context.next_round.within_reach(message.round, now):
+                if self.context.next_round.within_reach(message.round, now):
                     self._membership.advance(peer, message.round)
 
     def _take_manifest(self, peer: str, message: wire.GroupFormed, now: float) -> None:
@@ -127,17 +127,17 @@ class Matchmaking(Matchmaker):
             self.reason = f"{peer} sent a manifest that is not valid: {error}"
             self._joiner.give_up(peer, now)
             return
-        self._context.learn(message)
+        self.context.learn(message)
         self._coordinator.remember(message, now, now)
         self._begin_round(message)
 
     def _begin_round(self, formed: wire.GroupFormed) -> None:
         manifest = formed.manifest
         self._joiner.end(formed_by=manifest.coordinator)
-        self._context.next_round.advance(manifest)
+        self.context.next_round.advance(manifest)
         self._exchanging = manifest
         self.reason = f"round {manifest.round} with {len(manifest.members)} members: {formed.reason}"
-        self._context.out.append(events.Form(manifest, self.reason, formed.last, formed.waited))
+        self.context.out.append(events.Form(manifest, self.reason, formed.last, formed.waited))
 
     def _settle(self, now: float) -> None:
         self._joiner.settle(now)
@@ -145,7 +145,7 @@ class Matchmaking(Matchmaker):
         own = self._coordinator.settle(now)
         if own is not None:
             self._begin_round(own)
-        elif self._coordinator.has_closed(self._context.round):
+        elif self._coordinator.has_closed(self.context.round):
             self._joiner.settle(now)  # The group is full without this peer's own join.
         self._coordinator.note_own(self._joiner.state.coordinator, not self._joiner.anywhere)
         self._coordinator.end_rounds_gone(now)
@@ -157,8 +157,8 @@ class Matchmaking(Matchmaker):
 
     def _announce(self, now: float) -> float:
         """Announce a change of state, but not too often; returns when to try again."""
-        stands = self.ready, self._context.round
+        stands = self.ready, self.context.round
         if stands != self._announced and now >= self._announced_at + ANNOUNCE_PERIOD:
             self._announced, self._announced_at = stands, now
-            self._context.out.append(events.Announce(*stands))
+            self.context.out.append(events.Announce(*stands))
         return float("inf") if stands == self._announced else self._announced_at + ANNOUNCE_PERIOD

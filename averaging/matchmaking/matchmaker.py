@@ -17,12 +17,13 @@ class Matchmaker(ABC):
     """Forms this peer's groups; takes events and returns actions. Times are seconds of one monotonic clock.
 
     Attributes:
+        context: The peer in its run.
         deadline: When `Woke` is due; at once after construction.
         reason: Reason for this peer's state, one line.
     """
 
     def __init__(self, context: Context) -> None:
-        self._context = context
+        self.context = context
         self._membership = context.membership
         self._exchanging: Manifest | None = None
         self.deadline = float("-inf")
@@ -51,7 +52,7 @@ class Matchmaker(ABC):
     @property
     def round(self) -> int:
         """Number of this peer's next round."""
-        return self._context.round
+        return self.context.round
 
     def handle(self, event: events.Event, now: float) -> list[events.Action]:
         """Take in an event; return the actions, in order.
@@ -59,7 +60,7 @@ class Matchmaker(ABC):
         Raises:
             ValueError: The caller's mistake: `BecameReady` with a weight that is not valid.
         """
-        context = self._context
+        context = self.context
         match event:
             case events.CandidatesSeen(candidates):
                 self._membership.see(candidates, now)
@@ -74,7 +75,7 @@ class Matchmaker(ABC):
                 self._membership.lose(peer, now)
                 self._membership.note_gone(peer)
             case events.MeanHeld(outcome):
-                self._context.note_mean(outcome, now)
+                self.context.note_mean(outcome, now)
         self._take(event, now)
         self._settle(now)
         actions, context.out = context.out, []

@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 import statistics
 from collections.abc import Iterable, Set
+from typing import NamedTuple
 
 import msgspec
 
@@ -94,6 +95,14 @@ class _Other(msgspec.Struct):
         return self.met and self.losses == 0
 
 
+class _Made(NamedTuple):
+    """The peers that made the state of an epoch, and those that have left a place empty."""
+
+    epoch: int = 0
+    peers: frozenset[str] = frozenset()
+    vacated: frozenset[str] = frozenset()
+
+
 class _Shun(msgspec.Struct):
     until: float
     may_call: bool
@@ -110,17 +119,15 @@ class Membership:
     def __init__(self, peer: str, spec: str, group_size: int, places: bool = False) -> None:
         self.peer = peer
         self.dialable = True
-        self._tags: frozenset[str] = frozenset()
         self.observes = False
-        self._client_mode = False
+        self._own: Candidate | None = None
         self.own_misses = 0
         self.seen_at = float("-inf")
         self.changed_at = float("-inf")
         self._spec = spec
         self._group_size = group_size
         self.places = places
-        self._made: tuple[int, frozenset[str]] = (0, frozenset())
-        self._vacated: frozenset[str] = frozenset()
+        self._made = _Made()
         self._others: dict[str, _Other] = {}
         self._early: LruDict[str, float] = LruDict(MAX_PEERS)
         self._shunned: LruDict[str, _Shun] = LruDict(MAX_SHUNNED)
@@ -129,17 +136,18 @@ class Membership:
     def see(self, candidates: Iterable[Candidate], now: float) -> None:
         """Take over a view of the directory; knowledge that came from the peers themselves stays."""
         candidates, met = list(candidates), self.met
-        self._client_mode = any(one.peer == self.peer and not one.dialable for one in candidates)
-        self._tags = frozenset(tag for one in candidates if one.peer == self.peer for tag in one.tags)
-        others = [one for one in candidates if one.peer != self.peer and one.spec == self._spec]
+        self._own = next((record for record in candidates if record.peer == self.peer), None)
+        others = [record for record in candidates if record.peer != self.peer and record.spec == self._spec]
         known, self._others = self._others, {}
-        for one in others[:MAX_PEERS]:
-            heard_at = self._early.pop(one.peer, float("-inf"))
-            other = known.get(one.peer) or _Other(one.ready, one.round, one.dialable, heard_at=heard_at)
-            self._others[one.peer] = other
-            other.ready, other.dialable = one.ready, one.dialable
-            other.tags, other.observes = one.tags, one.observes
-            self.advance(one.peer, one.round)
+        for record in others[:MAX_PEERS]:
+            heard_at = self._early.pop(record.peer, float("-inf"))
+            other = known.get(record.peer) or _Other(
+                record.ready, record.round, record.dialable, heard_at=heard_at
+            )
+            self._others[record.peer] = other
+            other.ready, other.dialable = record.ready, record.dialable
+            other.tags, other.observes = record.tags, record.observes
+            self.advance(record.peer, record.round)
         self.seen_at = now
         if set(met) != set(self.met):
             self._change(now)
@@ -147,8 +155,8 @@ class Membership:
     @property
     def count(self) -> int:
         """The number of other peers that answer; if any does, records count for peers that this one cannot reach."""
-        answering = sum(one.answers for one in self._others.values())
-        return answering and answering + sum(self._out_of_reach(one) for one in self._others.values())
+        answering = sum(other.answers for other in self._others.values())
+        return answering and answering + sum(self._out_of_reach(other) for other in self._others.values())
 
     @property
     def why_nobody(self) -> str:
@@ -174,7 +182,9 @@ class Membership:
         silent = (
             (peer, other) for peer, other in self._others.items() if other.dialable and not other.answers
         )
-        unknown = (peer for peer, one in silent if one.suspect_until <= now and one.asked_at == float("inf"))
+        unknown = (
+            peer for peer, other in silent if other.suspect_until <= now and other.asked_at == float("inf")
+        )
         # Each peer asks in its own order and is asked by others, so all have met after half the questions.
         return heapq.nsmallest(MAX_ASKED, unknown, key=lambda peer: rank(self.peer, peer))
 
@@ -228,7 +238,7 @@ class Membership:
     @property
     def silent_at(self) -> float:
         """When a peer that was asked will have been silent for too long; infinity if none was."""
-        return min((one.asked_at for one in self._others.values()), default=float("inf")) + SILENT_SECONDS
+        return min((other.asked_at for other in self._others.values()), default=float("inf")) + SILENT_SECONDS
 
     def shun(self, peer: str, now: float, *, excused: bool = False) -> None:
         """Ask others before this peer for a while, alive or not; `excused` if it may call once in that time."""
@@ -280,9 +290,10 @@ class Membership:
 
         A mean from others may be older than what this peer knows from its `own` rounds.
         """
-        if own or epoch >= self._made[0]:
-            before, self._made = self._made[1], (epoch, frozenset(holders))
-            self._vacated = ((self._vacated | before) - self._made[1]) & {self.peer, *self._others}
+        if own or epoch >= self._made.epoch:
+            made, before = frozenset(holders), self._made
+            vacated = (before.vacated | before.peers) - made
+            self._made = _Made(epoch, made, vacated & {self.peer, *self._others})
             self._free_places()
 
     def hear_place(self, peer: str, placed: bool) -> None:
@@ -294,7 +305,7 @@ class Membership:
     @property
     def holders(self) -> frozenset[str]:
         """PeerIDs of the live peers that made the last known state together; empty if no round has changed a state."""
-        return self._there(self._made[1]) or self._there(
+        return self._there(self._made.peers) or self._there(
             peer for peer, other in self._others.items() if other.placed
         )
 
@@ -302,7 +313,7 @@ class Membership:
     def makers(self) -> frozenset[str]:
         """All of them but those that cannot be reached: a silent one may be in a group of others."""
         gone = {peer for peer, other in self._others.items() if other.gone}
-        return self._made[1] & {self.peer, *self._others} - gone
+        return self._made.peers & {self.peer, *self._others} - gone
 
     def note_gone(self, peer: str) -> None:
         """Note that no channel to a peer can be opened."""
@@ -312,7 +323,7 @@ class Membership:
     @property
     def placed(self) -> bool:
         """True if this peer is one of them."""
-        return self.peer in self._made[1]
+        return self.peer in self._made.peers
 
     @property
     def crowded(self) -> bool:
@@ -378,9 +389,10 @@ class Membership:
         A lost peer is left out until it has answered again: otherwise it would come and go with every try.
         """
         wanted = frozenset(tags)
-        there = ((peer, one) for peer, one in self._others.items() if self._takes_part(peer))
-        live = [peer for peer, one in there if wanted.issubset(one.tags) and not one.observes]
-        return tuple(sorted([*live, self.peer] if wanted <= self._tags and not self.observes else live))
+        there = ((peer, other) for peer, other in self._others.items() if self._takes_part(peer))
+        live = [peer for peer, other in there if wanted.issubset(other.tags) and not other.observes]
+        own = frozenset(() if self._own is None else self._own.tags)
+        return tuple(sorted([*live, self.peer] if wanted <= own and not self.observes else live))
 
     def plan(self, round: int) -> Groups:
         """All groups of the round, of the peers that were met. Peers further than `LEAP` from it cannot come.
@@ -397,8 +409,8 @@ class Membership:
             company = any(self._others[peer].mate for peer in alike)
             row = [self.peer, *(alike if company else near)]
             if self.places and len(row) > self._group_size:
-                key, live = str(self._made[0] // TURN_EPOCHS), self._there(row)
-                self._plans[round] = [seats(live, self.holders, key, self._group_size, self._vacated)]
+                key, last = str(self._made.epoch // TURN_EPOCHS), self._made.vacated
+                self._plans[round] = [seats(self._there(row), self.holders, key, self._group_size, last)]
             else:
                 self._plans[round] = plan(row, round, self._group_size)
         return self._plans[round]
@@ -426,11 +438,11 @@ class Membership:
             peer can be dialled.
         """
         group = self.group(peer, round)
-        everyone = tuple(one for each in self.plan(round) for one in each)
+        everyone = tuple(member for each in self.plan(round) for member in each)
         # All that hold a state know alike who made it, whatever they know of peers that come and go.
         if self.crowded and (held := self._first(round, tuple(sorted(self.holders)), now)):
             return held
-        alone = not any(self.alive(one, now) for one in group if one != peer)
+        alone = not any(self.alive(member, now) for member in group if member != peer)
         if not anywhere and not alone and (coordinator := self._first(round, group, now)):
             return coordinator
         # A peer without a live mate that can be dialled becomes a guest of another group, which may have room.
@@ -443,8 +455,8 @@ class Membership:
 
     def mate_ready(self, round: int, now: float, but: str | None = None) -> bool:
         """True if another live member of this peer's planned group says that it is ready; `but` is left out."""
-        mates = (one for one in self.group(self.peer, round) if one not in (self.peer, but))
-        return any(self.alive(one, now) and self._others[one].ready for one in mates)
+        mates = (mate for mate in self.group(self.peer, round) if mate not in (self.peer, but))
+        return any(self.alive(mate, now) and self._others[mate].ready for mate in mates)
 
     def believed_round(self, now: float) -> int | None:
         """The median of the rounds that answering peers say they are in; None if no peer answers.
@@ -453,7 +465,7 @@ class Membership:
         in this peer's round. A newcomer takes the upper median, because a peer that has just restarted, as the newcomer
         has, says 0.
         """
-        mates = [one.round for one in self._others.values() if one.mate]
+        mates = [other.round for other in self._others.values() if other.mate]
         if mates:  # Even silent ones: a short silence of the mates is no reason to believe strangers.
             return statistics.median_low(mates)
         there = [self._others[peer].round for peer in self.others(now) if self._others[peer].answers]
@@ -462,11 +474,11 @@ class Membership:
     @property
     def has_mates(self) -> bool:
         """True if the directory still knows a peer that this peer has shared a round with, in one state."""
-        return any(one.mate for one in self._others.values())
+        return any(other.mate for other in self._others.values())
 
     def mates_near(self, round: int) -> list[int]:
         """The rounds, at most `LEAP` from this one, of the answering peers that this peer has shared a round with."""
-        mates = (one.round for one in self._others.values() if one.mate and one.answers)
+        mates = (other.round for other in self._others.values() if other.mate and other.answers)
         return [mate for mate in mates if abs(mate - round) <= LEAP]
 
     def highest_round(self, limit: int, now: float) -> int | None:
@@ -485,17 +497,21 @@ class Membership:
         planned = self.group(self.peer, round)
         return sorted([round, *beyond.values()])[-2] if any(peer in beyond for peer in planned) else round
 
-    def left_behind(self, round: int, now: float) -> bool:
+    def is_outpaced(self, round: int, now: float) -> bool:
         """True if all other live members of this peer's planned group have gone beyond the round."""
-        group = [one for one in self.group(self.peer, round) if one != self.peer and self.alive(one, now)]
-        return bool(group) and all(self._others[one].round > round for one in group)
+        group = [
+            member
+            for member in self.group(self.peer, round)
+            if member != self.peer and self.alive(member, now)
+        ]
+        return bool(group) and all(self._others[member].round > round for member in group)
 
     def _is_met(self, other: _Other) -> bool:
         return other.met or self._out_of_reach(other)
 
     def _out_of_reach(self, other: _Other) -> bool:
         """True if neither peer can dial the other, so that neither can ask: then the record has to do."""
-        return self._client_mode and not other.dialable and not other.met
+        return self._own is not None and not (self._own.dialable or other.dialable or other.met)
 
     def _able(self, peer: str, now: float) -> bool:
         if peer == self.peer:
@@ -504,11 +520,11 @@ class Membership:
 
     def _first(self, round: int, pool: tuple[str, ...], now: float, barred: str | None = None) -> str | None:
         shunned = None
-        for one in ranked(str(round), pool):
-            if one != barred and self._able(one, now):
-                if not self.shuns(one, now):
-                    return one
-                shunned = shunned or one
+        for peer in ranked(str(round), pool):
+            if peer != barred and self._able(peer, now):
+                if not self.shuns(peer, now):
+                    return peer
+                shunned = shunned or peer
         return shunned
 
     def _may_come(self, peer: str, round: int) -> bool:

@@ -86,14 +86,18 @@ class NextRound:
                 because its group has formed.
         """
         membership, believed = self._membership, self.believed(now)
-        if alone and believed is not None and believed < self.floor and not membership.has_mates:
-            # Its mates are gone, and the others may never reach its number: it begins as a newcomer.
-            self.number, self.floor = believed, 0
+        if alone and believed is not None and not membership.has_mates:
+            self._start_over(believed)
         # A peer with a mate in reach asks for its next round first: a refusal tells it the true number.
         asks = not alone and any(mate <= self.number for mate in membership.mates_near(self.number))
         if believed is not None and believed >= self.number + 2 and not asks:
             self.number = believed
-        elif membership.left_behind(self.number, now) and (alone or not parked):
+        elif membership.is_outpaced(self.number, now) and (alone or not parked):
             self.number += 1
         elif alone:
             self.follow_highest(now)
+
+    def _start_over(self, believed: int) -> None:
+        """Begin as a newcomer if the mates are gone, and the others may never reach this peer's number."""
+        if believed < self.floor:
+            self.number, self.floor = believed, 0

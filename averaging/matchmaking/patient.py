@@ -83,7 +83,7 @@ class PatientJoiner(Joiner):
             return ""
         missing = [peer for peer in standing.drawn if peer not in standing.contributed]
         lacks = f"; drawn, and not in: {named(missing)}" if missing else ""
-        if self.observes:
+        if self.search is not None and not self.search.stated.join.weight:
             lacks += "; this peer observes, with weight 0"
         needed = f"{self._context.needs.quorum} needed{lacks}"
         return f"{count(len(standing.contributed), 'contribution')} in, {needed}"

@@ -82,16 +82,19 @@ class SpecDiff:
 
     def settled(self, now: float) -> bool:
         """True if the directory was read, and all peers that can be asked have answered, or not answered in time."""
-        return self._seen and all(now >= one.answer_by for one in self._strangers.values())
+        return self._seen and all(now >= stranger.answer_by for stranger in self._strangers.values())
 
     @property
     def reason(self) -> str:
-        """The difference of the most common other spec, one line; empty if no other spec is known."""
+        """The difference of the most common other spec, stranger line; empty if no other spec is known."""
         strangers = self._strangers.values()
         if not strangers:
             return ""
-        [(spec, count)] = Counter(one.spec for one in strangers).most_common(1)
-        said = next((one.difference for one in strangers if one.spec == spec and one.difference), "")
+        [(spec, count)] = Counter(stranger.spec for stranger in strangers).most_common(1)
+        said = next(
+            (stranger.difference for stranger in strangers if stranger.spec == spec and stranger.difference),
+            "",
+        )
         have = "peer of this name has" if count == 1 else "peers of this name have"
         return f"{count} {have} another spec: {said or 'how it differs has not been said'}"
 
@@ -109,10 +112,12 @@ class SpecDiff:
         A peer can only claim how long it has been there. The claim of a single peer counts only if this peer's first
         look showed it, before any peer knew of this one: no peer can become the first one later.
         """
-        live = [one for one in self._strangers.values() if one.there_since is not None]
-        for spec, count in Counter(one.spec for one in live).most_common():
-            same = [one for one in live if one.spec == spec]
-            earlier = any(one.came_first and (one.there_since or 0.0) < self._began for one in same)
+        live = [stranger for stranger in self._strangers.values() if stranger.there_since is not None]
+        for spec, count in Counter(stranger.spec for stranger in live).most_common():
+            same = [stranger for stranger in live if stranger.spec == spec]
+            earlier = any(
+                stranger.came_first and (stranger.there_since or 0.0) < self._began for stranger in same
+            )
             if count > 1 + self._alike or (count == 1 and not self._alike and earlier):
                 who = "a peer that is there has" if count == 1 else f"{count} peers that are there have"
                 return f"{who} another spec: {same[0].difference}"
@@ -129,13 +134,13 @@ class SpecDiff:
             case MessageReceived(peer, wire.SpecAnswer() as answer) if peer in self._strangers:
                 self._learn(self._strangers[peer], answer, now)
             case PeerLost(peer) if peer in self._strangers:
-                one = self._strangers[peer]
-                one.answer_by = min(one.answer_by, now)
+                stranger = self._strangers[peer]
+                stranger.answer_by = min(stranger.answer_by, now)
         return out + self._ask(now)
 
     def _see(self, candidates: Sequence[Candidate]) -> None:
-        others = [one for one in candidates if one.peer != self._peer]
-        strangers = {one.peer: one for one in others if one.spec != self._spec.hash}
+        others = [record for record in candidates if record.peer != self._peer]
+        strangers = {record.peer: record for record in others if record.spec != self._spec.hash}
         self._alike = len(others) - len(strangers)
         known, self._strangers = self._strangers, {}
         # Each peer asks in its own order, so that in a large run not all peers ask the same few.
@@ -165,11 +170,13 @@ class SpecDiff:
     def _ask(self, now: float) -> list[Send]:
         question = wire.SpecQuestion(self._spec.name, self._spec.hash, self._spec.marks)
         out = []
-        for peer, one in self._strangers.items():
-            may_be_asked = one.reachable and one.there_since is None and one.asked < MAX_QUESTIONS
-            if may_be_asked and (not one.asked or now >= one.answer_by + ASK_AGAIN_SECONDS):
-                one.asked += 1
-                one.answer_by = now + ANSWER_SECONDS
+        for peer, stranger in self._strangers.items():
+            may_be_asked = (
+                stranger.reachable and stranger.there_since is None and stranger.asked < MAX_QUESTIONS
+            )
+            if may_be_asked and (not stranger.asked or now >= stranger.answer_by + ASK_AGAIN_SECONDS):
+                stranger.asked += 1
+                stranger.answer_by = now + ANSWER_SECONDS
                 out.append(Send(peer, question))
         return out
 
@@ -189,9 +196,11 @@ def _table(spec: RunSpec, place: int | None) -> dict[str, str]:
     tensors = spec.schema.tensors
     table = {}
     if place is not None and place < len(tensors):
-        one = tensors[place]
-        kind = " buffer" if one.buffer else ""
-        table[f"tensor {place}"] = f"{one.name!a} {one.dtype} {list(one.shape)}{kind}"[:MAX_TERM_VALUE_CHARS]
+        tensor = tensors[place]
+        kind = " buffer" if tensor.buffer else ""
+        table[f"tensor {place}"] = f"{tensor.name!a} {tensor.dtype} {list(tensor.shape)}{kind}"[
+            :MAX_TERM_VALUE_CHARS
+        ]
     table["model"] = f"{spec.schema.size} values in {len(tensors)} tensor{'' if len(tensors) == 1 else 's'}"
     table.update(spec.terms)
     options = msgspec.structs.asdict(spec.options)
@@ -232,7 +241,7 @@ def _differs(name: str, ours: Mapping[str, str], theirs: Mapping[str, str], whol
 
 def _settings(text: str) -> dict[str, str]:
     """The values by name of a text as `lr=0.1, betas=(0.9, 0.999)`."""
-    return dict(one.partition("=")[::2] for one in re.split(r", (?=\w+=)", text))
+    return dict(setting.partition("=")[::2] for setting in re.split(r", (?=\w+=)", text))
 
 
 def _elsewhere(spec: RunSpec, here: Mapping[str, str], there: Mapping[str, str]) -> str:
@@ -241,7 +250,7 @@ def _elsewhere(spec: RunSpec, here: Mapping[str, str], there: Mapping[str, str])
     if len(ours) != len(theirs) or ours == theirs:
         return ""
     at = next(at for at, (own, other) in enumerate(zip(ours, theirs, strict=True)) if own != other)
-    names = [one.name for one in spec.schema.tensors if not one.buffer]
+    names = [tensor.name for tensor in spec.schema.tensors if not tensor.buffer]
     several = math.ceil(len(names) / len(ours))
     if at * several >= len(names):
         return ""

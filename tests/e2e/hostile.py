@@ -46,7 +46,7 @@ def main() -> None:
     def handling(machine: Matchmaking, event: Any, now: float) -> list[Any]:
         actions = handle(machine, event, now)
         if isinstance(event, Woke) and (home / "flood").exists():
-            context = machine._context
+            context = machine.context
             joins = [
                 Join(peer, context.spec, context.round, 1.0, 0.0, True, bytes(16), b"", None, bytes(64))
                 for peer in context.membership.others(now)

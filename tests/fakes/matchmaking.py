@@ -46,7 +46,7 @@ def machine(name: str, *others: str, group_size: int = 4, round: int = 0) -> Mat
 def meet(one: Matchmaking, *others: str, now: float = 0.0) -> None:
     """Have these others answer: what they tell is believed from then."""
     for other in others:
-        one._context.membership.hear(other, now)
+        one.context.membership.hear(other, now)
 
 
 def ready(weight: float = 1.0, patience: float = MAX_PATIENCE, **fields: Any) -> events.BecameReady:

@@ -352,7 +352,7 @@ class FederatedWorld(World):
             ]
             if barred:
                 raise Violation(f"the draw of {one.name} has {barred}, who only observe, or lack tags")
-            for gathering in one.machine._coordinator._gatherings.values():
+            for gathering in one.machine._coordinator._builders.values():
                 arrived = sorted(gathering.parked[peer].arrived for peer in gathering.contributors)
                 if one.stopped or len(arrived) < quorum:
                     continue
@@ -372,7 +372,7 @@ class FederatedWorld(World):
 
     def _is_current(self, one: Trainer, round: int) -> bool:
         assert isinstance(one.machine, Matchmaking)
-        believed = one.machine._membership.believed_round(self.now)
+        believed = one.machine.context.membership.believed_round(self.now)
         return believed is None or believed <= round
 
 

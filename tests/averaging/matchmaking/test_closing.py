@@ -53,7 +53,7 @@ def roles(count: int, **options: Any) -> tuple[Matchmaking, list[str], list[str]
 
 def joins(one: Matchmaking, name: str, now: float, weight: float = 1.0) -> list[events.Action]:
     """A peer's join comes, or the machine's own peer becomes ready."""
-    if name == one._context.peer:
+    if name == one.context.peer:
         return one.handle(ready(weight, state=STATE), now)
     return one.handle(asks(name, weight=weight, state=STATE), now)
 
@@ -134,7 +134,7 @@ def test_a_coordinator_that_has_seen_enough_peers_waits_for_none_that_has_died_s
 def test_half_spent_patience_closes_no_federated_round() -> None:
     one, drawn, _ = roles(4, quorum=2, grace=50.0)
     for name in drawn[:2]:
-        own = name == one._context.peer
+        own = name == one.context.peer
         request = wire.JoinRequest(RUN, join(name, state=STATE), patience=10.0)
         event = ready(state=STATE, patience=10.0) if own else events.MessageReceived(name, request)
         one.handle(event, 1.0)
@@ -153,12 +153,12 @@ def test_attendance_is_no_contribution_and_declines(weight: float) -> None:
 def test_a_drawn_peer_that_dies_is_replaced_by_the_next_which_has_time_to_leave_and_train() -> None:
     one, drawn, others = roles(6, fraction=0.5, quorum=2, grace=100.0)
     order = draw(NAMES[:6], STATE.lineage, fraction=1.0, minimum=0)
-    dead, next_ = next(name for name in drawn if name != one._context.peer), order[3]
+    dead, next_ = next(name for name in drawn if name != one.context.peer), order[3]
     rest = [name for name in drawn if name != dead]
     for name in [*others, *rest]:
         joins(one, name, 1.0, 0.0 if name in others else 1.0)
     actions = one.handle(events.PeerLost(dead), 5.0) + alive(one, NAMES, 5.0 + PATIENT_KEEPALIVE, 5.0)
-    if next_ == one._context.peer:
+    if next_ == one.context.peer:
         assert next_ in one.draw(STATE, 6.0).peers
     else:
         told = [message.standing for peer, message in sent(actions, wire.JoinAccepted) if peer == next_]
@@ -190,7 +190,7 @@ def test_a_round_still_waits_for_a_peer_that_a_newcomer_has_displaced() -> None:
 
 def test_a_replacement_that_stays_declines() -> None:
     one, drawn, others = roles(6, fraction=0.5, quorum=2, grace=100.0)
-    dead = next(name for name in drawn if name != one._context.peer)
+    dead = next(name for name in drawn if name != one.context.peer)
     for name in [*others, *(name for name in drawn if name != dead)]:
         joins(one, name, 1.0, 0.0 if name in others else 1.0)
     one.handle(events.PeerLost(dead), 5.0)
@@ -200,7 +200,7 @@ def test_a_replacement_that_stays_declines() -> None:
 
 def test_a_stopped_peer_that_trains_is_noticed_and_costs_no_more_than_the_grace() -> None:
     one, drawn, _ = roles(4, quorum=3, grace=100.0)
-    *rest, _ = sorted(drawn, key=lambda name: name != one._context.peer)
+    *rest, _ = sorted(drawn, key=lambda name: name != one.context.peer)
     for name in rest:
         joins(one, name, 1.0)
     assert not groups(alive(one, rest, 1.0 + INVITE_SECONDS, 1.0))
@@ -214,14 +214,14 @@ def test_missing_peers_are_asked_every_few_seconds_and_parked_ones_told_once_a_s
     for name in parked:
         joins(one, name, 1.0)
     actions = alive(one, drawn, 101.0, 1.0)
-    others = [name for name in parked if name != one._context.peer]
+    others = [name for name in parked if name != one.context.peer]
     kept = sent(actions, wire.JoinAccepted)
     assert len(kept) <= len(others) * (100 / PATIENT_KEEPALIVE + 1)
     assert sum(message.standing is not None for _, message in kept) <= len(others), (
         "names only if they change"
     )
     invited = [peer for peer, _ in sent(actions, wire.Invitation)]
-    expected = [name for name in missing if name != one._context.peer]
+    expected = [name for name in missing if name != one.context.peer]
     assert set(invited) == set(expected)
     assert len(invited) <= len(expected) * (100 / INVITE_AGAIN_SECONDS + 1)
 
@@ -235,14 +235,14 @@ def test_two_newcomers_are_introduced_without_any_contribution() -> None:
 
 def test_late_peers_form_no_round_of_a_state_that_the_others_have_left() -> None:
     one, drawn, _ = roles(4, quorum=2, grace=1.0)
-    one._context.next_round.floor = 0
-    one._context.membership.shared(NAMES)
-    one._context.next_round.floor = 1
-    one._context.next_round.number = 1
+    one.context.next_round.floor = 0
+    one.context.membership.shared(NAMES)
+    one.context.next_round.floor = 1
+    one.context.next_round.number = 1
     for name in drawn:
-        if name != one._context.peer:
-            one._context.membership.advance(name, 2)
-    late = [name for name in drawn if name != one._context.peer][:2]
+        if name != one.context.peer:
+            one.context.membership.advance(name, 2)
+    late = [name for name in drawn if name != one.context.peer][:2]
     actions: list[events.Action] = []
     for name in late:
         actions += one.handle(asks(name, 1, weight=1.0, state=STATE), 1.0)
@@ -251,7 +251,7 @@ def test_late_peers_form_no_round_of_a_state_that_the_others_have_left() -> None
 
 def test_a_contribution_to_another_state_than_the_groups_counts_never() -> None:
     one, drawn, _ = roles(5, quorum=2, grace=5.0)
-    stale = next(name for name in drawn if name != one._context.peer)
+    stale = next(name for name in drawn if name != one.context.peer)
     one.handle(asks(stale, weight=1.0, state=StateId(2, "a" * 64)), 1.0)
     good = [name for name in drawn if name != stale][:2]
     for name in good:
@@ -262,11 +262,11 @@ def test_a_contribution_to_another_state_than_the_groups_counts_never() -> None:
 def after_a_round(ok: bool) -> tuple[Matchmaking, list[str], list[str]]:
     """A coordinator that was in round 0 of `STATE`, with one of its peers; and those that were not, two of them in."""
     one, drawn, _ = roles(5, quorum=2, grace=0.0)
-    member, *late = [name for name in drawn if name != one._context.peer]
-    joins(one, one._context.peer, 1.0)
-    assert groups(joins(one, member, 1.0)) == [{one._context.peer, member}]
+    member, *late = [name for name in drawn if name != one.context.peer]
+    joins(one, one.context.peer, 1.0)
+    assert groups(joins(one, member, 1.0)) == [{one.context.peer, member}]
     one.handle(events.RoundEnded(0, ok=ok), 2.0)
-    return one, [one._context.peer, member], late
+    return one, [one.context.peer, member], late
 
 
 def again(one: Matchmaking, names: list[str], now: float) -> list[events.Action]:
@@ -306,7 +306,7 @@ def test_only_peers_with_all_tags_are_drawn() -> None:
 
 def test_a_peer_that_observes_does_not_draw_itself_before_its_record_is_there() -> None:
     one = machine("alice", 0, Federated())
-    one._membership.observes = True
+    one.context.membership.observes = True
     one.handle(events.CandidatesSeen([Record("bob")]), 0.0)
     meet(one, "bob")
     assert one.draw(STATE, 0.0).live == ("bob",)
@@ -316,7 +316,7 @@ def test_a_peer_that_observes_is_never_drawn_and_no_round_waits_for_it() -> None
     coordinator, *others = in_order(0, NAMES[:4])
     for evaluates in (coordinator, others[0]):
         one = machine(coordinator, 4, Federated(grace=1000.0))
-        one._membership.observes = evaluates == coordinator
+        one.context.membership.observes = evaluates == coordinator
         view = [Record(name, observes=name == evaluates) for name in NAMES[:4]]
         one.handle(events.CandidatesSeen(view), 1.0)
         givers = [name for name in [*others, coordinator] if name != evaluates]
@@ -364,7 +364,7 @@ def test_a_waiting_peer_knows_who_is_drawn_who_is_in_and_until_when() -> None:
 
 def test_a_peer_that_trains_knows_it_too() -> None:
     one, drawn, _ = roles(5, quorum=2, grace=10.0)
-    coordinator = one._context.peer
+    coordinator = one.context.peer
     trains, *others = [name for name in drawn if name != coordinator]
     trainee = machine(trains, 5, Federated(quorum=2, grace=10.0))
     for name in others[:2]:
@@ -413,7 +413,7 @@ def test_a_coordinator_that_is_killed_is_left_at_once() -> None:
 def test_other_peers_lure_nobody_that_waits() -> None:
     one, coordinator, request = parked()
     one.handle(events.MessageReceived(coordinator, told(request, True)), 2.0)
-    for at, name in enumerate(name for name in NAMES[:5] if name not in (coordinator, one._context.peer)):
+    for at, name in enumerate(name for name in NAMES[:5] if name not in (coordinator, one.context.peer)):
         actions = one.handle(events.MessageReceived(name, wire.Invitation(RUN, 0)), 2.1 + at / 10)
         assert not sent(actions, wire.JoinRequest)
 
@@ -428,7 +428,7 @@ def test_the_coordinators_draw_counts_and_peers_that_it_thinks_dead_are_asked() 
     assert one.draw(STATE, 2.0).peers == theirs
     assert one.draw(StateId(4, "c" * 64), 2.0).peers != theirs or own.live
     asked = {peer for peer, message in sent(actions, wire.Whereabouts) if message.asks}
-    assert asked == {order[0]} - {one._context.peer}
+    assert asked == {order[0]} - {one.context.peer}
 
 
 @pytest.mark.parametrize(("seconds", "round"), [(5.0, 0), (29.0, 3)])

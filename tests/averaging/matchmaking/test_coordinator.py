@@ -14,6 +14,7 @@ from equipoise.averaging.matchmaking.membership import DIAL_SECONDS, LEAP, MISSE
 from equipoise.averaging.options import MAX_PARKED_GROUPS
 from equipoise.averaging.timing import INITIAL_WAIT, INVITE_SECONDS, KEEPALIVE, MIN_WAIT, SILENT_SECONDS
 from fakes.matchmaking import (
+    NAMES,
     OTHER_SPEC,
     asks,
     closed_without,
@@ -52,14 +53,14 @@ def test_joins_that_are_wrong_are_refused_with_the_reason(request_: MessageRecei
 
 def counting(one: Matchmaking) -> list[str]:
     """The peers whose signatures the machine verifies from now on."""
-    verify = one._context.verify
+    verify = one.context.verify
     seen_: list[str] = []
 
     def counted(peer: str, data: bytes, signature: bytes) -> bool:
         seen_.append(peer)
         return verify(peer, data, signature)
 
-    one._context.verify = counted
+    one.context.verify = counted
     return seen_
 
 
@@ -186,10 +187,11 @@ def test_parked_joins_are_bounded() -> None:
 
 
 def test_rounds_gathered_at_once_are_bounded() -> None:
-    one = machine("alice", "bob")
-    for round in range(1, 30):
-        one.handle(asks("bob", round=round, hops=wire.MAX_HOPS), 1.0)
-    assert len(one._coordinator._gatherings) <= 4
+    one = machine("alice", *NAMES[1:])
+    refused = []
+    for round, name in enumerate(NAMES[1:], 1):
+        refused += sent(one.handle(asks(name, round=round, hops=wire.MAX_HOPS), 1.0), wire.JoinRefused)
+    assert [peer for peer, _ in refused] == NAMES[4:-1], "the furthest round makes room"
 
 
 def test_who_leaves_or_is_lost_is_not_in_the_group() -> None:
@@ -254,7 +256,7 @@ def test_a_coordinator_closes_no_group_with_an_unknown_peer_before_its_next_look
 
 def test_one_that_is_in_no_directory_does_not_hold_up_round_after_round() -> None:
     one = machine("alice", "bob", "carol")
-    one._context.membership.own_misses = 2
+    one.context.membership.own_misses = 2
     delays = []
     for round in range(4):
         began = now = 10.0 * round + 1.0
@@ -289,8 +291,8 @@ def test_one_that_says_nothing_when_asked_is_not_waited_for() -> None:
     coordinator, second, rest = roles(4)
     one = machine(coordinator, second, *rest)
     for _ in range(8):
-        one._context.straggler_wait.learn(9.0)
-    one._context.membership.hear(rest[1], 0.5)
+        one.context.straggler_wait.learn(9.0)
+    one.context.membership.hear(rest[1], 0.5)
     for name in (coordinator, second, rest[0]):
         one.handle(ready() if name == coordinator else asks(name), 1.0)
     asked = 1.0 + INVITE_SECONDS
@@ -304,7 +306,7 @@ def test_one_not_heard_from_for_long_has_the_time_that_a_dial_takes() -> None:
     coordinator, second, rest = roles(3)
     one = machine(coordinator, second, *rest)
     for _ in range(8):
-        one._context.straggler_wait.learn(9.0)
+        one.context.straggler_wait.learn(9.0)
     began = WARM_SECONDS + 1.0
     one.handle(ready(), began)
     one.handle(asks(second), began)
@@ -315,7 +317,7 @@ def test_one_not_heard_from_for_long_has_the_time_that_a_dial_takes() -> None:
 
 def test_a_record_alone_does_not_make_others_wait_again() -> None:
     one = machine("alice", "bob", "carol", "dave")
-    membership = one._context.membership
+    membership = one.context.membership
     membership.miss(["dave"] * MISSES)
     for moment in range(6):
         one.handle(seen("bob", "carol", "dave", ready=moment % 2 == 1), 1.0 + moment)
@@ -356,7 +358,7 @@ def test_one_that_is_late_and_says_that_it_is_there_is_waited_for() -> None:
     coordinator, second, rest = roles(3)
     one = machine(coordinator, second, *rest)
     for _ in range(8):
-        one._context.straggler_wait.learn(4.0)
+        one.context.straggler_wait.learn(4.0)
     one.handle(ready(), 1.0)
     one.handle(asks(second), 1.0)
     elapse(one, 1.0, 1.0 + INVITE_SECONDS)
@@ -369,7 +371,7 @@ def test_a_convener_that_stood_still_hears_first_what_came_meanwhile() -> None:
     coordinator, second, rest = roles(4)
     one = machine(coordinator, second, *rest)
     for _ in range(8):
-        one._context.straggler_wait.learn(0.01)
+        one.context.straggler_wait.learn(0.01)
     one.handle(ready(), 1.0)
     one.handle(asks(second), 1.0)
     elapse(one, 1.0, 1.1)
@@ -434,7 +436,7 @@ def test_the_wait_shrinks_with_what_is_learnt() -> None:
         coordinator, second, rest = roles(4, round)
         one = machine(coordinator, second, *rest, round=round)
         for _ in range(8):
-            one._context.straggler_wait.learn(0.01)
+            one.context.straggler_wait.learn(0.01)
         one.handle(ready(), 1.0)
         one.handle(asks(second, round), 1.0)
         assert formed(elapse(one, 1.0, 1.0 + MIN_WAIT)) is not None
@@ -452,7 +454,7 @@ def test_the_dead_are_found_out_by_asking_after_them() -> None:
 
 def test_a_peer_that_missed_two_rounds_is_not_waited_for_until_it_shows_itself() -> None:
     one = machine("alice", "bob", "carol", "dave")
-    one._context.membership.own_misses = 2
+    one.context.membership.own_misses = 2
 
     def closes_at_once(round: int, *names: str) -> bool:
         actions: list[Action] = []
@@ -461,7 +463,7 @@ def test_a_peer_that_missed_two_rounds_is_not_waited_for_until_it_shows_itself()
         at_once = bool(sent(actions, wire.GroupFormed))
         for _ in range(40):
             elapse(one, one._now, one._now + INVITE_SECONDS)
-            one._context.membership.hear("dave", one._now)
+            one.context.membership.hear("dave", one._now)
         return at_once
 
     assert [closes_at_once(round, "bob", "carol") for round in range(4)] == [False, False, True, True]

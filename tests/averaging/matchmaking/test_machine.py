@@ -70,7 +70,7 @@ def test_a_convener_that_is_not_ready_closes_the_group_of_the_others() -> None:
     one = machine(coordinator, *others_of(coordinator, 4))
     for name in (second, *rest):
         one.handle(asks(name), 10.0)
-    one._context.membership.hear(coordinator, 10.0)
+    one.context.membership.hear(coordinator, 10.0)
     actions = elapse(one, 10.0, 10.0 + INITIAL_WAIT)
     assert formed(actions) is None
     [(_, message), *_rest] = sent(actions, wire.GroupFormed)
@@ -101,7 +101,7 @@ def test_a_member_of_a_manifest_that_was_lost_before_is_expected_in_the_next_rou
     one.handle(events.PeerLost(third), 1.0)
     manifest = Manifest.of(coordinator, [join(coordinator), join(third), request.join])
     one.handle(events.MessageReceived(coordinator, wire.GroupFormed(RUN, manifest, 0.1)), 1.1)
-    assert third in one._context.membership.expected(1, 1.2)
+    assert third in one.context.membership.expected(1, 1.2)
 
 
 # ---- whom to ask next ----
@@ -411,14 +411,14 @@ def test_a_peer_that_was_asked_and_never_said_anything_is_mute() -> None:
     one = machine("alice")
     one.handle(seen("bob", "carol"), 1.0)
     one.handle(events.MessageReceived("bob", wire.Whereabouts(RUN, 0)), 1.2)
-    assert not one._context.membership.is_mute("carol"), "it may yet answer"
+    assert not one.context.membership.is_mute("carol"), "it may yet answer"
     elapse(one, 1.2, 60.0)
-    assert one._context.membership.is_mute("carol")
+    assert one.context.membership.is_mute("carol")
     one.handle(events.PeerLost("bob"), 60.0)
-    assert not one._context.membership.answers("bob")
-    assert not one._context.membership.is_mute("bob"), "it has answered once, and may be back"
+    assert not one.context.membership.answers("bob")
+    assert not one.context.membership.is_mute("bob"), "it has answered once, and may be back"
     one.handle(events.MessageReceived("carol", wire.Whereabouts(RUN, 0)), 61.0)
-    assert not one._context.membership.is_mute("carol")
+    assert not one.context.membership.is_mute("carol")
 
 
 def test_one_that_is_asked_answers_and_an_answer_is_not_answered() -> None:
@@ -445,7 +445,7 @@ def test_records_of_nobody_are_in_no_group_and_convene_none() -> None:
     one = machine(second)
     one.handle(seen(coordinator, *rest), 1.0)
     one.handle(ready(), 1.1)
-    assert one._context.membership.expected(0, 1.1) == {second}
+    assert one.context.membership.expected(0, 1.1) == {second}
     assert isinstance(one.state, NoPeers)
     assert not sent(elapse(one, 1.1, 5.0), wire.JoinRequest)
     actions = one.handle(events.MessageReceived(coordinator, wire.Whereabouts(RUN, 0)), 5.1)
@@ -479,7 +479,7 @@ FAR = 2**53
 def share_round(one: Matchmaking, *others: str) -> None:
     """Have the machine take part in its next round with these."""
     now = one._now
-    peer = one._context.peer
+    peer = one.context.peer
     asked = [coordinator for coordinator, _ in sent(one.handle(ready(), now), wire.JoinRequest)]
     coordinator, joins = [*asked, peer][0], [join(name, one.round) for name in (peer, *others)]
     manifest = Manifest.of(coordinator, joins)

@@ -11,7 +11,7 @@ READY_AFTER = 20.0
 
 
 def convener_of(world: World) -> str:
-    context = next(iter(world.peers.values())).machine._context
+    context = next(iter(world.peers.values())).machine.context
     coordinator = context.membership.coordinator(context.peer, context.round, world.now)
     assert coordinator is not None
     return coordinator

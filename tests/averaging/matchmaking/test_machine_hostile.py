@@ -129,6 +129,6 @@ def test_manifests_of_others_cost_no_signature() -> None:
     def refuse(peer: str, data: bytes, signature: bytes) -> bool:
         raise AssertionError("a signature is checked")
 
-    one._context.verify = refuse
+    one.context.verify = refuse
     manifest = Manifest.of("bob", [join(name, round=1) for name in NAMES[4:]])
     one.handle(MessageReceived("bob", wire.GroupFormed(RUN, manifest, 0.0)), 1.0)

@@ -79,8 +79,8 @@ def joining(
     """A machine in a run of three that has asked the coordinator; the second in line; its request."""
     coordinator, second, [name] = roles(3, round=7)
     one = machine(name, coordinator, second, round=7)
-    one._context.next_round.floor = 7
-    one._context.membership.shared((coordinator, second))
+    one.context.next_round.floor = 7
+    one.context.membership.shared((coordinator, second))
     [(_, request)] = sent(one.handle(ready(weight, state=state), 1.0), wire.JoinRequest)
     return one, coordinator, second, request
 
@@ -122,7 +122,7 @@ def test_one_that_coordinated_the_round_itself_is_late_for_it() -> None:
     one = machine(coordinator, second, third)
     for name in (second, third):
         one.handle(asks(name, state=BEFORE), 1.0)
-    one._context.membership.hear(coordinator, 1.0)
+    one.context.membership.hear(coordinator, 1.0)
     assert sent(elapse(one, 1.0, 1.0 + INITIAL_WAIT), wire.GroupFormed)
     actions = one.handle(ready(state=BEFORE), 6.0)
     [told] = late(actions)
@@ -187,7 +187,7 @@ def test_a_coordinator_that_missed_a_round_knows_by_two_mates_that_its_own_contr
     coordinator, second, [third] = roles(3)
     others = [second, third]
     one = machine(coordinator, *others)
-    earlier = one._context.join(ready(state=EARLIER).join, 0)
+    earlier = one.context.join(ready(state=EARLIER).join, 0)
     one._coordinator.note_closed(earlier, [coordinator, *others[:mates]], 0.5)
     actions = one.handle(ready(state=BEFORE), 1.0)
     for name in others:
@@ -207,7 +207,7 @@ def test_strangers_of_a_later_state_lead_nobody_beyond_the_state_of_a_round_that
     for name, state in ((stranger, STRANGE), (absent, BEFORE), (second, BEFORE)):
         actions = one.handle(asks(name, 1, hops=wire.MAX_HOPS, state=state), closed_at + 1.0)
         assert not sent(actions, wire.JoinRefused)
-    others = one._context.membership._others
+    others = one.context.membership._others
     assert {name for name, other in others.items() if other.mate} == {second}
 
 
@@ -218,7 +218,7 @@ def test_after_a_failed_round_the_same_contributions_count_in_the_next() -> None
     for name in (absent, second):
         actions = one.handle(asks(name, 1, hops=wire.MAX_HOPS, state=BEFORE), closed_at + 1.0)
         assert not sent(actions, wire.JoinRefused)
-    one._context.membership.miss([coordinator] * 2)
+    one.context.membership.miss([coordinator] * 2)
     [members] = formed_of(elapse(one, closed_at + 1.0, closed_at + 10.0))
     assert set(members) == {absent, second}
 
@@ -230,5 +230,5 @@ def formed_of(actions: list[events.Action]) -> list[tuple[str, ...]]:
 def test_a_join_whose_gathering_has_just_closed_without_it_is_not_left_behind() -> None:
     coordinator, second, [absent] = roles(3)
     one, closed_at = closed_without(absent, coordinator, second)
-    own = one._context.join(ready(state=BEFORE).join, 1)
+    own = one.context.join(ready(state=BEFORE).join, 1)
     assert one._coordinator.left_behind(own, closed_at + 1.0) == 0.0

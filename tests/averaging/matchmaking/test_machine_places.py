@@ -57,7 +57,7 @@ def test_the_makers_of_the_state_keep_their_places_and_coordinate() -> None:
         one.handle(made(*makers), 1.0)
         assert placed(one) == makers
     coordinators = {
-        one._context.membership.coordinator(name, 1, 1.0) for name, one in machines.items() if name != "alice"
+        one.context.membership.coordinator(name, 1, 1.0) for name, one in machines.items() if name != "alice"
     }
     assert len(coordinators) == 1
     assert coordinators <= makers

@@ -124,9 +124,9 @@ def test_a_member_that_is_a_round_behind_is_planned_with_and_a_stranger_is_not()
         ]
         manifest = Manifest.of("bob", joins)
         one._coordinator.remember(wire.GroupFormed(RUN, manifest, 0.0), 0.0, 0.0)
-        one._context.next_round.advance(manifest)
+        one.context.next_round.advance(manifest)
         one.handle(events.RoundEnded(number, ok=True), 0.0)
         if number:
-            assert set(one._context.membership.group("alice", number + 1)) == {"alice", "bob", "carol"}
+            assert set(one.context.membership.group("alice", number + 1)) == {"alice", "bob", "carol"}
     one.handle(ready(weight=0.0), 0.0)
-    assert set(one._context.membership.group("alice", 3)) == {"alice", "bob", "carol", "dave"}
+    assert set(one.context.membership.group("alice", 3)) == {"alice", "bob", "carol", "dave"}

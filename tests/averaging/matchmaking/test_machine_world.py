@@ -61,7 +61,7 @@ def check_safety(world: World, group_size: int) -> None:
 
 def convener_of(world: World, name: str) -> str:
     """Who coordinates the peer's next round as it sees it."""
-    context = world.peers[name].machine._context
+    context = world.peers[name].machine.context
     coordinator = context.membership.coordinator(name, context.round, world.now)
     assert coordinator is not None
     return coordinator
@@ -360,10 +360,10 @@ def test_one_that_stops_while_a_group_is_sought_holds_nobody_for_long(taught: fl
         world = warm(4, 4, seed)
         for peer in world.peers.values():
             for _ in range(8):
-                peer.machine._context.straggler_wait.learn(taught)
+                peer.machine.context.straggler_wait.learn(taught)
         survivors = [name for name in names(4) if name != victim]
         for one, other in itertools.permutations(names(4), 2):
-            world.peers[one].machine._context.membership.hear(other, world.now)
+            world.peers[one].machine.context.membership.hear(other, world.now)
         together(world, names(4), within=0.03)
         world.run(0.005 * seed)
         world.peers[victim].stop()
@@ -380,7 +380,7 @@ def test_a_convener_that_pauses_splits_no_group(pause: float) -> None:
         [coordinator] = {convener_of(world, name) for name in names(4)}
         for peer in world.peers.values():
             for _ in range(8):
-                peer.machine._context.straggler_wait.learn(0.03)
+                peer.machine.context.straggler_wait.learn(0.03)
         together(world, names(4), within=0.03)
         world.run(0.0015 * seed)
         world.peers[coordinator].stop()

@@ -64,7 +64,7 @@ def test_a_join_after_long_waits_of_others_still_gets_in() -> None:
 def test_a_member_that_comes_after_the_close_teaches_how_late_it_was() -> None:
     coordinator, second, rest = roles(3)
     one, _ = closed_without(rest[0], coordinator, second)
-    learnt = one._context.straggler_wait._seen
+    learnt = one.context.straggler_wait._seen
     before = list(learnt)
     for now in (5.0, 6.0):
         one.handle(asks(rest[0]), now)
