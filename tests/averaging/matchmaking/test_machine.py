@@ -164,18 +164,6 @@ def test_a_peer_that_cannot_be_dialled_is_lost_with_its_channel() -> None:
     assert one.state.target == 2, "carol and this peer"
 
 
-def test_a_convener_that_says_nothing_more_is_left_in_time() -> None:
-    """How long a coordinator that stops right after a word can hold a parked member, from a keepalive to the end."""
-    coordinator, second, rest = roles(4)
-    one = machine(rest[0], *others_of(rest[0], 4))
-    [(_, request)] = sent(one.handle(ready(), 1.0), wire.JoinRequest)
-    one.handle(
-        events.MessageReceived(coordinator, wire.JoinAccepted(RUN, request.join.ticket, KEEPALIVE, 1, 4)), 1.1
-    )
-    assert one.deadline <= 1.1 + 2.0, "and half a second for the round"
-    assert sent(one.handle(events.Woke(), 1.1 + 2.0), wire.JoinRequest)[0][0] == second
-
-
 def test_a_redirect_is_followed() -> None:
     coordinator, second, rest = roles(3)
     one = machine(rest[0], coordinator, second)
@@ -254,14 +242,6 @@ def test_one_peer_alone_cannot_make_it_skip_far() -> None:
         events.CandidatesSeen([Record(coordinator, round=10**9), Record(second), Record(rest[1])]), 1.2
     )
     assert one.round == 0
-
-
-def test_who_restarts_finds_the_round_in_the_directory() -> None:
-    one = machine("alice")
-    one.handle(seen("bob", "carol", "dave", round=57), 1.0)
-    meet(one, "bob", "carol", "dave")
-    one.handle(ready(), 1.1)
-    assert one.round == 57
 
 
 @pytest.mark.parametrize(
@@ -478,14 +458,13 @@ FAR = 2**53
 
 def share_round(one: Matchmaking, *others: str) -> None:
     """Have the machine take part in its next round with these."""
-    now = one._now
     peer = one.context.peer
-    asked = [coordinator for coordinator, _ in sent(one.handle(ready(), now), wire.JoinRequest)]
+    asked = [coordinator for coordinator, _ in sent(one.handle(ready(), 0.0), wire.JoinRequest)]
     coordinator, joins = [*asked, peer][0], [join(name, one.round) for name in (peer, *others)]
     manifest = Manifest.of(coordinator, joins)
-    actions = one.handle(events.MessageReceived(coordinator, wire.GroupFormed(RUN, manifest, 0.0)), now)
+    actions = one.handle(events.MessageReceived(coordinator, wire.GroupFormed(RUN, manifest, 0.0)), 0.0)
     assert formed(actions) == manifest
-    one.handle(events.RoundEnded(manifest.round), now)
+    one.handle(events.RoundEnded(manifest.round), 0.0)
 
 
 @pytest.mark.parametrize("liars", [1, 2, 20])

@@ -10,18 +10,11 @@ READY_AFTER = 20.0
 """Seconds; longer than any coordinator may take that could have closed a group."""
 
 
-def convener_of(world: World) -> str:
-    context = next(iter(world.peers.values())).machine.context
-    coordinator = context.membership.coordinator(context.peer, context.round, world.now)
-    assert coordinator is not None
-    return coordinator
-
-
 @pytest.mark.parametrize("seed", range(8))
 def test_a_convener_that_is_ready_late_meets_a_trainer_and_an_observer(seed: int) -> None:
     world = World(["a", "b", "c"], 4, seed=seed)
     world.run(3.0)
-    coordinator = convener_of(world)
+    coordinator = world.coordinator_of("a")
     trainer, observer = (name for name in world.peers if name != coordinator)
     world.ready(trainer)
     world.ready(observer, weight=0.0)
@@ -37,6 +30,6 @@ def test_the_only_one_that_can_be_dialled_may_be_ready_late(seed: int) -> None:
         world.ready(name, after=3.0)
     world.ready("a", after=3.0 + READY_AFTER, weight=0.0)
     world.run(3.0)
-    assert convener_of(world) == "a"
+    assert world.coordinator_of("a") == "a"
     # The two that nobody can dial are a group once it takes part.
     assert world.run(READY_AFTER + 5.0, until=lambda: all(peer.formed for peer in world.peers.values()))

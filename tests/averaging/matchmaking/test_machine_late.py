@@ -9,6 +9,8 @@ import pytest
 from equipoise.averaging.manifest import NONCE_BYTES
 from equipoise.averaging.matchmaking import events
 from equipoise.averaging.matchmaking import messages as wire
+from equipoise.averaging.matchmaking.closing import ClosePolicy
+from equipoise.averaging.matchmaking.coordinator import Coordinator
 from equipoise.averaging.matchmaking.machine import Matchmaking
 from equipoise.averaging.state import StateId
 from equipoise.averaging.timing import BEHIND_SECONDS, INITIAL_WAIT, INVITE_SECONDS, KEEPALIVE
@@ -184,14 +186,16 @@ def test_a_contribution_to_a_state_that_the_others_have_left_behind_is_late_for_
 def test_a_coordinator_that_missed_a_round_knows_by_two_mates_that_its_own_contribution_is_late(
     mates: int,
 ) -> None:
-    coordinator, second, [third] = roles(3)
+    coordinator, second, [third] = roles(3, round=1)
     others = [second, third]
     one = machine(coordinator, *others)
-    earlier = one.context.join(ready(state=EARLIER).join, 0)
-    one._coordinator.note_closed(earlier, [coordinator, *others[:mates]], 0.5)
+    [(asked, request)] = sent(one.handle(ready(state=EARLIER), 0.5), wire.JoinRequest)
+    group = (coordinator, *others[:mates])
+    refusal = wire.JoinRefused(RUN, request.join.ticket, "closed", 1, late=0.1, group=group)
+    assert late(one.handle(events.MessageReceived(asked, refusal), 0.5))
     actions = one.handle(ready(state=BEFORE), 1.0)
     for name in others:
-        actions += one.handle(asks(name, hops=wire.MAX_HOPS, state=AFTER), 1.5)
+        actions += one.handle(asks(name, 1, hops=wire.MAX_HOPS, state=AFTER), 1.5)
     actions += elapse(one, 1.5, 10.0)
     if mates == 2:
         assert [each.seconds > 0 for each in late(actions)] == [True]
@@ -207,8 +211,9 @@ def test_strangers_of_a_later_state_lead_nobody_beyond_the_state_of_a_round_that
     for name, state in ((stranger, STRANGE), (absent, BEFORE), (second, BEFORE)):
         actions = one.handle(asks(name, 1, hops=wire.MAX_HOPS, state=state), closed_at + 1.0)
         assert not sent(actions, wire.JoinRefused)
-    others = one.context.membership._others
-    assert {name for name, other in others.items() if other.mate} == {second}
+    one.context.membership.advance(second, 2)
+    one.context.membership.advance(stranger, 3)
+    assert one.context.membership.mates_near(1) == [2]
 
 
 def test_after_a_failed_round_the_same_contributions_count_in_the_next() -> None:
@@ -231,4 +236,4 @@ def test_a_join_whose_gathering_has_just_closed_without_it_is_not_left_behind() 
     coordinator, second, [absent] = roles(3)
     one, closed_at = closed_without(absent, coordinator, second)
     own = one.context.join(ready(state=BEFORE).join, 1)
-    assert one._coordinator.left_behind(own, closed_at + 1.0) == 0.0
+    assert Coordinator(one.context, ClosePolicy(one.context)).left_behind(own, closed_at + 1.0) == 0.0

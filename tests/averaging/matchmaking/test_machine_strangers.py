@@ -9,7 +9,7 @@ from equipoise.averaging.matchmaking import events
 from equipoise.averaging.matchmaking import messages as wire
 from equipoise.averaging.state import StateId
 from equipoise.averaging.weights import ATTENDANCE_LIMIT
-from fakes.matchmaking import join, machine, ready
+from fakes.matchmaking import formed, join, machine, ready
 from simulator.matchmaking import RECORD_SECONDS, RUN, Record, World
 
 SECONDS = 120.0
@@ -123,8 +123,8 @@ def test_a_member_that_is_a_round_behind_is_planned_with_and_a_stranger_is_not()
             join(name, number, weight=weights.get(name, 1.0), state=state) for name, state in states.items()
         ]
         manifest = Manifest.of("bob", joins)
-        one._coordinator.remember(wire.GroupFormed(RUN, manifest, 0.0), 0.0, 0.0)
-        one.context.next_round.advance(manifest)
+        one.handle(ready(state=states["alice"]), 0.0)
+        assert formed(one.handle(events.MessageReceived("bob", wire.GroupFormed(RUN, manifest, 0.0)), 0.0))
         one.handle(events.RoundEnded(number, ok=True), 0.0)
         if number:
             assert set(one.context.membership.group("alice", number + 1)) == {"alice", "bob", "carol"}

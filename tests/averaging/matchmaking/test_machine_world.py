@@ -59,14 +59,6 @@ def check_safety(world: World, group_size: int) -> None:
         assert rounds == sorted(set(rounds))
 
 
-def convener_of(world: World, name: str) -> str:
-    """Who coordinates the peer's next round as it sees it."""
-    context = world.peers[name].machine.context
-    coordinator = context.membership.coordinator(name, context.round, world.now)
-    assert coordinator is not None
-    return coordinator
-
-
 def everyone_formed(world: World, peers: list[str], since: float) -> bool:
     return all(any(at >= since for at, _ in world.peers[name].formed[-1:]) for name in peers)
 
@@ -327,7 +319,7 @@ def test_whoever_stalls_at_whatever_step_the_others_form_a_group(count: int) -> 
 def test_a_convener_that_stops_while_it_gathers_holds_nobody_for_long() -> None:
     for seed in range(20):
         world = warm(4, 8, seed)
-        [coordinator] = {convener_of(world, name) for name in names(4)}
+        [coordinator] = {world.coordinator_of(name) for name in names(4)}
         late, *parked = [name for name in names(4) if name != coordinator]
         together(world, [coordinator, *parked], within=0.1)
         world.run(0.2 + 0.05 * seed)
@@ -377,7 +369,7 @@ def test_one_that_stops_while_a_group_is_sought_holds_nobody_for_long(taught: fl
 def test_a_convener_that_pauses_splits_no_group(pause: float) -> None:
     for seed in range(20):
         world = warm(4, 4, seed)
-        [coordinator] = {convener_of(world, name) for name in names(4)}
+        [coordinator] = {world.coordinator_of(name) for name in names(4)}
         for peer in world.peers.values():
             for _ in range(8):
                 peer.machine.context.straggler_wait.learn(0.03)
@@ -395,7 +387,7 @@ def test_a_convener_that_pauses_splits_no_group(pause: float) -> None:
 def test_a_convener_that_is_lost_having_told_some_leaves_nobody_out(told: int, dies: bool) -> None:
     for seed in range(10):
         world = warm(4, 4, seed)
-        [coordinator] = {convener_of(world, name) for name in names(4)}
+        [coordinator] = {world.coordinator_of(name) for name in names(4)}
         survivors = [name for name in names(4) if name != coordinator]
         together(world, names(4), within=0.03)
         world.run(1.0, until=lambda w=world, c=coordinator: len(w.peers[c].formed) > 0)
@@ -433,7 +425,7 @@ class Holder:
 
 def test_a_convener_that_never_closes_holds_its_group_once() -> None:
     world = warm(4, 4)
-    [coordinator] = {convener_of(world, name) for name in names(4)}
+    [coordinator] = {world.coordinator_of(name) for name in names(4)}
     others = [name for name in names(4) if name != coordinator]
     world.peers[coordinator].machine = cast(Matchmaking, Holder())
     together(world, others, within=0.03)
@@ -460,17 +452,6 @@ def test_a_channel_that_is_cut_keeps_nobody_out_of_the_next_round(compute: float
             if at > cut and len(one.members) == 4
         ]
         assert whole, seed
-
-
-def test_a_group_in_which_one_was_killed_goes_on_without_it() -> None:
-    world = warm(4, 8, seed=5)
-    for name in names(4):
-        world.each_round(name, lambda: 0.3)
-    world.run(5.0)
-    world.kill("peer01")
-    killed_at = world.now
-    survivors = ["peer00", "peer02", "peer03"]
-    assert world.run(3.0, until=lambda: everyone_formed(world, survivors, killed_at + 0.5))
 
 
 def test_records_of_the_dead_do_not_stop_the_living() -> None:
