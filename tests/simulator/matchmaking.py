@@ -267,10 +267,12 @@ class World(Network[str, Peer]):
         messages = said if repeats else [said[-1]]
         self.send(sender.name, to, lambda: self.peers[to].receive(sender.name, *messages))
 
-    def coordinator_of(self, name: str) -> str | None:
+    def coordinator_of(self, name: str) -> str:
         """The peer that coordinates another's next round, as that one sees it."""
         context = self.peers[name].machine.context
-        return context.membership.coordinator(name, context.round, self.now)
+        coordinator = context.membership.coordinator(name, context.round, self.now)
+        assert coordinator is not None, "no peer can be dialled"
+        return coordinator
 
     def draw(self, bounds: tuple[float, float]) -> float:
         """Seconds between the least and the most."""
