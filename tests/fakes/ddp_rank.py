@@ -20,7 +20,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from equipoise.peer.training.ddp import RankZeroFailed, SharedOptimizer
-from fakes.training import FakeSwarm
+from fakes.world import World
 from oracles.training import batch_of, loss_of, network
 
 RANKS, SAMPLES, STEPS = 2, 4, 4
@@ -36,11 +36,11 @@ def named(model: nn.Module) -> dict[str, torch.Tensor]:
 def share_an_optimizer(rank: int, breaks: bool = False) -> dict[str, torch.Tensor]:
     """Some epochs with the swarm's optimizer on rank 0, whose first step may raise; returns all parameters."""
     model, others = network(), network()
-    fake = FakeSwarm()
-    options: dict[str, Any] = {"target_batch_size": (RANKS + 1) * SAMPLES, "clock": fake.clock}
+    world = World()
+    options: dict[str, Any] = {"target_batch_size": (RANKS + 1) * SAMPLES, "clock": world.clock}
 
     def optimizer(peer: str, what: nn.Module, samples: int) -> Any:
-        run = fake.join(peer, "text", what)
+        run = world.join(peer, "text", what)
         return run.optimizer(torch.optim.AdamW(what.parameters(), lr=1e-2), batch_size=samples, **options)
 
     own = optimizer("machine", model, RANKS * SAMPLES) if rank == 0 else None
@@ -53,7 +53,7 @@ def share_an_optimizer(rank: int, breaks: bool = False) -> dict[str, torch.Tenso
         shared, count = SharedOptimizer(own, ddp), 0
         while shared.epoch < STEPS:
             if rank == 0:
-                fake.compute(0.5)
+                world.compute(0.5)
             shared.zero_grad()
             loss_of(ddp, batch_of(rank, count, SAMPLES)).backward()
             if own is not None and breaks:
@@ -64,25 +64,25 @@ def share_an_optimizer(rank: int, breaks: bool = False) -> dict[str, torch.Tenso
     def other() -> None:
         swarm, count = optimizer("other", others, SAMPLES), 0
         while swarm.epoch < STEPS:
-            fake.compute(0.5)
+            world.compute(0.5)
             others.zero_grad()
             loss_of(others, batch_of(OTHER, count, SAMPLES)).backward()
             swarm.step()
             count += 1
 
-    alongside(rank, fake, work, other)
+    alongside(rank, world, work, other)
     ended = {name: one.detach().clone() for name, one in named(model).items()}
     theirs = {f"other {name}": one.detach().clone() for name, one in named(others).items()}
     return {**ended, **theirs} if rank == 0 else ended
 
 
-def alongside(rank: int, fake: FakeSwarm, work: Callable[[], None], other: Callable[[], None]) -> None:
+def alongside(rank: int, world: World, work: Callable[[], None], other: Callable[[], None]) -> None:
     if rank:
         work()
         return
-    fake.peer("machine", work)
-    fake.peer("other", other)
-    fake.run()
+    world.peer("machine", work)
+    world.peer("other", other)
+    world.run()
 
 
 def daemon_has_gone() -> None:

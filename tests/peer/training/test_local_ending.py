@@ -17,7 +17,6 @@ from equipoise.peer.training.federated import Task
 from equipoise.peer.training.local import LocalTraining
 from equipoise.peer.training.member import Finished
 from fakes.daemon import FakeNetwork
-from fakes.federated import FederatedSwarm
 from fakes.world import World
 
 
@@ -156,7 +155,7 @@ def test_other_tensors_in_the_place_of_the_followed_ones_are_refused(renewed: bo
 
 
 def test_other_tensors_that_fit_puts_into_the_model_are_refused() -> None:
-    swarm, told = FederatedSwarm(), list[str]()
+    swarm, told = World(strategy="federated"), list[str]()
 
     def work(index: int) -> None:
         model = torch.nn.Linear(2, 3)

@@ -12,7 +12,6 @@ from equipoise.peer.embedded import Peer
 from equipoise.peer.training import Federated, LocalSGD
 from equipoise.peer.training.federated import Task
 from fakes.daemon import FakeNetwork
-from fakes.federated import FederatedSwarm
 from fakes.world import World
 
 HALF = [torch.bfloat16, torch.float16]
@@ -75,7 +74,7 @@ def test_streams_of_half_precision_agree_on_what_those_of_fp32_do(
 
 @pytest.mark.parametrize("dtype", HALF)
 def test_small_movements_add_up_over_federated_rounds_and_fedprox_begins_at_zero(dtype: torch.dtype) -> None:
-    swarm, proximal, ends = FederatedSwarm(), list[float](), list[list[float]]()
+    swarm, proximal, ends = World(strategy="federated"), list[float](), list[list[float]]()
 
     def work(index: int) -> None:
         own = ones(dtype)

@@ -26,7 +26,6 @@ from equipoise.peer.training.member import (
     wait_for,
 )
 from fakes.trainers import SAMPLES, Trainer, adamw, assert_alike
-from fakes.training import FakeSwarm
 from fakes.world import World
 from oracles.training import network
 
@@ -519,25 +518,25 @@ def test_a_straggler_that_finds_nobody_left_gets_what_they_have_left_behind(worl
 
 
 def test_a_download_that_brings_the_last_epoch_ends_the_round_that_was_attended_meanwhile(
-    fake: FakeSwarm,
+    world: World,
 ) -> None:
-    fake.recover_seconds = 3.0
-    trainers = [Finisher(fake, index, 6, target_batch_size=3 * SAMPLES) for index in range(4)]
+    world.recover_seconds = 0.5
+    trainers = [Finisher(world, index, 6, target_batch_size=3 * SAMPLES) for index in range(4)]
     late = trainers[3]
     backward = late.backward
 
     def held_up() -> None:
-        if late.opt.epoch == 4 and fake.now < 6.0:
-            fake.compute(6.0 - fake.now)
+        if late.opt.epoch == 4 and world.now < 6.0:
+            world.compute(6.0 - world.now)
         backward()
 
     late.backward = held_up  # type: ignore[method-assign]
     for trainer in trainers:
         trainer.begin()
-    fake.run()
+    world.run()
     assert_alike(trainers)
     assert late.opt.epoch == 6
-    assert fake.now < 30.0, "it waited for a round that nobody else was in"
+    assert world.now < 30.0, "it waited for a round that nobody else was in"
 
 
 def test_nobody_waits_for_those_who_have_left(world: World) -> None:

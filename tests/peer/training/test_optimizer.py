@@ -18,7 +18,6 @@ from equipoise.peer import Refused
 from equipoise.peer.purposes import STEP, agreed_spec, run_specs
 from equipoise.peer.training import DiLoCo, ImageError, SwarmOptimizer
 from fakes.trainers import SAMPLES, Trainer, adamw, assert_alike, trained
-from fakes.training import FakeSwarm
 from fakes.world import World
 from oracles.training import batch_of, difference, loss_of, network, train_whole
 
@@ -131,15 +130,14 @@ def test_the_norm_of_tied_weights_counts_once(world: World) -> None:
     assert float(moved.norm()) == pytest.approx(1.0, rel=1e-5)
 
 
-def test_a_slow_peer_contributes_what_it_has_and_the_quick_make_more(fake: FakeSwarm) -> None:
-    fake.gather_seconds = 5.0
-    quick = [Trainer(fake, index, 6).begin() for index in range(3)]
-    slow = Trainer(fake, 3, 6, seconds=2.6).begin()
-    fake.run()
+def test_a_slow_peer_contributes_what_it_has_and_the_quick_make_more(world: World) -> None:
+    quick = [Trainer(world, index, 6).begin() for index in range(3)]
+    slow = Trainer(world, 3, 6, seconds=2.6).begin()
+    world.run()
     assert_alike([*quick, slow])
     assert slow.calls == 6
-    assert quick[0].last.contributors["peer3"] == SAMPLES
-    assert quick[0].last.contributors["peer0"] == 2 * SAMPLES
+    gave = [(one.contributors["peer3"], one.contributors["peer0"]) for _, _, one in world.outcomes]
+    assert (SAMPLES, 2 * SAMPLES) in gave
 
 
 def test_peers_as_fast_as_each_other_make_the_target_and_no_more(world: World) -> None:
@@ -212,9 +210,21 @@ def test_a_micro_batch_that_is_not_finite_is_dropped(world: World) -> None:
     assert_alike(trainers)
 
 
-def test_a_mean_that_is_not_finite_is_skipped_by_all(fake: FakeSwarm) -> None:
-    fake.spoils = lambda number: number == 3  # The first is the meeting.
-    trainers = trained(fake, epochs=4)
+def test_a_mean_that_is_not_finite_is_skipped_by_all(world: World) -> None:
+    class Spoiled(Trainer):
+        def join(self) -> None:
+            super().join()
+            make = self.opt._make_step
+
+            def spoiled(mean: dict[str, torch.Tensor]) -> None:
+                if self.opt.epoch == 2:
+                    next(iter(mean.values())).view(-1)[0] = torch.inf
+                make(mean)
+
+            self.opt._make_step = spoiled  # type: ignore[method-assign, assignment]
+
+    trainers = [Spoiled(world, index, 4).begin() for index in range(4)]
+    world.run()
     assert [trainer.opt.skipped for trainer in trainers] == [1] * 4
     assert_alike(trainers)
     assert int(trainers[0].opt.state[next(trainers[0].model.parameters())]["step"]) == 3

@@ -14,7 +14,6 @@ from equipoise.peer.training.lineage import beginning
 from equipoise.peer.training.replica import ATTENDANCE, MAX_KNOWN, Known, Phase, Replica
 from fakes import rounds
 from fakes.trainers import SAMPLES, Trainer, assert_alike
-from fakes.training import FakeSwarm
 from fakes.world import World
 from oracles.training import network
 
@@ -135,15 +134,21 @@ def test_those_remembered_are_bounded_and_the_recent_stay() -> None:
     assert "b" in mine._names
 
 
-def test_one_whose_round_failed_among_strangers_gets_the_state_of_those_it_knows(fake: FakeSwarm) -> None:
-    """Its mean is kept as that of the strangers, so it needs a snapshot, and most offer that of the strangers."""
-    fake.group_size = 64
-    fake.fails = lambda number, peer: number == 12 and peer == "peer2"
-    ours = [Trainer(fake, index, 30, target_batch_size=3 * SAMPLES).begin() for index in range(3)]
+def test_a_peer_that_was_cut_off_among_strangers_gets_the_state_of_those_it_knows(world: World) -> None:
+    """It comes back when the means are forgotten, so it needs a snapshot, and most offer that of the strangers."""
+    ours = [Trainer(world, index, 50, target_batch_size=3 * SAMPLES).begin() for index in range(3)]
     for index in range(3, 7):
-        Stranger(fake, index, THEIRS.epoch + 60, target_batch_size=3 * SAMPLES).begin(at=2.0)
-    fake.run()
-    assert any("astray" in reason for _, reason in ours[2].seen), "else it had no need of one"
+        Stranger(world, index, THEIRS.epoch + 60, target_batch_size=3 * SAMPLES).begin(at=2.0)
+
+    def cut() -> None:
+        world.compute(4.0)
+        world.net.cut("peer2")
+        world.compute(7.0)
+        world.net.cuts.clear()
+
+    world.peer("weather", cut)
+    world.run()
+    assert any("caught up with the group" in reason for _, reason in ours[2].seen)
     assert_alike(ours)
 
 
