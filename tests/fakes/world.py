@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from random import Random
-from typing import Any, TypeVar
+from typing import Any
 
 from equipoise.averaging.aio.round_driver import HEADER_PREFIX_BYTES, ROUND_FRAME
 from equipoise.averaging.aio.router import Router
@@ -49,7 +49,8 @@ LIMIT_SECONDS = 3600.0
 LATENCY_SECONDS, LAG_SECONDS = 0.002, 0.02
 """Of frames, and of records, between machines of one town."""
 
-T = TypeVar("T")
+made: list[World] = []
+"""All worlds that were made; a fixture closes them."""
 
 
 class LoopTime(VirtualTime):
@@ -216,6 +217,7 @@ class World:
         self._clients: dict[str, Client] = {}
         self._order = itertools.count()
         self._tasks: set[asyncio.Task[Any]] = set()
+        made.append(self)
 
     @property
     def now(self) -> float:

@@ -8,14 +8,19 @@ import pytest
 import torch
 
 from fakes.training import FakeSwarm
-from fakes.world import World
+from fakes.world import World, made
 
 
 @pytest.fixture(params=["fp32"])
-def world(request: pytest.FixtureRequest) -> Iterator[World]:
-    found = World(request.param)
-    yield found
-    found.close()
+def world(request: pytest.FixtureRequest) -> World:
+    return World(request.param)
+
+
+@pytest.fixture(autouse=True)
+def ended() -> Iterator[None]:
+    yield
+    while made:
+        made.pop().close()
 
 
 @pytest.fixture(params=["fp32"])

@@ -536,6 +536,7 @@ def test_a_download_that_brings_the_last_epoch_ends_the_round_that_was_attended_
     world.run()
     assert_alike(trainers)
     assert late.opt.epoch == 6
+    assert any(outcome.late for _, peer, outcome in world.outcomes if peer == late.name)
     assert world.now < 30.0, "it waited for a round that nobody else was in"
 
 
