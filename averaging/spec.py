@@ -115,7 +115,7 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         encoded = map(msgspec.msgpack.encode, self.schema.tensors[:MAX_MARKS])
         return b"".join(hashlib.sha256(tensor).digest()[:MARK_BYTES] for tensor in encoded)
 
-    @property
+    @cached_property
     def hash(self) -> str:
         """SHA-256 in hex, 64 characters, of the spec and the protocol version."""
         content = msgspec.json.encode((PROTOCOL_VERSION, self))
