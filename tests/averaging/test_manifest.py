@@ -22,7 +22,6 @@ from equipoise.averaging.manifest import (
     Join,
     Manifest,
     ManifestError,
-    shortfall,
 )
 from equipoise.averaging.matchmaking.messages import GroupFormed, JoinRequest, decode, encode
 from equipoise.averaging.metrics import MAX_METRICS, MAX_NAME_CHARS, Report
@@ -247,10 +246,3 @@ def test_a_message_with_a_byte_changed_is_parsed_or_refused(data: st.DataObject)
     assert isinstance(received, GroupFormed)
     if received.manifest != manifest(join("a"), join("b")):
         assert received.manifest.id != manifest(join("a"), join("b")).id
-
-
-def test_what_makes_a_group() -> None:
-    assert shortfall([join("a"), join("b", dialable=False)], Needs(4)) == ""
-    assert shortfall([join("a", weight=0), join("b"), join("c")], Needs(4)) == ""
-    assert "there is 1" in shortfall([join("a"), join("b", weight=0)], Needs(4))
-    assert "dial" in shortfall([join("a", dialable=False), join("b", dialable=False)], Needs(4))

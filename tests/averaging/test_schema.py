@@ -6,34 +6,6 @@ import torch
 from equipoise.averaging.schema import Schema, SchemaError, tensors_by_name
 
 
-def tensors() -> dict[str, torch.Tensor]:
-    return {
-        "weight": torch.arange(6, dtype=torch.float32).reshape(2, 3),
-        "bias": torch.tensor([7.0, 8.0], dtype=torch.float64),
-        "half": torch.tensor(0.5, dtype=torch.bfloat16),
-    }
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"weight": torch.zeros(3, 2)}, r"tensor 'weight': expected shape \[2, 3\], got \[3, 2\]"),
-        ({"bias": torch.zeros(2)}, r"tensor 'bias': expected dtype float64, got float32"),
-        ({"extra": torch.zeros(1)}, r"tensor 'extra' is not part of the run: it has 3 tensors, got 4"),
-    ],
-)
-def test_check_names_the_tensor_that_differs(change: dict[str, torch.Tensor], message: str) -> None:
-    with pytest.raises(SchemaError, match=message):
-        Schema.of(tensors()).check({**tensors(), **change})
-
-
-def test_check_names_a_missing_tensor() -> None:
-    partial = tensors()
-    del partial["bias"]
-    with pytest.raises(SchemaError, match="tensor 'bias' is missing: the run has 3 tensors, got 2"):
-        Schema.of(tensors()).check(partial)
-
-
 @pytest.mark.parametrize(
     ("bad", "message"),
     [

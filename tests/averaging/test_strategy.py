@@ -7,7 +7,6 @@ from random import Random
 from typing import Any
 
 import pytest
-import torch
 
 from equipoise.averaging.gossip.machine import Pairing
 from equipoise.averaging.machines import matchmaker
@@ -15,7 +14,7 @@ from equipoise.averaging.matchmaking.context import Context
 from equipoise.averaging.matchmaking.machine import Matchmaking
 from equipoise.averaging.options import Needs
 from equipoise.averaging.outer import parse_outer
-from equipoise.averaging.rules import Mean, parse_rule
+from equipoise.averaging.rules import parse_rule
 from equipoise.averaging.strategy import Federated, Strategy, parse_strategy
 from simulator.matchmaking import RUN, SPEC, signer, verify
 
@@ -100,13 +99,3 @@ def test_each_strategy_has_the_machine_that_forms_its_groups() -> None:
 
     assert isinstance(made(parse_strategy("allreduce")), Matchmaking)
     assert isinstance(made(parse_strategy("gossip")), Pairing)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_mean_is_weighted_and_keeps_the_precision(dtype: torch.dtype) -> None:
-    rows = torch.tensor([[1.0, -1.0], [4.0, 2.0], [7.0, 1.0]], dtype=dtype)
-    weights = torch.tensor([1.0, 2.0, 0.5], dtype=torch.float64)
-    values, scores = Mean().reduce(rows, weights)
-    assert values.dtype == dtype
-    torch.testing.assert_close(values, (rows * weights[:, None].to(dtype)).sum(0) / 3.5)
-    torch.testing.assert_close(scores, weights / 3.5)

@@ -20,7 +20,6 @@ F32_MAX = torch.finfo(torch.float32).max
 
 every_codec = pytest.mark.parametrize("codec", [parse_codec(spec) for spec in SPECS], ids=SPECS)
 finite = st.floats(width=32, allow_nan=False, allow_infinity=False)
-moderate = st.floats(-1e3, 1e3, width=32)
 
 
 def vectors(elements: st.SearchStrategy[float] = finite) -> st.SearchStrategy[torch.Tensor]:

@@ -117,29 +117,6 @@ def test_which_side_is_older_is_said() -> None:
             wire.decode(wire.encode(wire.Versioned(version=version)), wire.messages)
 
 
-async def test_the_real_cause_outlasts_pauses_of_libp2p(members, until, stranger) -> None:
-    first = await members.start("first")
-    wrong = first.addresses[0].replace(first.peer, stranger.peer)
-    member = await members.start("member", join=[wrong])
-    await until(lambda: member.status().bootstrap[0].attempts >= 4)
-    assert member.status().bootstrap[0].state == "wrong peer"
-    assert f"{first.peer} answers at" in member.status().reason
-
-
-async def test_something_else_at_the_address(members, until, stranger) -> None:
-    async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(b"SSH-2.0-OpenSSH_9.2\r\n")
-        writer.close()
-
-    server = await asyncio.start_server(greet, "127.0.0.1", 0)
-    port = server.sockets[0].getsockname()[1]
-    member = await members.start("member", join=[f"/ip4/127.0.0.1/tcp/{port}/p2p/{stranger.peer}"])
-    await until(lambda: member.status().bootstrap[0].state == "failed")
-    assert "not a libp2p peer" in member.status().reason
-    server.close()
-    await server.wait_closed()
-
-
 async def test_a_greeting_that_is_not_libp2ps_is_told_as_such() -> None:
     async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"SSH-2.0-OpenSSH_9.2p1 Debian-2\r\n")

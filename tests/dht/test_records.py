@@ -299,15 +299,6 @@ def test_a_foreign_subkey_is_refused(identity: Identity, stranger: Identity) -> 
         accept(RecordStore(), Kept(stranger.peer, good.data, 15.0), NOW)
 
 
-def test_nothing_void_can_be_revived(identity: Identity) -> None:
-    record_store = RecordStore()
-    accept(record_store, kept(identity, sequence=1), NOW)
-    accept(record_store, kept(identity, sequence=2), NOW)
-    for replayed in (kept(identity, sequence=1), kept(identity, sequence=2)):
-        with pytest.raises(Malformed, match="is not after 2"):
-            record_store.examine(replayed)
-
-
 def test_the_departed_are_gone_at_once_but_their_farewell_is_passed_on(identity: Identity) -> None:
     record_store = RecordStore()
     accept(record_store, kept(identity, sequence=1), NOW)

@@ -76,19 +76,6 @@ async def test_a_run_is_seen_by_who_is_not_in_it(members, until) -> None:
     assert not await second.directory.peers("other")
 
 
-async def test_records_are_renewed_before_they_expire(members, until, monkeypatch) -> None:
-    monkeypatch.setattr("equipoise.dht.directory.RENEW_SECONDS", 0.2)
-    first = await members.start("first")
-    await announce(first, accumulated=2.5)
-    before = (await first.directory.peers("digits"))[0]
-    await until(lambda: renewed(first, before))
-
-
-async def renewed(member: Swarm, before: Readiness) -> bool:
-    [now] = await member.directory.peers("digits")
-    return now.sequence > before.sequence and (now.accumulated, now.round) == (2.5, 1)
-
-
 async def test_client_mode_takes_part_but_cannot_be_dialled(members, until) -> None:
     first = await members.start("first")
     client = await members.start("client", join=first.addresses, client_mode=True)

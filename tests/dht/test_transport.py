@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import struct
 
 import pytest
 
@@ -89,59 +88,6 @@ async def test_reading_goes_on_while_the_other_end_does_not_read(pair) -> None:
     theirs.close()
     with pytest.raises(ConnectionError):
         await asyncio.wait_for(flooding, 10)
-
-
-async def test_oversize_is_refused_at_both_ends(pair) -> None:
-    _, _, mine, theirs = pair
-    with pytest.raises(ValueError, match="at most"):
-        await mine.send(bytes(transport.MAX_HEADER_BYTES + 1))
-    with pytest.raises(ValueError, match="at most"):
-        await mine.send(b"", bytes(transport.MAX_BODY_BYTES + 1))
-    await mine._stream.send(struct.pack("!II", 1, transport.MAX_BODY_BYTES + 1))
-    with pytest.raises(ConnectionError, match="above the maximum"):
-        await theirs.receive(fresh)
-    with pytest.raises(ConnectionError):
-        await mine.receive(fresh)
-
-
-async def test_a_refused_frame_closes_the_channel(pair) -> None:
-    _, _, mine, theirs = pair
-    await mine.send(b"no", BODY)
-
-    def refuse(header: bytes, size: int) -> memoryview:
-        raise ports.FrameRefused(f"{header!r} of {size}")
-
-    with pytest.raises(ports.FrameRefused, match="524288"):
-        await theirs.receive(refuse)
-    with pytest.raises(ConnectionError):
-        await theirs.receive(fresh)
-    with pytest.raises(ConnectionError, match=mine.peer):
-        await asyncio.wait_for(mine.receive(fresh), 10)
-
-
-@pytest.mark.parametrize("end", ["mine", "theirs"])
-async def test_closing_ends_receives_at_both_ends(pair, end: str) -> None:
-    _, _, mine, theirs = pair
-    receiving = [asyncio.create_task(channel.receive(fresh)) for channel in (mine, theirs)]
-    await asyncio.sleep(0)
-    closed = mine if end == "mine" else theirs
-    closed.close()
-    closed.close()
-    for task in receiving:
-        with pytest.raises(ConnectionError):
-            await asyncio.wait_for(task, 10)
-    with pytest.raises(ConnectionError):
-        await closed.send(b"late")
-
-
-async def test_a_receive_cancelled_between_frames_loses_nothing(pair) -> None:
-    _, _, mine, theirs = pair
-    waiting = asyncio.create_task(theirs.receive(fresh))
-    await asyncio.sleep(0)
-    waiting.cancel()
-    await asyncio.wait({waiting})
-    await mine.send(b"after", BODY)
-    assert await theirs.receive(fresh) == (b"after", BODY)
 
 
 async def test_who_does_not_exist_cannot_be_reached(pair, stranger) -> None:

@@ -3,9 +3,8 @@
 All is drawn from a seed. In each layer there are 270 frames that do not decode (of rounds, of matchmaking, of
 transfers, of no kind) and 270 streams whose records are altered (cut, replayed, reordered, oversized, ...), a fifth of
 them without `-m slow`. That is 1,080 in all, each of which costs the member its channel, among 3,780 frames that are
-well-formed and unasked for. With 14,000 altered records and streams in `dht/direct/test_aead.py`, 6,650 strangers and
-prefaces in `test_listener.py` beside it, and 2,000 strangers in `test_direct.py`, 23,730 malformed inputs meet the real
-parsers of channels.
+well-formed and unasked for. Altered records and streams meet the parser in `dht/direct/test_aead.py`, and strangers
+the listener in `test_listener.py` beside it.
 """
 
 from __future__ import annotations

@@ -19,7 +19,6 @@ from equipoise.dht.direct.handshake import PREFACE_BYTES, Preface, parse_preface
 from equipoise.dht.direct.sockets import receive_exactly
 from equipoise.dht.direct.tls import TlsSession, make_context
 from equipoise.dht.identity import Identity
-from fakes.certificates import certify, presenting
 from fakes.direct import port_of, refused
 
 FRAME = (b"header", bytes(range(256)) * 80)
@@ -88,25 +87,6 @@ async def test_an_impostor_at_a_members_address_is_refused(peers, layer) -> None
             await first.open(second.peer)
     assert refused(first) == {"impostor": 1}
     assert not arrived
-
-
-async def test_a_copy_of_a_members_certificate_with_another_key_is_refused(peers, dial, layer) -> None:
-    member, target = peers.pair(layer)
-    key = Ed25519PrivateKey.generate()
-    await turned_away(dial, member.peer, target, presenting(key, certify(key, member.peer)), layer)
-    assert refused(target) == {"impostor": 1}
-    assert target.status().channels == 0
-
-
-async def test_a_member_that_is_an_authority_vouches_for_nobody(peers, dial, layer) -> None:
-    member, target = peers.pair(layer)
-    key, signer = Ed25519PrivateKey.generate(), peers.identity("first").key
-    authority = certify(signer, member.peer, authority=True)
-    vouched = certify(key, "outsider", issuer=member.peer, signer=signer)
-    await turned_away(dial, member.peer, target, presenting(key, vouched, [authority]), layer)
-    assert refused(target) == {"impostor": 1}
-    assert "signed itself" in target.status().last_refusal
-    (await knock(dial, member.peer, target, presenting(signer, authority), layer)).close()
 
 
 async def test_a_handshake_that_was_recorded_opens_nothing_again(peers, dial, layer) -> None:
