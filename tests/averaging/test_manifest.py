@@ -158,7 +158,7 @@ def test_a_peer_that_is_drawn_twice_is_refused() -> None:
         ([join("a"), msgspec.structs.replace(join("b"), signature=join("a").signature)], "signed by b"),
     ],
 )
-def test_what_must_not_be_acted_on_is_refused(members: list[Join], says: str) -> None:
+def test_a_manifest_that_must_not_be_acted_on_is_refused(members: list[Join], says: str) -> None:
     one = Manifest(SPEC, 7, "coordinator", tuple(members))
     with pytest.raises(ManifestError, match=says):
         check(one)

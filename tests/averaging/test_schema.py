@@ -19,7 +19,7 @@ from equipoise.averaging.schema import Schema, SchemaError, tensors_by_name
         ({"x": torch.zeros(3).to_sparse()}, "tensor 'x': expected a dense tensor"),
     ],
 )
-def test_what_cannot_be_averaged_is_refused(bad: dict, message: str) -> None:
+def test_tensors_that_cannot_be_averaged_are_refused(bad: dict, message: str) -> None:
     with pytest.raises(SchemaError, match=message):
         Schema.of(bad)
 

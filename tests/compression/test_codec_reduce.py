@@ -147,7 +147,7 @@ def test_what_does_not_fit_is_refused(spec: str) -> None:
             codec.reduce([payload], [1.0], mean, values)
 
 
-def test_what_travels_takes_the_short_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_payloads_take_the_short_way_to_compiled_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Values on a CPU and the memory of a pool go to compiled kernels as they are."""
     pytest.importorskip("numba")
     kernels()

@@ -11,7 +11,7 @@ YES = Answer(reached=("/ip4/44.0.0.1/tcp/4001",))
 NO = Answer(failed="nobody answers")
 
 
-def test_it_is_unknown_until_somebody_has_tried() -> None:
+def test_reachability_is_unknown_until_a_peer_has_tried() -> None:
     found = Reachability()
     assert found.verdict == "unknown"
     assert found.hear("a", YES, 0.0)
@@ -30,7 +30,7 @@ def test_it_is_unknown_until_somebody_has_tried() -> None:
         ([YES, NO, YES], "direct"),
     ],
 )
-def test_most_decide_and_a_neighbour_alone_does_not(said: list[Answer], verdict: str) -> None:
+def test_the_majority_decides_and_a_neighbour_alone_does_not(said: list[Answer], verdict: str) -> None:
     found = Reachability()
     for peer, finding in enumerate(said):
         found.hear(str(peer), finding, 0.0)
@@ -38,7 +38,7 @@ def test_most_decide_and_a_neighbour_alone_does_not(said: list[Answer], verdict:
     assert ("nobody answers" in found.reason) == (verdict == "private")
 
 
-def test_three_are_asked_and_the_silent_and_the_old_again() -> None:
+def test_three_peers_are_asked_and_silent_and_old_answers_again() -> None:
     found = Reachability()
     assert found.whom("abcd", 0.0) == ["a", "b", "c"]
     assert found.whom("abcd", 1.0) == ["d"]
@@ -68,7 +68,7 @@ def test_a_direct_port_that_some_cannot_open_is_told_of() -> None:
     assert found.reason.endswith("; 1 cannot open a direct channel to it: 44.0.0.1:4002: no answer")
 
 
-def test_one_in_client_mode_asks_nobody() -> None:
+def test_a_peer_in_client_mode_asks_no_peer() -> None:
     found = Reachability("it was started in client mode")
     assert (found.verdict, found.reason) == ("private", "it was started in client mode")
     assert found.whom("abc", 0.0) == []

@@ -77,14 +77,14 @@ async def test_only_the_silent_are_asked(world: World) -> None:
     assert await world.look(QUIET_SECONDS + 0.5) == []
 
 
-async def test_two_misses_in_a_row_end_it(world: World) -> None:
+async def test_two_missed_answers_in_a_row_end_a_contact(world: World) -> None:
     world.hear("a", 0.0)
     world.answer = never
     assert await world.look(10.0) == ["a"] * MAX_MISSED
     assert world.gone == ["a"]
 
 
-async def test_one_that_calls_meanwhile_or_is_reported_unreachable_is_not_given_up(world: World) -> None:
+async def test_a_peer_that_calls_or_is_reported_unreachable_is_not_given_up(world: World) -> None:
     async def calls(peer: str) -> None:
         world.now += 1.0
         world.contacts.hear(peer)
@@ -106,7 +106,7 @@ async def test_nobody_is_asked_twice_at_a_time(world: World) -> None:
     assert len(world.contacts._questions) == 1
 
 
-async def test_what_is_not_connected_is_forgotten(world: World) -> None:
+async def test_a_peer_that_is_not_connected_is_forgotten(world: World) -> None:
     world.hear("a", 0.0)
     world.dialer.connected = frozenset()
     assert await world.look(20.0) == []
@@ -114,7 +114,7 @@ async def test_what_is_not_connected_is_forgotten(world: World) -> None:
     assert await world.look(20.0) == []
 
 
-async def test_in_doubt_all_are_asked(world: World) -> None:
+async def test_all_peers_are_asked_in_doubt(world: World) -> None:
     world.hear("a", 0.0)
     world.hear("b", 1.0)
     world.contacts.doubt()

@@ -151,7 +151,7 @@ def test_another_network_makes_old_failures_void() -> None:
     assert world.alive == {ENTRY.peer}
 
 
-def test_nothing_to_try_is_said_too() -> None:
+def test_a_peer_without_an_address_to_try_says_so() -> None:
     world = World()
     world.run(60.0)
     assert world.tried == []

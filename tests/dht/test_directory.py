@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,7 +27,7 @@ from equipoise.dht.records import SHARDS, TTL_SECONDS, Kept, Readiness, RecordSt
 from equipoise.dht.state import PROTOCOL_VERSION, ReachStatus
 
 
-async def test_ghosts_do_not_keep_the_news_from_who_is_there(until) -> None:
+async def test_ghosts_do_not_keep_news_from_peers_that_are_there(until) -> None:
     ghosts, present = (
         [f"ghost {number:04}" for number in range(4000)],
         [f"peer {number}" for number in range(40)],
@@ -98,101 +98,140 @@ def record_of(identity: Identity, sequence: int) -> Kept:
     return Kept(identity.peer, seal(record, identity), 15.0)
 
 
-def directory_of(tmp_path: Path, identity: Identity) -> tuple[RunDirectory, RecordProtocol]:
-    link = P2pdClient(tmp_path / "nowhere")
-    protocol = RecordProtocol(identity.peer, True, link, Dialer(link, identity.peer, DialPolicy(list)))
-    reach = SimpleNamespace(dialable=True, status=lambda: ReachStatus("direct", "it was dialled"))
-    return RunDirectory(identity, protocol, reach, sequence=1), protocol
+class Lone:
+    """A peer without p2pd; what its directory sends, and for how long each of its loops waits, is noted.
+
+    Attributes:
+        told: Peers that were sent a record, and the record.
+        pauses: Waits of the loop that searches for peers, and of the loop that publishes, in seconds.
+        replicas: The peers that a look-up finds.
+        searches: Number of look-ups so far.
+        searching: Is called before a look-up's result.
+        ends: Awaited in place of each wait.
+    """
+
+    def __init__(self, identity: Identity, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        link = P2pdClient(folder / "nowhere")
+        dialer = Dialer(link, identity.peer, DialPolicy(list))
+        self.protocol = RecordProtocol(identity.peer, True, link, dialer)
+        reach = SimpleNamespace(dialable=True, status=lambda: ReachStatus("direct", "it was dialled"))
+        self.directory = RunDirectory(identity, self.protocol, reach, sequence=1)
+        self.told: list[tuple[str, Readiness]] = []
+        self.pauses: dict[str, list[float]] = {"search": [], "publish": []}
+        self.replicas: tuple[str, ...] = ()
+        self.searches = 0
+        self.searching: Callable[[], Awaitable[object]] = _nothing
+        self.ends: Callable[[asyncio.Event], Awaitable[object]] = lambda event: asyncio.sleep(0)
+        self._patch = monkeypatch
+        monkeypatch.setattr(directory, "GAP_SECONDS", 0.0)
+        monkeypatch.setattr(self.protocol, "store", self._store)
+        monkeypatch.setattr(self.protocol, "look_up", self._look_up)
+
+    def note_pauses(self) -> None:
+        """Let no loop wait longer than `ends` takes."""
+        self._patch.setattr(directory, "sleep_until", self._sleep_until)
+
+    def know(self, mates: list[str], *keepers: str) -> None:
+        """Have `mates` be in the run, and `keepers` keep its records."""
+        self.protocol.dialer.connected = frozenset(mates)
+        self._patch.setattr(self.directory, "_targets", lambda own: [*mates, *keepers])
+        self._patch.setattr(self.directory, "_members", lambda run: mates)
+
+    async def announce(self, accumulated: float = 0.0, left: bool = False) -> None:
+        values = {"spec": "ab", "ready": False, "round": 1, "left": left}
+        await self.directory.announce("digits", accumulated=accumulated, **values)
+
+    async def take(self, *records: Kept) -> None:
+        """A record of each author has come."""
+        sender = records[0].subkey
+        assert await self.protocol.take(list(records), sender) == len(records)
+
+    async def _store(self, peer: str, records: list[Kept]) -> int:
+        self.told.extend((peer, unseal(kept.data)[0]) for kept in records)
+        return 1
+
+    async def _look_up(self, keys: list[bytes]) -> dict[bytes, tuple[str, ...]]:
+        self.searches += 1
+        await self.searching()
+        return dict.fromkeys(keys, self.replicas)
+
+    async def _sleep_until(self, event: asyncio.Event, seconds: float) -> None:
+        loop = "search" if event is self.directory._own["digits"].search else "publish"
+        self.pauses[loop].append(seconds)
+        await self.ends(event)
+
+
+async def _nothing() -> None:
+    """Let a look-up go on at once."""
+
+
+@pytest.fixture
+def lone(tmp_path: Path, identity: Identity, monkeypatch: pytest.MonkeyPatch) -> Lone:
+    return Lone(identity, tmp_path, monkeypatch)
 
 
 async def test_a_later_record_of_a_copied_identity_ends_no_renewals(
-    tmp_path: Path, identity: Identity, stranger: Identity, until, monkeypatch
+    lone: Lone, identity: Identity, stranger: Identity, until, monkeypatch
 ) -> None:
     monkeypatch.setattr(directory, "RENEW_SECONDS", 0.02)
-    announced, protocol = directory_of(tmp_path, identity)
-    sent: list[Readiness] = []
-
-    async def store(peer: str, records: list[Kept]) -> int:
-        assert peer == stranger.peer
-        sent.extend(unseal(kept.data)[0] for kept in records)
-        return 1
-
-    monkeypatch.setattr(protocol, "store", store)
-    assert await protocol.take([record_of(stranger, 1), record_of(identity, 2**62)], stranger.peer) == 2
-    await announced.announce("digits", spec="ab", ready=False, round=1, accumulated=0.0)
-    own = announced._own["digits"]
-    await until(lambda: len(sent) >= 3)
-    await announced.withdraw("digits")
+    await lone.take(record_of(stranger, 1), record_of(identity, 2**62))
+    await lone.announce()
+    own = lone.directory._own["digits"]
+    await until(lambda: len(lone.told) >= 3)
+    await lone.directory.withdraw("digits")
+    assert {peer for peer, _ in lone.told} == {stranger.peer}
+    sent = [record for _, record in lone.told]
     assert [record.sequence for record in sent] == sorted({record.sequence for record in sent})
     assert [record.state for record in sent] == ["joined"] * (len(sent) - 1) + ["offline"]
     assert not own.publisher._tasks
 
 
 async def test_searches_that_find_nobody_new_are_rarer_and_rarer(
-    tmp_path: Path, identity: Identity, stranger: Identity, until, monkeypatch
+    lone: Lone, stranger: Identity, until, monkeypatch
 ) -> None:
-    found, protocol = directory_of(tmp_path, identity)
-    pauses: list[float] = []
+    async def searching() -> None:
+        if len(lone.pauses["search"]) == 5:
+            await lone.take(record_of(stranger, 1))
 
-    async def look_up(keys: list[bytes]) -> dict[bytes, tuple[str, ...]]:
-        if len(pauses) == 5:
-            assert await protocol.take([record_of(stranger, 1)], stranger.peer) == 1
-        return dict.fromkeys(keys, ())
-
-    async def sleep_until(event: asyncio.Event, seconds: float) -> None:
-        if event is found._own["digits"].search:
-            pauses.append(seconds)
-        await asyncio.sleep(0)
-
-    monkeypatch.setattr(protocol, "look_up", look_up)
-    monkeypatch.setattr(directory, "sleep_until", sleep_until)
-    monkeypatch.setattr(directory, "GAP_SECONDS", 0.0)
+    lone.searching = searching
+    lone.note_pauses()
     monkeypatch.setattr("random.uniform", lambda least, most: most)
-    await found.announce("digits", spec="ab", ready=False, round=1, accumulated=0.0)
-    await until(lambda: len(pauses) >= 9)
-    await found.stop()
-    assert pauses[:9] == [4.0, 8.0, 16.0, 30.0, 30.0, 2.0, 4.0, 8.0, 16.0]
+    await lone.announce()
+    await until(lambda: len(lone.pauses["search"]) >= 9)
+    await lone.directory.stop()
+    assert lone.pauses["search"][:9] == [4.0, 8.0, 16.0, 30.0, 30.0, 2.0, 4.0, 8.0, 16.0]
 
 
 async def test_a_new_peer_of_a_large_swarm_is_asked_itself_and_no_others(
-    tmp_path: Path, identity: Identity, stranger: Identity, until, monkeypatch
+    lone: Lone, stranger: Identity, until, monkeypatch
 ) -> None:
-    found, protocol = directory_of(tmp_path, identity)
-    replicas = [f"replica {number}" for number in range(REPLICAS - 1)]
-    searches, asked = 0, []
-
-    async def look_up(keys: list[bytes]) -> dict[bytes, tuple[str, ...]]:
-        nonlocal searches
-        searches += 1
-        return dict.fromkeys(keys, tuple(replicas))
+    asked: list[tuple[str, list[bytes]]] = []
 
     async def ask(peer: str, keys: list[bytes]) -> None:
         asked.append((peer, keys))
 
-    monkeypatch.setattr(protocol, "look_up", look_up)
-    monkeypatch.setattr(protocol, "ask", ask)
-    monkeypatch.setattr(directory, "GAP_SECONDS", 0.0)
-    await found.announce("digits", spec="ab", ready=False, round=1, accumulated=0.0)
-    await until(lambda: searches == 1)
-    replicas.append("replica of the swarm that has grown")
-    found.meet(stranger.peer)
-    await until(lambda: searches == 2)
-    found.meet(stranger.peer)
+    monkeypatch.setattr(lone.protocol, "ask", ask)
+    lone.replicas = tuple(f"replica {number}" for number in range(REPLICAS - 1))
+    await lone.announce()
+    await until(lambda: lone.searches == 1)
+    lone.replicas += ("replica of the swarm that has grown",)
+    lone.directory.meet(stranger.peer)
+    await until(lambda: lone.searches == 2)
+    lone.directory.meet(stranger.peer)
     await until(lambda: asked == [(stranger.peer, [key_of("digits", shard) for shard in range(SHARDS)])])
-    assert await protocol.take([record_of(stranger, 1)], stranger.peer) == 1
-    found.meet(stranger.peer)  # It was slow to answer, and is no news.
+    await lone.take(record_of(stranger, 1))
+    lone.directory.meet(stranger.peer)  # It was slow to answer, and is no news.
     await asyncio.sleep(0)
-    await found.stop()
-    assert (searches, len(asked)) == (2, 1)
+    await lone.directory.stop()
+    assert (lone.searches, len(asked)) == (2, 1)
 
 
 async def test_records_that_another_way_brings_are_bounded_as_those_of_calls(
-    tmp_path: Path, identity: Identity, stranger: Identity, until
+    lone: Lone, identity: Identity, stranger: Identity, until
 ) -> None:
-    found, protocol = directory_of(tmp_path, identity)
-    packed = protocol.pack(identity.peer, [record_of(stranger, 1)])
+    found, protocol = lone.directory, lone.protocol
     found.receive(stranger.peer, b"no request")
-    found.receive(stranger.peer, packed)
+    found.receive(stranger.peer, protocol.pack(identity.peer, [record_of(stranger, 1)]))
     await until(lambda: not protocol.traversals)
     assert [record.peer for record in await found.peers("digits")] == [stranger.peer]
     for _ in range(1000):
@@ -202,170 +241,110 @@ async def test_records_that_another_way_brings_are_bounded_as_those_of_calls(
 
 
 async def test_a_record_is_renewed_less_often_where_many_are_told_but_within_its_life(
-    tmp_path: Path, identity: Identity, until, monkeypatch
+    lone: Lone, until
 ) -> None:
-    found, protocol = directory_of(tmp_path, identity)
-    pauses: dict[int, float] = {}
-    replicas: tuple[str, ...] = ()
-
-    async def look_up(keys: list[bytes]) -> dict[bytes, tuple[str, ...]]:
-        return dict.fromkeys(keys, replicas)
-
-    async def sleep_until(event: asyncio.Event, seconds: float) -> None:
-        if event is found._own["digits"].changed:
-            pauses[len(found._own["digits"].replicas)] = seconds
-        await asyncio.sleep(0)
-
-    monkeypatch.setattr(protocol, "look_up", look_up)
-    monkeypatch.setattr(directory, "sleep_until", sleep_until)
-    monkeypatch.setattr(directory, "GAP_SECONDS", 0.0)
-    await found.announce("digits", spec="ab", ready=False, round=1, accumulated=0.0)
+    lone.note_pauses()
+    await lone.announce()
     for count, pause in ((15, 5.0), (24, 8.0), (100, TTL_SECONDS / 2)):
-        replicas = tuple(f"peer {number}" for number in range(count))
-        await until(lambda count=count, pause=pause: pauses.get(count) == pytest.approx(pause, abs=0.5))
-    lifetime = found._seal(found._own["digits"].record).remaining
-    await found.stop()
+        lone.replicas = tuple(f"peer {number}" for number in range(count))
+        wanted = pytest.approx(pause, abs=0.5)
+        await until(lambda wanted=wanted: lone.pauses["publish"][-1:] == [wanted])
+        assert len(lone.directory._own["digits"].replicas) == count
+    lifetime = lone.directory._seal(lone.directory._own["digits"].record).remaining
+    await lone.directory.stop()
     assert lifetime == TTL_SECONDS
 
 
-async def test_progress_is_told_to_few_at_once_and_that_a_peer_leaves_to_all(
-    tmp_path: Path, identity: Identity, until, monkeypatch
-) -> None:
-    found, protocol = directory_of(tmp_path, identity)
+async def told_after(lone: Lone, until, accumulated: float, left: bool = False) -> list[str]:
+    """The peers that are told at once of so much progress, or of the end of it."""
+    lone.told.clear()
+    await lone.announce(accumulated, left)
+    await until(lambda: lone.told)
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert {record.accumulated for _, record in lone.told} == {accumulated}
+    return sorted(peer for peer, _ in lone.told)
+
+
+async def test_progress_is_told_to_few_at_once_and_that_a_peer_leaves_to_all(lone: Lone, until) -> None:
     mates = [f"mate {number:02}" for number in range(4 * MAX_TOLD_AT_ONCE)]
-    told: list[tuple[str, Readiness]] = []
-
-    async def store(peer: str, records: list[Kept]) -> int:
-        told.extend((peer, unseal(kept.data)[0]) for kept in records)
-        return 1
-
-    async def announce(accumulated: float, left: bool = False) -> list[str]:
-        told.clear()
-        await found.announce("digits", spec="ab", ready=False, round=1, accumulated=accumulated, left=left)
-        await until(lambda: bool(told))
-        for _ in range(10):
-            await asyncio.sleep(0)
-        assert {record.accumulated for _, record in told} == {accumulated}
-        return sorted(peer for peer, _ in told)
-
-    async def nobody(run: str) -> tuple[str, ...]:
-        return ()
-
-    monkeypatch.setattr(protocol, "store", store)
-    protocol.dialer.connected = frozenset(mates)
-    monkeypatch.setattr(found, "_targets", lambda own: mates)
-    monkeypatch.setattr(found, "_search", nobody)
-    monkeypatch.setattr(directory, "GAP_SECONDS", 0.0)
-    assert await announce(0.0) == mates
-    called = await announce(1.0)
+    lone.know(mates)
+    assert await told_after(lone, until, 0.0) == mates
+    called = await told_after(lone, until, 1.0)
     assert len(set(called)) == MAX_CALLED_AT_ONCE
-    carried: list[tuple[str, bytes]] = []
+    carried: list[str] = []
 
     def carry(peer: str, data: bytes) -> bool:
-        carried.append((peer, data))
+        carried.append(peer)
         return len(carried) < MAX_TOLD_AT_ONCE
 
-    found.carry = carry
-    [last] = await announce(2.0)
-    few = {peer for peer, _ in carried}
-    assert (len(few), last) == (MAX_TOLD_AT_ONCE, carried[-1][0])
-    assert few < set(mates)
-    assert await announce(3.0, left=True) == mates
+    lone.directory.carry = carry
+    [last] = await told_after(lone, until, 2.0)
+    assert (len(set(carried)), last) == (MAX_TOLD_AT_ONCE, carried[-1])
+    assert set(carried) < set(mates)
+    assert await told_after(lone, until, 3.0, left=True) == mates
     assert len(carried) == MAX_TOLD_AT_ONCE
-    await found.stop()
+    await lone.directory.stop()
 
 
 async def test_peers_that_only_keep_a_record_are_told_of_progress_once_a_second_and_members_at_once(
-    tmp_path: Path, identity: Identity, until, monkeypatch
+    lone: Lone, until, monkeypatch
 ) -> None:
-    found, protocol = directory_of(tmp_path, identity)
-    told: list[str] = []
-    pauses: list[float] = []
-
-    async def store(peer: str, records: list[Kept]) -> int:
-        told.append(peer)
-        return 1
-
-    async def sleep_until(event: asyncio.Event, seconds: float) -> None:
-        pauses.append(seconds)
-        await event.wait()
-
-    async def nobody(run: str) -> tuple[str, ...]:
-        return ()
-
-    async def announced(accumulated: float) -> set[str]:
-        told.clear()
-        values = {"spec": "ab", "ready": False, "round": 1}
-        await found.announce("digits", accumulated=accumulated, **values)
-        await until(lambda: "mate" in told)
-        for _ in range(10):
-            await asyncio.sleep(0)
-        return set(told)
-
-    monkeypatch.setattr(protocol, "store", store)
-    monkeypatch.setattr(found, "_targets", lambda own: ["mate", "keeper"])
-    monkeypatch.setattr(found, "_members", lambda run: ["mate"])
-    monkeypatch.setattr(found, "_search", nobody)
-    monkeypatch.setattr(directory, "GAP_SECONDS", 0.0)
+    lone.note_pauses()
+    lone.ends = asyncio.Event.wait
+    lone.know(["mate"], "keeper")
     monkeypatch.setattr(directory, "PROGRESS_SECONDS", 60.0)
-    monkeypatch.setattr(directory, "sleep_until", sleep_until)
-    assert await announced(0.0) == {"mate", "keeper"}
-    assert pauses[-1] <= RENEW_SECONDS
-    assert await announced(1.0) == {"mate"}
-    assert RENEW_SECONDS < pauses[-1] <= 60.0, "then the keeper is told, though nothing changes"
+    assert await told_after(lone, until, 0.0) == ["keeper", "mate"]
+    assert lone.pauses["publish"][-1] <= RENEW_SECONDS
+    assert await told_after(lone, until, 1.0) == ["mate"]
+    assert RENEW_SECONDS < lone.pauses["publish"][-1] <= 60.0, (
+        "then the keeper is told, though nothing changes"
+    )
     monkeypatch.setattr(directory, "PROGRESS_SECONDS", 0.0)
-    assert await announced(2.0) == {"mate", "keeper"}
-    await found.stop()
+    assert await told_after(lone, until, 2.0) == ["keeper", "mate"]
+    await lone.directory.stop()
 
 
 @pytest.mark.parametrize(("members", "tells"), [(MAX_TOLD_AT_ONCE, True), (MAX_TOLD_AT_ONCE + 1, False)])
 async def test_a_newcomer_is_told_at_once_in_a_small_run_only(
-    tmp_path: Path, identity: Identity, stranger: Identity, until, monkeypatch, members: int, tells: bool
+    lone: Lone, stranger: Identity, monkeypatch, members: int, tells: bool
 ) -> None:
-    found, protocol = directory_of(tmp_path, identity)
     published: list[list[str]] = []
-
-    async def nobody(run: str) -> tuple[str, ...]:
-        return ()
-
-    monkeypatch.setattr(found, "_search", nobody)
     mates = [f"mate {number}" for number in range(members)]
-    monkeypatch.setattr(protocol.record_store, "peers", lambda run, now: iter(mates))
-    await found.announce("digits", spec="ab", ready=False, round=1, accumulated=0.0)
-    publisher = found._own["digits"].publisher
+    monkeypatch.setattr(lone.protocol.record_store, "peers", lambda run, now: iter(mates))
+    await lone.announce()
+    publisher = lone.directory._own["digits"].publisher
     monkeypatch.setattr(publisher, "publish", lambda kept, peers: published.append(list(peers)))
-    await protocol.take([record_of(stranger, 1)], stranger.peer)
+    await lone.take(record_of(stranger, 1))
     assert ([stranger.peer] in published) is tells
-    await found.stop()
+    await lone.directory.stop()
 
 
 @pytest.mark.parametrize("heard", [False, True])
 async def test_a_late_answer_loses_only_a_peer_that_says_nothing_meanwhile(
-    tmp_path: Path, identity: Identity, stranger: Identity, monkeypatch, heard: bool
+    lone: Lone, stranger: Identity, monkeypatch, heard: bool
 ) -> None:
-    _, protocol = directory_of(tmp_path, identity)
     said = Message(serves=True)
-    protocol._meet(stranger.peer, said)
+    lone.protocol._meet(stranger.peer, said)
 
     async def reach(peer: str) -> None:
         if heard:
-            protocol._meet(stranger.peer, said)
+            lone.protocol._meet(stranger.peer, said)
         raise TimeoutError
 
     monkeypatch.setattr(P2pdClient, "attached", True)
-    monkeypatch.setattr(protocol.dialer, "reach", reach)
+    monkeypatch.setattr(lone.protocol.dialer, "reach", reach)
     with pytest.raises(CallError, match="does not answer within"):
-        await protocol.ping(stranger.peer)
-    assert (stranger.peer in protocol.peers) is heard
+        await lone.protocol.ping(stranger.peer)
+    assert (stranger.peer in lone.protocol.peers) is heard
 
 
 async def test_each_of_thousands_of_records_costs_as_much_as_the_first(
-    tmp_path: Path, identity: Identity, monkeypatch
+    lone: Lone, tmp_path: Path, monkeypatch
 ) -> None:
     monkeypatch.setattr("equipoise.dht.records.verify", lambda *_: True)
-    announced, protocol = directory_of(tmp_path, identity)
-    await announced.announce("digits", spec="ab", ready=False, round=1, accumulated=0.0)
-    store, seen = protocol.record_store, [0]
+    await lone.announce()
+    store, seen = lone.protocol.record_store, [0]
     plain = RecordStore.peers
 
     def peers(self: RecordStore, run: str, now: float) -> Iterator[str]:
@@ -378,8 +357,7 @@ async def test_each_of_thousands_of_records_costs_as_much_as_the_first(
     for number in range(count):
         other = Identity(Ed25519PrivateKey.generate(), tmp_path / str(number))
         kept = record_of(other, 1)
-        entry = store.enter(kept, unseal(kept.data)[0], time.monotonic())
-        announced._on_record(entry)
+        lone.directory._on_record(store.enter(kept, unseal(kept.data)[0], time.monotonic()))
     assert seen[0] <= count * (MAX_TOLD_AT_ONCE + 1)
     assert len(list(plain(store, "digits", time.monotonic()))) == count + 1
-    await announced.withdraw("digits")
+    await lone.directory.withdraw("digits")

@@ -42,12 +42,12 @@ def test_the_name_of_a_known_key() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "0" * 52, "é" * 52, "1" * 52, "z" * 52, "1" * 100_000])
-def test_what_is_no_peer_is_refused(text: str) -> None:
+def test_text_that_is_no_peer_id_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="Ed25519 PeerID"):
         public_key_of(text)
 
 
-def test_is_made_once_and_private(tmp_path: Path) -> None:
+def test_an_identity_is_made_once_and_private(tmp_path: Path) -> None:
     home = tmp_path / "a" / "b"
     first = load_or_create(home)
     assert load_or_create(home).peer == first.peer
@@ -56,7 +56,7 @@ def test_is_made_once_and_private(tmp_path: Path) -> None:
     assert [path.name for path in home.iterdir()] == [IDENTITY_FILE]
 
 
-def test_two_at_once_end_with_the_same(tmp_path: Path) -> None:
+def test_threads_that_make_an_identity_at_once_get_the_same(tmp_path: Path) -> None:
     with ThreadPoolExecutor(8) as pool:
         peers = {identity.peer for identity in pool.map(lambda _: load_or_create(tmp_path), range(8))}
     assert len(peers) == 1

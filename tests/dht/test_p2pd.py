@@ -58,7 +58,7 @@ def family(pid: int) -> list[psutil.Process]:
 
 
 @pytest.mark.parametrize("where", ["main", "thread"])
-def test_is_gone_soon_after_its_daemon_is_killed(tmp_path: Path, runtime: Path, where: str) -> None:
+def test_p2pd_is_gone_soon_after_its_daemon_is_killed(tmp_path: Path, runtime: Path, where: str) -> None:
     arguments = [sys.executable, "-c", DAEMON, str(tmp_path), str(runtime / "c"), where]
     with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as daemon:
         assert daemon.stdout is not None
@@ -70,7 +70,7 @@ def test_is_gone_soon_after_its_daemon_is_killed(tmp_path: Path, runtime: Path, 
     assert not alive
 
 
-async def test_stop_collects_it_even_if_it_hangs(tmp_path: Path, runtime: Path) -> None:
+async def test_stop_collects_a_p2pd_that_hangs(tmp_path: Path, runtime: Path) -> None:
     running = await P2pd.start(P2pdOptions(load_or_create(tmp_path).path, runtime / "c", ()))
     processes = family(running.process.pid)
     for process in processes:
@@ -80,7 +80,7 @@ async def test_stop_collects_it_even_if_it_hangs(tmp_path: Path, runtime: Path) 
     assert not alive
 
 
-async def test_its_end_is_told_with_the_reason(tmp_path: Path, runtime: Path) -> None:
+async def test_the_end_of_p2pd_is_told_with_the_reason(tmp_path: Path, runtime: Path) -> None:
     p2pd = await P2pd.start(P2pdOptions(load_or_create(tmp_path).path, runtime / "c", ()))
     os.kill(p2pd.process.pid, signal.SIGKILL)
     assert await asyncio.wait_for(p2pd.wait(), 10) == "killed by SIGKILL"

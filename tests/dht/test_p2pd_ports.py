@@ -120,7 +120,7 @@ async def test_others_are_told_what_is_announced(members, until) -> None:
         ("/dns4/gpu.example.org/tcp/31337/p2p/x", "expected nothing after the port"),
     ],
 )
-def test_what_cannot_be_announced_is_one_clear_line(text: str, problem: str) -> None:
+def test_an_address_that_cannot_be_announced_is_one_clear_line(text: str, problem: str) -> None:
     with pytest.raises(AddressError, match=f"{problem}.*for example /dns4/"):
         parse_announce(text)
 

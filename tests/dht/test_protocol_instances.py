@@ -16,7 +16,7 @@ def test_restarts_are_no_twins() -> None:
         assert not instances.doubled("peer", float(second))
 
 
-def test_one_that_comes_back_after_another_is_a_twin_for_a_while() -> None:
+def test_an_instance_that_comes_back_after_another_is_a_twin_for_a_while() -> None:
     instances = Instances()
     for second, instance in enumerate((b"a", b"b", b"c", b"a")):
         instances.hear("peer", instance, float(second))

@@ -104,7 +104,7 @@ def test_the_largest_record_fits(identity: Identity) -> None:
     assert verified(seal(one, identity)) == one
 
 
-async def test_what_a_peer_can_send_is_announced_and_renewed(members) -> None:
+async def test_a_peers_bandwidth_and_tags_are_announced_and_renewed(members) -> None:
     directory = (await members.start("first")).directory
     await directory.announce(
         "digits",
@@ -223,7 +223,7 @@ FIELDS = ["later", "addresses", "peer", "credential", "sequence", "version"]
     "hostile", [*HEADS, b"\x91" * 60_000 + b"\xc0", b"\x81" * 60_000, b"\x81\xa1a" * 20_000]
 )
 @pytest.mark.parametrize("field", FIELDS)
-def test_what_announces_much_or_nests_deeply_costs_nothing(field: str, hostile: bytes) -> None:
+def test_messages_that_announce_much_or_nest_deeply_cost_nothing(field: str, hostile: bytes) -> None:
     name = field.encode()
     tracemalloc.start()
     with pytest.raises(Malformed):
@@ -237,7 +237,7 @@ def test_what_announces_much_or_nests_deeply_costs_nothing(field: str, hostile: 
     assert peak < 1_000_000
 
 
-def test_what_is_cut_off_or_goes_on_is_malformed(identity: Identity) -> None:
+def test_a_record_that_is_cut_off_or_goes_on_is_malformed(identity: Identity) -> None:
     data = kept(identity).data
     for wrong in (*(data[:size] for size in range(len(data))), data + b"\0"):
         with pytest.raises(Malformed, match="malformed"):
@@ -278,7 +278,7 @@ def test_life_counts_from_the_first_arrival(identity: Identity) -> None:
     assert not states(record_store, NOW + TTL_SECONDS + 1)
 
 
-def test_what_is_left_travels_and_cannot_be_understated_for_good(identity: Identity) -> None:
+def test_remaining_life_travels_and_cannot_be_understated_for_good(identity: Identity) -> None:
     record_store = RecordStore()
     accept(record_store, kept(identity, remaining=2.0), NOW)
     assert not states(record_store, NOW + 3)
@@ -375,7 +375,7 @@ def test_records_of_a_peer_that_is_gone_are_void_until_it_says_more(identity: Id
     assert states(record_store, NOW + 3)
 
 
-def test_one_that_has_left_and_still_serves_is_found_and_says_so(identity: Identity) -> None:
+def test_a_peer_that_has_left_and_still_serves_is_found_and_says_so(identity: Identity) -> None:
     record_store = RecordStore()
     accept(record_store, kept(identity, state="left"), NOW)
     (entry,) = record_store.current("digits", NOW)

@@ -68,7 +68,7 @@ async def followed(member: Swarm, other: Swarm) -> bool:
     return any(one.peer == other.peer and not one.ready for one in await member.directory.peers("digits"))
 
 
-async def test_a_run_is_seen_by_who_is_not_in_it(members, until) -> None:
+async def test_a_run_is_seen_by_a_peer_outside_of_it(members, until) -> None:
     first = await members.start("first")
     second = await members.start("second", join=first.addresses)
     await announce(first)
@@ -102,7 +102,7 @@ async def admitted(members, until, **options) -> tuple[Swarm, Swarm]:
     return first, second
 
 
-async def test_one_with_an_open_direct_channel_is_reached_by_it_whatever_it_says(members, until) -> None:
+async def test_a_peer_with_an_open_direct_channel_is_reached_by_it_whatever_it_says(members, until) -> None:
     first, client = await admitted(members, until, client_mode=True)
     await until(lambda: "a libp2p connection is open; " in first.reach(client.peer).reason)
     assert "client mode" in first.reach(client.peer).reason
@@ -118,7 +118,9 @@ async def test_one_with_an_open_direct_channel_is_reached_by_it_whatever_it_says
     assert first.reach(client.peer).state == "unreachable", "its own word: nobody can dial it"
 
 
-async def test_one_whose_direct_port_is_closed_is_reached_by_libp2p_only_and_why(members, until) -> None:
+async def test_a_peer_whose_direct_port_is_closed_is_reached_by_libp2p_with_the_reason(
+    members, until
+) -> None:
     first, second = await admitted(members, until)
     second.direct._listener.stop()
     with pytest.raises(ConnectionError):
@@ -131,7 +133,7 @@ async def test_one_whose_direct_port_is_closed_is_reached_by_libp2p_only_and_why
     await until(lambda: "direct channel" not in first.reach(second.peer).reason)
 
 
-async def test_one_that_is_gone_is_unreachable_and_why(members, until) -> None:
+async def test_a_peer_that_is_gone_is_unreachable_with_the_reason(members, until) -> None:
     first, second = await admitted(members, until)
     await second.stop()
     await until(lambda: no_path(first, second))
@@ -211,7 +213,7 @@ async def test_a_hung_p2pd_is_replaced(members, until, monkeypatch) -> None:
     await until(lambda: first.status().p2pd_restarts == 1)
 
 
-async def test_one_that_falls_silent_is_gone_before_its_record_lapses(members, until, monkeypatch) -> None:
+async def test_a_silent_peer_is_gone_before_its_record_lapses(members, until, monkeypatch) -> None:
     monkeypatch.setattr("equipoise.dht.records.TTL_SECONDS", 60.0)
     monkeypatch.setattr("equipoise.dht.bootstrap.ANSWER_SECONDS", 0.5)
     monkeypatch.setattr("equipoise.dht.bootstrap.LOOK_SECONDS", 0.1)
@@ -251,7 +253,7 @@ async def test_addresses_follow_those_of_the_interfaces(members, until, monkeypa
     await until(lambda: second._dialer.addresses_of(first.peer) == tuple(true))
 
 
-async def test_where_peers_are_now_is_what_is_remembered(members, until, monkeypatch) -> None:
+async def test_present_addresses_of_peers_are_remembered(members, until, monkeypatch) -> None:
     monkeypatch.setattr("equipoise.dht.swarm.HOUSEKEEPING_SECONDS", 0.2)
     first = await members.start("first")
     await members.start("second", join=first.addresses)

@@ -90,13 +90,13 @@ async def test_reading_goes_on_while_the_other_end_does_not_read(pair) -> None:
         await asyncio.wait_for(flooding, 10)
 
 
-async def test_who_does_not_exist_cannot_be_reached(pair, stranger) -> None:
+async def test_a_peer_that_does_not_exist_cannot_be_reached(pair, stranger) -> None:
     _, second, _, _ = pair
     with pytest.raises(ConnectionError, match=f"cannot reach {stranger.peer}"):
         await second.transport.open(stranger.peer)
 
 
-async def test_who_does_not_serve_hangs_up(members, until) -> None:
+async def test_a_peer_that_does_not_serve_hangs_up(members, until) -> None:
     first = await members.start("first")
     second = await members.start("second", join=first.addresses)
     await until(lambda: first.peer in second.status().connected)

@@ -94,7 +94,7 @@ def check_honest(fleet: Fleet, outcomes: list[Outcome]) -> None:
     assert not blamed
 
 
-def test_what_changes_while_it_is_read_is_sent_as_it_is_sound_or_not_at_all(
+def test_values_that_change_while_they_are_read_are_sent_sound_or_not_at_all(
     trio: list[DaemonProcess],
 ) -> None:
     with Fleet(trio, normal(3, VALUES), **OPTIONS) as fleet:

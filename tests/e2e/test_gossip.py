@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
 
 import pytest
 import torch
 
-from e2e.learners import shared_daemons
 from e2e.swarm import DaemonProcess, eventually
 from e2e.threads import together
 from equipoise.averaging.timing import INITIAL_WAIT
@@ -20,13 +18,6 @@ from oracles.training import batch_of, loss_of, network
 pytestmark = pytest.mark.timeout(240)
 
 PEERS, VALUES = 4, 100_000
-
-
-@pytest.fixture(scope="module")
-def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[DaemonProcess]]:
-    """Daemons that the tests share: each has a run of its own."""
-    with shared_daemons(tmp_path_factory, PEERS) as places:
-        yield places
 
 
 def spread_of(tensors: list[torch.Tensor]) -> float:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
 import torch
 
-from e2e.learners import shared_daemons
 from e2e.swarm import DaemonProcess, eventually
 from equipoise.averaging.state import StateId
 from equipoise.peer import Client, Outcome, Run, connect
 
 pytestmark = pytest.mark.timeout(240)
+
+PEERS = 4
 
 VALUES = 10_000_000
 """Parameters of the model; with the two moments of AdamW its image has 12 bytes of each."""
@@ -23,13 +23,6 @@ STATE = StateId(41, "41" * 32)
 
 STEP_VALUES = 100_000
 """Of the rounds that go on meanwhile."""
-
-
-@pytest.fixture(scope="module")
-def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[DaemonProcess]]:
-    """Daemons that both tests share, each for a run of its own; the last test kills one of them."""
-    with shared_daemons(tmp_path_factory, 4) as places:
-        yield places
 
 
 class Donor(threading.Thread):

@@ -18,7 +18,7 @@ print(child.pid, flush=True)
 """
 
 
-def test_what_outlives_its_parent_is_found_named_and_ended(
+def test_a_process_that_outlives_its_parent_is_found_named_and_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("e2e.swarm.LEFTOVER_SECONDS", 0.2)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from torch import nn
 
 from e2e import ddp_rank
 from e2e.ddp_rank import RANKS, SAMPLES, STEPS, TARGET
-from e2e.learners import shared_daemons
 from e2e.swarm import ChildProcess, DaemonProcess
 from e2e.threads import begin, settle, together
 from equipoise.peer import connect
@@ -25,13 +23,6 @@ from oracles.training import batch_of, difference, joined, loss_of, network
 pytestmark = [pytest.mark.timeout(240), pytest.mark.slow]
 
 PEERS = 2
-
-
-@pytest.fixture(scope="module")
-def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[DaemonProcess]]:
-    """Daemons that the tests share: each test has a run of its own."""
-    with shared_daemons(tmp_path_factory, PEERS) as places:
-        yield places
 
 
 def test_two_processes_under_ddp_are_one_peer(places: list[DaemonProcess], tmp_path: Path) -> None:

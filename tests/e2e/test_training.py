@@ -7,7 +7,7 @@ import copy
 import statistics
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from e2e.learner import ADAMW, Report, Task, learn, learn_locally
-from e2e.learners import LISTEN, Learner, Reporting, daemons, shared, shared_daemons, start
+from e2e.learners import LISTEN, Learner, Reporting, daemons, shared, start
 from e2e.swarm import DaemonProcess, Swarm, eventually
 from e2e.threads import begin, settle, together
 from equipoise.peer import connect
@@ -29,13 +29,6 @@ from oracles.training import Nesterov, batch_of, difference, loss_of, network, t
 pytestmark = pytest.mark.timeout(240)
 
 SAMPLES, PEERS = 8, 4
-
-
-@pytest.fixture(scope="module")
-def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[DaemonProcess]]:
-    """Daemons that the tests share: each test has runs of its own."""
-    with shared_daemons(tmp_path_factory, PEERS) as places:
-        yield places
 
 
 class Enough(Exception):

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from e2e.learners import shared_daemons
 from e2e.swarm import DaemonProcess, eventually
 from e2e.threads import together
 from equipoise.averaging.outcome import FetchOutcome
@@ -22,13 +21,6 @@ from oracles.training import batch_of, loss_of, network
 pytestmark = pytest.mark.timeout(240)
 
 SAMPLES, PEERS = 8, 4
-
-
-@pytest.fixture(scope="module")
-def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[DaemonProcess]]:
-    """Daemons that both tests share: each has a run of its own."""
-    with shared_daemons(tmp_path_factory, PEERS) as places:
-        yield places
 
 
 class Watched:

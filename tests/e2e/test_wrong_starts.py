@@ -179,8 +179,6 @@ def hung_daemon(place: Place) -> tuple[int, str]:
 
 Wrong = Callable[[Place], tuple[int, str]]
 
-COMPARE = "compare host and port with what the daemon there prints"
-
 GOLDEN: list[tuple[Wrong, int, str]] = [
     (
         typo_in_an_address,

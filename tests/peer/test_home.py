@@ -103,7 +103,7 @@ def test_a_killed_daemon_leaves_nothing_in_the_way(tmp_path: Path) -> None:
     home.release()
 
 
-def test_what_is_not_a_socket_is_not_touched(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_socket_is_not_touched(tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     with socket.socket(socket.AF_UNIX) as other:
         other.bind(str(elsewhere))
@@ -162,14 +162,14 @@ def test_a_directory_of_our_own_is_closed_to_others(tmp_path: Path) -> None:
     assert mode(own) == 0o700
 
 
-def test_what_cannot_be_a_home(tmp_path: Path) -> None:
+def test_a_file_is_refused_as_a_home(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
 
     with pytest.raises(HomeError, match=r"cannot use .* as a home"):
         Home.take(tmp_path / "file")
 
 
-def test_whoever_connects_waits_for_a_daemon_that_is_starting(tmp_path: Path) -> None:
+def test_a_client_waits_for_a_daemon_that_is_starting(tmp_path: Path) -> None:
     home = Home.take(tmp_path)
     with concurrent.futures.ThreadPoolExecutor() as threads:
         connecting = threads.submit(connect_socket, tmp_path, 1.0, 60.0)
@@ -187,7 +187,7 @@ def test_patience_ends(tmp_path: Path) -> None:
     home.release()
 
 
-def test_whoever_waits_for_a_daemon_that_cannot_start_is_told(tmp_path: Path) -> None:
+def test_a_client_of_a_daemon_that_cannot_start_is_told(tmp_path: Path) -> None:
     home = Home.take(tmp_path)
     with concurrent.futures.ThreadPoolExecutor() as threads:
         connecting = threads.submit(connect_socket, tmp_path, 1.0, 60.0)

@@ -25,7 +25,7 @@ def descriptors() -> int:
     return found
 
 
-def test_what_a_client_copies_the_daemon_reads() -> None:
+def test_the_daemon_reads_the_bytes_that_a_client_copies() -> None:
     mine = SharedMemory.reserve(8)
     mine.allocate(8)
     mine.view(8, writable=True)[:] = b"an image"
@@ -42,10 +42,10 @@ def test_what_a_client_copies_the_daemon_reads() -> None:
 def test_an_interpreter_built_for_an_old_system_shares_memory_too(monkeypatch) -> None:
     monkeypatch.delattr(os, "memfd_create")
     monkeypatch.setattr(shared_memory, "SEALED", False)
-    test_what_a_client_copies_the_daemon_reads()
+    test_the_daemon_reads_the_bytes_that_a_client_copies()
 
 
-def test_what_the_daemon_writes_the_client_reads() -> None:
+def test_the_client_reads_the_bytes_that_the_daemon_writes() -> None:
     mine = SharedMemory.reserve(10_000_000)
     theirs = SharedMemory.attach(os.dup(mine.fd), 10_000_000)
     theirs.allocate(5)
@@ -56,7 +56,7 @@ def test_what_the_daemon_writes_the_client_reads() -> None:
 
 
 @linux
-def test_what_is_set_aside_takes_no_memory_until_it_is_used() -> None:
+def test_reserved_memory_takes_none_until_it_is_used() -> None:
     image = SharedMemory.reserve(1 << 36)
     assert os.fstat(image.fd).st_blocks == 0
     image.allocate(1 << 20)

@@ -74,7 +74,9 @@ def rounds(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Rout
 
 
 async def joined(cluster: Cluster, spec: RunSpec, names: Sequence[str]) -> list[RunDriver]:
-    runs = [await cluster.routers[name].join(spec) for name in names]
+    """The runs of peers, which are added if they are not there, once each peer knows the others."""
+    routers = [cluster.routers.get(name) or cluster.add(name) for name in names]
+    runs = [await router.join(spec) for router in routers]
     await company(runs)
     return runs
 
@@ -112,8 +114,6 @@ async def test_equal_contributions_are_told_once_at_every_member(
     cluster: Cluster, caplog: pytest.LogCaptureFixture
 ) -> None:
     spec, names = spec_of(5000), ("peer0", "peer1", "peer2")
-    for name in names:
-        cluster.add(name)
     runs = await joined(cluster, spec, names)
 
     async def step(*given: torch.Tensor, compared: bool = True, weight: float = 1.0) -> None:
@@ -183,7 +183,7 @@ async def compare(cluster: Cluster, specs: dict[str, RunSpec]) -> dict[str, RunD
     return runs
 
 
-async def test_those_who_differ_say_how_and_the_later_one_objects(cluster: Cluster) -> None:
+async def test_peers_that_differ_say_how_and_the_later_peer_objects(cluster: Cluster) -> None:
     small, large = (spec_of(1000, terms={"target batch size": size}) for size in ("2048", "4096"))
     runs = await compare(cluster, {"first": large, "second": small})
     objection = await runs["second"].objection(10.0)
@@ -209,8 +209,6 @@ async def test_a_dead_peers_record_turns_nobody_away(cluster: Cluster) -> None:
 
 async def test_a_cut_channel_keeps_nobody_out_of_the_next_round(cluster: Cluster) -> None:
     weights = {"one": 1.0, "two": 1.0, "three": 1.0}
-    for name in weights:
-        cluster.add(name)
     runs = await joined(cluster, spec_of(1000), list(weights))
     for cut in itertools.combinations(weights, 2):
         assert all(outcome.ok for outcome in await together(runs))
@@ -222,8 +220,6 @@ async def test_a_cut_channel_keeps_nobody_out_of_the_next_round(cluster: Cluster
 
 
 async def test_channels_are_kept_from_round_to_round(cluster: Cluster) -> None:
-    for name in "abc":
-        cluster.add(name)
     runs = await joined(cluster, spec_of(1000), "abc")
     opened = []
     for _ in range(5):
@@ -274,8 +270,6 @@ async def test_joins_and_records_say_what_a_peer_can_send(
 async def test_only_a_members_values_take_memory_of_a_round(
     cluster: Cluster, rounds: list[tuple[Router, RoundDriver, Manifest]]
 ) -> None:
-    for name in "ab":
-        cluster.add(name)
     await together(await joined(cluster, spec_of(1000), "ab"))
     for router, round, manifest in rounds:
         header = ROUND_FRAME + round.id + wire.encode(wire.Contribution(0))
@@ -368,8 +362,6 @@ async def test_codes_that_no_encoder_writes_leave_no_daemon_and_nobody_blames_it
     cluster: Cluster, begins: int, bytes_: bytes, said: str
 ) -> None:
     names = ["a", "b", "broken"]
-    for name in names:
-        cluster.add(name)
     spec = spec_of(2000, codec="int8")
     runs = await joined(cluster, spec, names)
     size = spec.layout.encoded_size
@@ -437,8 +429,6 @@ async def test_a_job_that_ends_after_its_round_changes_no_result(
 async def test_nothing_waits_twice_for_a_member_that_has_not_greeted(
     cluster: Cluster, rounds: list[tuple[Router, RoundDriver, Manifest]]
 ) -> None:
-    for name in "abc":
-        cluster.add(name)
     runs = await joined(cluster, spec_of(3000), "abc")
     await together(runs)
     router, round, manifest = next(begun for begun in rounds if begun[0] is cluster.routers["a"])
@@ -473,8 +463,6 @@ async def test_small_tensors_alone_are_averaged_exactly_under_int8(cluster: Clus
 
 async def test_our_own_small_tensor_that_is_not_finite_fails_our_round(cluster: Cluster) -> None:
     schema = Schema.of({"t": torch.zeros(3), "w": torch.zeros(300)})
-    for name in "ab":
-        cluster.add(name)
     spec = RunSpec.create("run", schema)
     runs = await joined(cluster, spec, "ab")
     zeros, poisoned = torch.zeros(2, spec.layout.size)
@@ -503,8 +491,6 @@ async def test_bad_input_is_refused_before_anything_happens(cluster: Cluster) ->
 
 
 async def test_a_claim_counts_if_its_peer_answers_and_up_to_what_it_gives(cluster: Cluster) -> None:
-    for name in ("a", "b", "liar"):
-        cluster.add(name)
     spec = spec_of(1000)
     runs = await joined(cluster, spec, ("a", "b", "liar"))
     runs[1].report_accumulated(100.0)
@@ -553,11 +539,9 @@ async def test_a_contribution_to_a_state_that_the_others_have_left_is_told_how_l
     def step(run: RunDriver, weight: float, state: StateId) -> Coroutine[Any, Any, Outcome]:
         return averaged(run, torch.ones(1000), torch.zeros(1000), weight, 20.0, state)
 
-    for name in ("one", "two", "slow"):
-        cluster.add(name)
     runs = await joined(cluster, spec, ["one", "two"])
     assert all(await asyncio.gather(*(step(run, 1.0, before) for run in runs)))
-    slow = await cluster.routers["slow"].join(spec)
+    slow = await cluster.add("slow").join(spec)
     await company([*runs, slow])
 
     async def catch_up() -> tuple[Outcome, Outcome]:

@@ -306,7 +306,7 @@ def test_a_forged_group_is_not_joined() -> None:
 # ---- what is kept ----
 
 
-async def test_what_is_kept_of_rounds_unknown_is_bounded_and_by_peer() -> None:
+async def test_frames_kept_of_unknown_rounds_are_bounded_for_each_peer() -> None:
     scene = Scene(hostile=False)
     router = scene.routers["a"]
     good = b"g" * 16
@@ -367,7 +367,7 @@ async def test_channels_of_one_peer_are_bounded_and_the_newest_is_written_to() -
 
 @pytest.mark.parametrize("step", [0, 1, 2, 3, 5, 8, 12, 18, 25, 35, 50, 70, 100, 150])
 @pytest.mark.parametrize("how", ["cancel", "leave", "stop"])
-def test_who_gives_up_at_any_moment_has_its_memory_to_itself(step: int, how: str) -> None:
+def test_a_peer_that_gives_up_at_any_moment_has_its_memory_to_itself(step: int, how: str) -> None:
     async def act() -> None:
         scene = Scene(hostile=False)
         runs = {name: await router.join(spec_of()) for name, router in scene.routers.items()}

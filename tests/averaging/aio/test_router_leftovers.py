@@ -49,7 +49,7 @@ async def test_a_straggler_gets_an_update_of_those_who_have_left(cluster: Cluste
     assert sources.keys() <= {"a", "b"}
 
 
-async def test_and_so_does_one_that_joins_only_then(cluster: Cluster) -> None:
+async def test_a_peer_that_joins_only_then_gets_it_too(cluster: Cluster) -> None:
     await cluster.add("a", "b")
     (outcome, mean), _ = await rounds(cluster, "ab", STATE)
     await leave(cluster, "ab")
@@ -76,7 +76,7 @@ async def test_the_last_snapshot_is_served_too(cluster: Cluster) -> None:
     assert not later.ok, "no trainer is left to take one"
 
 
-async def test_of_a_run_without_any_nothing_stays(cluster: Cluster) -> None:
+async def test_nothing_stays_of_a_run_without_a_mean(cluster: Cluster) -> None:
     await cluster.add("a", "b")
     await leave(cluster, "a")
     assert cluster.net.records[SPEC.name].keys() == {"b"}
@@ -91,7 +91,7 @@ async def test_a_daemon_that_stops_keeps_nothing(cluster: Cluster) -> None:
     assert not cluster.routers["a"]._leftovers
 
 
-async def test_who_takes_the_run_up_again_is_company_and_begins_anew(cluster: Cluster) -> None:
+async def test_a_peer_that_takes_the_run_up_again_is_company_and_begins_anew(cluster: Cluster) -> None:
     await cluster.add("a", "b")
     await rounds(cluster, "ab", STATE)
     await leave(cluster, "a")
@@ -102,7 +102,7 @@ async def test_who_takes_the_run_up_again_is_company_and_begins_anew(cluster: Cl
     await until(lambda: isinstance(other.state, Idle))
 
 
-async def test_it_ends_after_a_while(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_leftover_ends_after_a_while(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(router_module, "LEFTOVER_SECONDS", 0.2)
     await cluster.add("a", "b")
     await rounds(cluster, "ab", STATE)

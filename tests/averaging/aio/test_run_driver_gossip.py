@@ -19,7 +19,7 @@ from fakes.vectors import averaged
 VALUES = 600
 
 
-async def test_nobody_waits_for_a_partner_that_withdraws_while_its_proposal_travels() -> None:
+async def test_a_partner_that_withdraws_while_its_proposal_travels_is_not_waited_for() -> None:
     spec = RunSpec.create("run", Schema.of({"w": torch.zeros(VALUES)}), RunOptions(strategy="gossip"))
     net, names = Net(), ["alice", "bob"]
     routers = [Router(*net.peer(name), FakeIdentity(name)) for name in names]

@@ -94,6 +94,11 @@ class Pair:
     async def hear(self, count: int) -> list[bytes]:
         return [(await self.ears["b"].frames.get())[1] for _ in range(count)]
 
+    async def meet(self, round_id: bytes = b"") -> None:
+        """A frame of a to b, which opens their first channel."""
+        self.sessions["a"].post("b", b"first", round_id)
+        await self.hear(1)
+
     async def stream_then_dial(self) -> asyncio.Future[None]:
         """Two frames by a stream; then a dials b directly, until what is returned has a result."""
         for frame in (b"first", b"second"):
@@ -217,7 +222,7 @@ async def test_a_dial_that_hangs_holds_frames_up_for_a_moment_only(
     assert pair.direct["a"].channels[0].delivered > before
 
 
-async def test_who_is_admitted_is_not_dialled_and_may_dial(pair: Pair) -> None:
+async def test_an_admitted_peer_is_not_dialled_and_may_dial(pair: Pair) -> None:
     assert pair.sessions["b"].admit("a", b"credential of a")
     assert not pair.sessions["b"].admit("a", b"credential of c")
     assert not pair.sessions["b"].admit("b", b"credential of b"), "that is itself"
@@ -236,7 +241,7 @@ async def test_another_peers_credential_admits_nobody(pair: Pair) -> None:
     assert not pair.direct["a"].admitted
 
 
-async def test_what_a_round_still_wanted_to_send_ends_with_it(pair: Pair) -> None:
+async def test_bulk_that_waits_ends_with_its_round(pair: Pair) -> None:
     pair.begin()
     pair.sessions["a"].post_bulk("b", ROUND, lambda: (b"bulk", b"body"))
     pair.sessions["a"].leave(ROUND)
@@ -273,7 +278,7 @@ def test_a_direct_channel_is_tried_again_ever_more_seldom_and_frames_wait_for_th
     assert {second[0] - first[0] for first, second in itertools.pairwise(tried[5:])} == {30}
 
 
-async def test_what_a_round_has_not_sent_yet_is_let_go_of_with_it(pair: Pair) -> None:
+async def test_tensors_of_waiting_bulk_are_freed_with_their_round(pair: Pair) -> None:
     class Tensors:
         pass
 
@@ -316,8 +321,7 @@ async def test_bulk_is_made_again_and_what_nobody_wants_any_more_is_passed_over(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair.begin()
-    pair.sessions["a"].post("b", b"first")
-    await pair.hear(1)
+    await pair.meet()
     channel = pair.direct["a"].channels[0]
     begun, failing = stall(channel, monkeypatch)
     bodies = [b"as it was"]
@@ -339,8 +343,7 @@ async def test_bulk_is_made_again_and_what_nobody_wants_any_more_is_passed_over(
 
 
 async def test_a_peer_that_cannot_be_reached_is_lost_and_is_reached_when_it_is_back(pair: Pair) -> None:
-    pair.sessions["a"].post("b", b"first")
-    await pair.hear(1)
+    await pair.meet()
     pair.part()
     assert await pair.ears["a"].losses.get() == ("b", True)
     assert await pair.ears["b"].losses.get() == ("a", True)
@@ -354,8 +357,7 @@ async def test_frames_of_a_round_wait_for_a_member_that_cannot_be_reached_and_ot
     pair: Pair,
 ) -> None:
     pair.begin(credential=b"")
-    pair.sessions["a"].post("b", b"first", ROUND)
-    await pair.hear(1)
+    await pair.meet(ROUND)
     pair.part()
     pair.sessions["a"].post("b", b"of the round", ROUND)
     pair.sessions["a"].post("b", b"of no round")
@@ -368,8 +370,7 @@ async def test_frames_of_a_round_wait_for_a_member_that_cannot_be_reached_and_ot
 
 async def test_a_process_that_begins_anew_gets_what_was_not_sent_and_the_rest_is_lost(pair: Pair) -> None:
     pair.begin(credential=b"")
-    pair.sessions["a"].post("b", b"first", ROUND)
-    await pair.hear(1)
+    await pair.meet(ROUND)
     pair.ears["b"] = Ears()
     before, pair.sessions["b"] = pair.sessions["b"], pair.start("b")
     await before.stop()
@@ -391,8 +392,7 @@ async def test_an_idle_channel_is_closed_and_nobody_calls_that_a_loss(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair.begin()
-    pair.sessions["a"].post("b", b"first")
-    await pair.hear(1)
+    await pair.meet()
     monkeypatch.setattr(module, "IDLE_SECONDS", 0.0)
     for _ in range(2):
         pair.sessions["a"]._sweep()
@@ -452,7 +452,7 @@ async def test_however_many_channels_strangers_open_there_is_room_and_others_kee
     assert pair.ears["b"].lost_nothing
 
 
-async def test_of_too_many_peers_strangers_are_dropped_before_those_of_past_rounds(
+async def test_strangers_are_dropped_before_peers_of_past_rounds(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "MAX_PEERS", 8)

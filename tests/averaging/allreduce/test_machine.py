@@ -156,12 +156,6 @@ def test_leader_lost_after_a_proposal_that_another_holds_it_is_inherited_and_fet
     assert sent(actions, wire.Fetch) == [(C, wire.Fetch(ALL, b"\x01"))]
 
 
-def test_leader_lost_when_a_majority_holds_the_mean_the_others_finish() -> None:
-    table = holding()
-    table.lose(A)
-    assert ends(table.votes(C, table.vote(DECISION)))
-
-
 def test_who_is_not_next_in_line_waits_for_who_is() -> None:
     table = Table(C)
     assert sent(table.lose(A), wire.Prepare) == []
@@ -206,13 +200,6 @@ def test_contributor_lost_after_its_contribution_counts() -> None:
     assert sent(table.contributes(B), wire.Propose) == [(B, proposal), (C, proposal)]
 
 
-def test_contributor_lost_before_its_contribution_is_left_out() -> None:
-    table = Table(A)
-    table.contributes(B)
-    proposal = wire.Propose(0, Decision(0b011, ALL))
-    assert sent(table.lose(C), wire.Propose) == [(B, proposal), (C, proposal)]
-
-
 def test_a_late_contributor_is_left_out_after_a_stall() -> None:
     table = Table(A)
     table.contributes(B)
@@ -242,13 +229,6 @@ def test_a_lost_majority_may_come_back_within_a_stall() -> None:
     table.lose(B)
     table.contributes(B)
     assert recipients(table.tell(PeerReturned(B)), wire.Propose) == [B]
-
-
-def test_of_two_the_one_that_left_is_not_waited_for() -> None:
-    table = Table(A, weights=(1, 1))
-    (end,) = ends(table.says(B, wire.GiveUp("cancelled")))
-    assert isinstance(end, Fail)
-    assert end.reason.startswith("1 of 2 members left")
 
 
 def test_who_is_alone_neither_plans_nor_opens_ballots() -> None:
@@ -345,14 +325,6 @@ def test_decisions_that_no_honest_leader_makes_are_ignored(decision: Decision) -
 
 
 # ---- fetching ----
-
-
-def test_what_a_dead_owner_did_not_send_is_fetched_from_a_holder() -> None:
-    table = Table(B, owners=(D,), weights=(1, 1, 1, 1))
-    decision = Decision(0b1111, 0b1111)
-    table.says(A, wire.Propose(0, decision))
-    table.votes(C, wire.Vote(0, decision, DIGEST))
-    assert sent(table.lose(D), wire.Fetch) == [(C, wire.Fetch(0b1111, b"\x01"))]
 
 
 def test_another_holder_is_asked_when_the_first_does_not_deliver() -> None:

@@ -20,7 +20,6 @@ from equipoise.averaging.ports import FrameRefused
 from fakes.one_member import (
     ALL,
     DIGEST,
-    OTHER_DIGEST,
     A,
     B,
     C,
@@ -120,25 +119,6 @@ def test_another_proposal_frees_from_what_was_held() -> None:
     assert sent(table.lose(C), wire.Promise) == [(A, wire.Promise(3))]
 
 
-def differing(me: int = C) -> Table:
-    """A member of four that holds a mean with another digest than that of the majority."""
-    table = Table(me, weights=(1, 1, 1, 1))
-    decision = Decision(0b1111, 0b1111)
-    table.says(A, wire.Propose(0, decision))
-    table.mean(0b1111, digest=OTHER_DIGEST)
-    return table
-
-
-def test_a_mean_that_differs_is_fetched_again_from_the_majority() -> None:
-    table = differing()
-    decision = Decision(0b1111, 0b1111)
-    table.votes(B, table.vote(decision, digest=bytes(32)))
-    table.votes(A, table.vote(decision, digest=bytes(32)))
-    actions = table.votes(D, table.vote(decision, digest=bytes(32)))
-    assert len(recipients(actions, wire.Fetch)) == 1
-    assert not ends(table.stall(2))
-
-
 def test_a_member_that_was_never_out_of_reach_is_asked_for_the_mean_first() -> None:
     for returned in (B, C):
         table = Table(D, weights=(1, 1, 1, 1))
@@ -155,16 +135,6 @@ def test_a_mean_that_was_replaced_is_reduced_again_when_it_is_wanted_again() -> 
     table.reduced(ALL)
     table.says(A, wire.Plan(0, 1, 0b001), wire.Propose(0, Decision(0b011, 0b001)))
     table.mean(0b011)
-    actions = table.says(C, wire.Plan(2, 0, ALL), wire.Propose(2, Decision(ALL, ALL)))
-    assert Reduce(0, ALL) in actions
-
-
-def test_a_reduction_that_came_too_late_to_be_wanted_can_be_wanted_again() -> None:
-    table = Table(B, owners=(B,))
-    table.contributes(A)
-    table.contributes(C)
-    table.says(A, wire.Plan(0, 1, 0b001), wire.Propose(0, Decision(0b011, 0b001)))
-    table.reduced(ALL)
     actions = table.says(C, wire.Plan(2, 0, ALL), wire.Propose(2, Decision(ALL, ALL)))
     assert Reduce(0, ALL) in actions
 

@@ -16,13 +16,6 @@ def gathering(me: int, owners: tuple[int, ...]) -> Table:
     return table
 
 
-def test_a_contribution_is_wanted_once() -> None:
-    table = Table(A)
-    assert table.machine.wants_contribution(B, 0)
-    table.contributes(B)
-    assert not table.machine.wants_contribution(B, 0)
-
-
 def test_a_mean_is_wanted_of_the_decision_or_of_any_before_it() -> None:
     table = Table(B)
     assert table.machine.wants_mean(A, 0, ALL)

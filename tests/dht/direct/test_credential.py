@@ -18,12 +18,12 @@ PLACES = (("192.0.2.1", 4000), ("2001:db8::1", 4001))
 MUTANTS = 3000
 
 
-def test_what_was_issued_is_taken() -> None:
+def test_an_issued_credential_is_taken() -> None:
     assert parse(issue(PLACES)) == PLACES
     assert len(issue(PLACES)) < 50
 
 
-def test_who_listens_nowhere_has_a_credential_all_the_same() -> None:
+def test_a_peer_that_listens_nowhere_has_a_credential() -> None:
     assert issue(()) == b"\x90"
     assert parse(issue(())) == ()
 
@@ -105,5 +105,5 @@ def test_noise_is_no_credential(noise: bytes) -> None:
         (["10.0.0.2"], [], False, []),
     ],
 )
-def test_where_a_listener_is_reached(hosts, bound, forwarded, found) -> None:
+def test_a_listener_names_the_places_where_it_is_reached(hosts, bound, forwarded, found) -> None:
     assert endpoints(hosts, bound, forwarded=forwarded) == found

@@ -97,7 +97,7 @@ async def test_drops_of_a_record_wake_nobody(ends, reads) -> None:
     assert len(reads) <= len(BODY) // WAKE_BYTES + 3 * records < len(BODY) // DROP // 10
 
 
-async def test_what_the_kernel_holds_counts_as_received(ends) -> None:
+async def test_bytes_that_the_kernel_holds_count_as_received(ends) -> None:
     receiving, frame = ends.receiving(), ends.frame(b"header", BODY)
     for sent in range(0, 50 * DROP, DROP):
         assert ends.channel.received == sent

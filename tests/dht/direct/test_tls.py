@@ -63,7 +63,7 @@ def opened(session: TlsSession, size: int) -> bytes:
     return bytes(data[:got])
 
 
-def test_each_sees_the_others_key(identities, sessions) -> None:
+def test_each_side_sees_the_others_key(identities, sessions) -> None:
     meet(*sessions)
     assert [one.peer for one in sessions] == [one.peer for one in identities[::-1]]
 
@@ -187,7 +187,7 @@ def test_older_versions_are_refused(sessions) -> None:
     assert fault.value.why == "tls failure"
 
 
-def test_who_shows_no_certificate_is_refused(sessions) -> None:
+def test_a_peer_without_a_certificate_is_refused(sessions) -> None:
     nobody, server = sessions
     nobody._tls = SSL.Connection(SSL.Context(SSL.TLS_CLIENT_METHOD))
     nobody._tls.set_connect_state()

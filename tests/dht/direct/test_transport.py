@@ -81,7 +81,7 @@ async def test_senders_take_turns_frame_by_frame(peers, layer) -> None:
 
 
 @pytest.mark.parametrize("layer", LAYERS)
-async def test_a_sender_waits_for_who_does_not_read(peers, layer) -> None:
+async def test_a_sender_waits_for_a_peer_that_does_not_read(peers, layer) -> None:
     there, here = await peers.connected(layer)
     body = bytes(LARGE // 64)
     sending = [asyncio.ensure_future(there.send(b"", body)) for _ in range(1024)]
@@ -169,7 +169,7 @@ async def test_a_peer_that_dials_tls_is_served_by_one_that_dials_aead(peers) -> 
         assert header == b"hello"
 
 
-async def test_who_listens_nowhere_dials_and_is_not_dialled(peers) -> None:
+async def test_a_peer_that_listens_nowhere_dials_and_is_not_dialled(peers) -> None:
     public, hidden = peers.make("public"), peers.make("hidden", listen=())
     introduce(public, hidden)
     assert hidden.reaches(public.peer)

@@ -105,7 +105,7 @@ async def test_a_handshake_that_was_recorded_opens_nothing_again(peers, dial, la
     assert peers.accepted.empty()
 
 
-async def test_who_flips_bits_between_two_members_ends_the_connection_and_no_more(
+async def test_flipped_bits_between_two_members_end_the_connection_and_no_more(
     peers, layer, monkeypatch
 ) -> None:
     for name in ("OPEN_SECONDS", "HANDSHAKE_SECONDS", "ADMIT_SECONDS"):
@@ -124,7 +124,7 @@ async def test_who_flips_bits_between_two_members_ends_the_connection_and_no_mor
     assert second.peer in first._allowlist
 
 
-async def test_who_alters_the_layer_asked_for_is_found_out_before_a_frame(peers, layer) -> None:
+async def test_an_altered_layer_is_found_out_before_a_frame(peers, layer) -> None:
     """The preface is in the clear; the greeting confirms it inside TLS, to both."""
     first, second = peers.pair(layer)
     async with passing(port_of(second), LAYER_AT) as (address, _):
@@ -150,7 +150,7 @@ async def shaken(layer) -> tuple[asyncio.Task, TlsSession, socket.socket]:
     return accepting, client, far
 
 
-async def test_who_sends_anything_but_a_greeting_is_not_read_for_ever(monkeypatch) -> None:
+async def test_a_peer_that_sends_no_greeting_is_not_read_for_ever(monkeypatch) -> None:
     monkeypatch.setattr(TlsSession, "open_into", lambda self, view: 0)
     accepting, client, far = await shaken("aead")
     noise = bytes((handshake.MAX_RECORDS + 1) * handshake.HANDSHAKE_BYTES)

@@ -59,7 +59,7 @@ def test_messages_survive_the_wire(message) -> None:
         {},
     ],
 )
-def test_what_breaks_a_bound_is_malformed(wrong) -> None:
+def test_a_message_that_breaks_a_bound_is_malformed(wrong) -> None:
     with pytest.raises(Malformed):
         decode(msgspec.msgpack.encode(wrong))
 
@@ -111,7 +111,7 @@ def test_a_router_that_draws_ports_is_found_out() -> None:
     assert obstacle(other, other) == ""
 
 
-def test_where_no_public_peer_answers_nothing_is_known() -> None:
+def test_candidates_need_an_answer_of_a_public_peer() -> None:
     with pytest.raises(ConnectionError, match="no public peer"):
         judge([], [HOME])
 
@@ -132,5 +132,5 @@ def test_where_no_public_peer_answers_nothing_is_known() -> None:
         (places("44.0.0.1", "192.168.1.2", port=5001), []),
     ],
 )
-def test_only_what_may_be_the_other_peer_is_tried(theirs: Candidates, tried: list[str]) -> None:
+def test_only_places_of_the_other_peer_are_tried(theirs: Candidates, tried: list[str]) -> None:
     assert [host for host, _ in targets(Candidates(ROUTER, (HOME,)), theirs)] == tried

@@ -126,7 +126,7 @@ async def test_no_address_is_tried_without_end_whoever_names_it(trio: Trio, unti
         assert host_tries <= 2 * allowed, "of both sides"
 
 
-async def test_who_is_admitted_for_a_transfer_alone_gets_no_hole(trio: Trio, until) -> None:
+async def test_a_peer_admitted_for_a_transfer_alone_gets_no_hole(trio: Trio, until) -> None:
     for one, other in ((trio.first, trio.second), (trio.second, trio.first)):
         one.direct.admit(other.peer, other.direct.credential)
         assert "in no round" in one._puncher.schedule.refusal(other.peer, asyncio.get_running_loop().time())
@@ -136,7 +136,7 @@ async def test_who_is_admitted_for_a_transfer_alone_gets_no_hole(trio: Trio, unt
         assert one._puncher.schedule.refusal("12D3KooWNobody", 0.0)
 
 
-async def test_who_has_no_part_in_it_says_so(trio: Trio) -> None:
+async def test_a_peer_without_a_part_in_the_punch_says_so(trio: Trio) -> None:
     for one, other, why in (
         (trio.first, trio.relay, "not behind a NAT"),
         (trio.first, trio.second, "in no round"),

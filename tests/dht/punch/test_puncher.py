@@ -93,7 +93,9 @@ async def test_both_ends_use_a_channel_through_a_hole(hidden: Hidden, peers: Pee
         await hidden.first.open(hidden.second.peer)
 
 
-async def test_no_hole_leads_to_who_was_not_admitted(hidden: Hidden, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_hole_leads_to_a_peer_that_was_not_admitted(
+    hidden: Hidden, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(puncher, "TRY_SECONDS", 0.5)
     hidden.first.admit(hidden.second.peer, hidden.second.credential)
     sides = hidden.side(hidden.first, hidden.second, True), hidden.side(hidden.second, hidden.first, False)
@@ -103,7 +105,7 @@ async def test_no_hole_leads_to_who_was_not_admitted(hidden: Hidden, monkeypatch
     assert hidden.first.status().channels == hidden.second.status().channels == 0
 
 
-async def test_no_hole_leads_to_another_than_was_meant(
+async def test_no_hole_leads_to_another_peer_than_was_meant(
     hidden: Hidden, peers: Peers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(puncher, "TRY_SECONDS", 0.5)
@@ -115,14 +117,14 @@ async def test_no_hole_leads_to_another_than_was_meant(
     assert f"{hidden.first.peer} is where {third.peer} was expected" in reasons[1]
 
 
-async def test_noise_on_the_relayed_stream_ends_it(hidden: Hidden) -> None:
+async def test_noise_on_the_relayed_stream_ends_the_attempt(hidden: Hidden) -> None:
     introduce(hidden.first, hidden.second)
     side = hidden.side(hidden.second, hidden.first, False)
     await send_message(hidden.streams[0], b"\xc1noise")
     assert "malformed" in await side.run()
 
 
-async def test_a_stream_that_ends_ends_it(hidden: Hidden) -> None:
+async def test_a_stream_that_ends_ends_the_attempt(hidden: Hidden) -> None:
     introduce(hidden.first, hidden.second)
     side = hidden.side(hidden.second, hidden.first, False)
     await send_message(hidden.streams[0], encode(Candidates(("127.0.0.1", 9999))))

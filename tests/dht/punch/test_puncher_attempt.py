@@ -111,20 +111,20 @@ async def test_after_some_tries_both_give_up_and_say_why(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("blind", [0, 1])
-async def test_who_cannot_tell_where_it_is_says_so(monkeypatch, blind: int) -> None:
+async def test_a_side_that_cannot_tell_where_it_is_says_so(monkeypatch, blind: int) -> None:
     places = tuple(None if side == blind else PLACES[side] for side in (0, 1))
     reasons = await Meeting(monkeypatch, 1, places).run()
     assert reasons[blind] == "no mirror"
     assert reasons[1 - blind] == "the other side gave up: no mirror"
 
 
-async def test_who_have_no_kind_of_address_in_common_do_not_try(monkeypatch) -> None:
+async def test_sides_without_a_kind_of_address_in_common_do_not_try(monkeypatch) -> None:
     meeting = Meeting(monkeypatch, 1, (PLACES[0], Candidates(("2001:4860::1", 5002))))
     assert all("no kind of address in common" in reason for reason in await meeting.run())
     assert [side.tries for side in meeting.sides] == [0, 0]
 
 
-async def test_what_a_router_does_is_told(monkeypatch) -> None:
+async def test_the_routers_behaviour_is_in_the_reason(monkeypatch) -> None:
     drawn = replace(PLACES[0], steady=False)
     [reason, _] = await Meeting(monkeypatch, MAX_TRIES + 1, (drawn, PLACES[1])).run()
     assert reason.endswith("tries; this side's router gives every destination another port")
@@ -176,7 +176,7 @@ async def test_what_a_place_answers_here_the_other_side_learns_neither_by_words_
 
 
 @pytest.mark.parametrize("message", [Go(), PLACES[0]])
-async def test_what_is_said_out_of_turn_ends_it(pair, message) -> None:
+async def test_a_message_out_of_turn_ends_the_attempt(pair, message) -> None:
     own, other = pair
     for said in (PLACES[0], message):
         await send_message(other, encode(said))
@@ -196,7 +196,7 @@ words = st.one_of(
 
 @settings(deadline=None, max_examples=80)
 @given(st.booleans(), st.lists(words, max_size=12))
-def test_whatever_is_said_it_ends_and_tries_no_more_than_it_may(begins: bool, said: list) -> None:
+def test_an_attempt_ends_and_is_bounded_whatever_the_other_side_says(begins: bool, said: list) -> None:
     async def play() -> Attempt:
         own, other = (Stream(one) for one in socket.socketpair())
         for message in said:
@@ -217,7 +217,7 @@ def test_whatever_is_said_it_ends_and_tries_no_more_than_it_may(begins: bool, sa
     assert not side._trying
 
 
-async def test_silence_ends_it(pair, monkeypatch) -> None:
+async def test_silence_ends_the_attempt(pair, monkeypatch) -> None:
     monkeypatch.setattr(puncher, "ANSWER_SECONDS", 0.01)
     assert "does not answer" in await attempt(pair[0], False).run()
 

@@ -50,7 +50,7 @@ def test_a_failure_is_remembered_longer_each_time_until_one_succeeds() -> None:
     assert due(wishes, now + FIRST_RETRY_SECONDS) == ["a"]
 
 
-def test_so_many_at_once_those_met_last_first() -> None:
+def test_punches_at_once_are_bounded_and_the_peer_met_last_comes_first() -> None:
     wishes = Schedule()
     for peer in range(MAX_AT_ONCE + 2):
         wishes.want(str(peer), 0.0)
@@ -63,7 +63,7 @@ def test_so_many_at_once_those_met_last_first() -> None:
     assert due(wishes, PATIENCE_SECONDS) == ["1"]
 
 
-def test_only_who_was_met_is_answered_and_once() -> None:
+def test_only_a_peer_that_was_met_is_answered_and_once() -> None:
     wishes = Schedule()
     assert "in no round" in wishes.refusal("a", 0.0)
     wishes.want("a", 0.0)

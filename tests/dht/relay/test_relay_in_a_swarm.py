@@ -42,7 +42,7 @@ P2PD_ANSWER = bytes.fromhex("0802" + "1a0a0880c486d80612020102" + "2206087810808
 """p2pd's own answer to a reservation, its addresses and voucher cut short: 2 minutes and 128 KiB."""
 
 
-def test_what_p2pd_says_is_understood() -> None:
+def test_the_answer_of_p2pd_is_understood() -> None:
     found = decode(P2PD_ANSWER, Hop)
     assert (found.kind, found.status, found.reservation.expires) == (Kind.STATUS, Status.OK, 1795269120)
     assert (found.limit.seconds, found.limit.bytes) == (120, 131072)
@@ -68,7 +68,7 @@ def test_messages_survive_the_wire(
 
 
 @given(st.binary(max_size=200))
-def test_anything_else_is_refused_as_malformed(data: bytes) -> None:
+def test_any_other_bytes_are_refused_as_malformed(data: bytes) -> None:
     for kind in (Hop, Stop):
         with contextlib.suppress(Malformed):
             decode(data, kind)
@@ -257,7 +257,7 @@ async def test_nobody_is_dialled_back_without_end(members, until) -> None:
     assert all(one.reached for one in answers if isinstance(one, Answer))
 
 
-async def test_who_says_nothing_to_a_relay_is_let_go(members, until, monkeypatch) -> None:
+async def test_a_peer_that_says_nothing_to_a_relay_is_let_go(members, until, monkeypatch) -> None:
     monkeypatch.setattr(service, "ANSWER_SECONDS", 0.2)
     relay = await members.start("relay", relay=RATE)
     client = await members.start("client", join=relay.addresses, client_mode=True)

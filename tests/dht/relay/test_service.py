@@ -151,7 +151,7 @@ async def answer(end: Stream) -> int:
     return status
 
 
-async def test_who_asks_many_times_at_once_gets_no_more(relay: Relay, until) -> None:
+async def test_a_peer_that_asks_many_times_at_once_gets_no_more(relay: Relay, until) -> None:
     relay.here.clear()
     for _ in range(MAX_CIRCUITS_PER_PEER + 5):
         await relay.connect(PEERS[1])
@@ -159,7 +159,9 @@ async def test_who_asks_many_times_at_once_gets_no_more(relay: Relay, until) -> 
     assert relay.status.circuits == MAX_CIRCUITS_PER_PEER
 
 
-async def test_all_together_get_no_more_than_there_is(relay: Relay, until, monkeypatch) -> None:
+async def test_all_peers_together_get_no_more_circuits_than_there_are(
+    relay: Relay, until, monkeypatch
+) -> None:
     monkeypatch.setattr(service, "MAX_CIRCUITS_PER_PEER", 1000)
     relay.here.clear()
     for number in range(MAX_CIRCUITS + 5):
@@ -168,7 +170,7 @@ async def test_all_together_get_no_more_than_there_is(relay: Relay, until, monke
     assert relay.status.circuits == MAX_CIRCUITS
 
 
-async def test_several_may_ask_for_one_that_has_gone(relay: Relay) -> None:
+async def test_several_peers_may_ask_for_a_peer_that_has_gone(relay: Relay) -> None:
     relay.here.clear()
     relay.refusing = True
     ends = [await relay.connect(peer) for peer in PEERS[1:4]]
@@ -180,19 +182,19 @@ async def test_several_may_ask_for_one_that_has_gone(relay: Relay) -> None:
 
 
 @pytest.mark.parametrize("said", [b"\x08", b"\x08\x01\x20\xc9\x01"])
-async def test_one_that_answers_nonsense_or_no_is_told_of(relay: Relay, said: bytes) -> None:
+async def test_a_target_that_answers_nonsense_or_no_is_reported(relay: Relay, said: bytes) -> None:
     end = await relay.connect(PEERS[1])
     await send_message(await relay.called.get(), said)
     assert await answer(end) == Status.CONNECTION_FAILED
 
 
-async def test_one_that_does_not_answer_is_told_of(relay: Relay, monkeypatch) -> None:
+async def test_a_silent_target_is_reported(relay: Relay, monkeypatch) -> None:
     monkeypatch.setattr(service, "ANSWER_SECONDS", 0.05)
     end = await relay.connect(PEERS[1])
     assert await answer(end) == Status.CONNECTION_FAILED
 
 
-async def test_one_that_cannot_be_called_is_told_of(relay: Relay, monkeypatch) -> None:
+async def test_a_target_that_cannot_be_called_is_reported(relay: Relay, monkeypatch) -> None:
     async def fail(peer: str, protocol: str, seconds: float) -> Stream:
         raise P2pdClientError("p2pd is not running")
 
