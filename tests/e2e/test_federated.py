@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -24,13 +24,6 @@ pytestmark = pytest.mark.timeout(240)
 PEERS, ROUNDS = 5, 4
 
 SIZES = {"bias": (7,), "weight": (20, 10)}
-
-
-@pytest.fixture(scope="module")
-def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[DaemonProcess]]:
-    """Daemons that the tests share: each test has runs of its own."""
-    with shared_daemons(tmp_path_factory, PEERS) as places:
-        yield places
 
 
 def noise(*seed: int, scale: float = 1.0) -> dict[str, torch.Tensor]:
@@ -179,61 +172,6 @@ def test_half_of_the_peers_are_drawn_alike_by_all(places: list[DaemonProcess]) -
         assert {one.peer for one in trainers if record.number in one.fits} >= set(record.contributors)
 
 
-def trained_with_a_late_one(places: list[DaemonProcess], late: str, rounds: int) -> list[Trainer]:
-    """Five trainers, of which the last ends its first training when the others have made that round."""
-    closed = threading.Event()
-
-    def work(trainer: Trainer) -> None:
-        if trainer.index == 4:
-            trains = trainer.fit
-
-            def fit(task: Task) -> tuple[float, dict[str, float]]:
-                assert task.number > 1 or closed.wait(60.0)
-                return trains(task)
-
-            trainer.fit = fit  # type: ignore[method-assign]
-        elif trainer.index == 0:
-            evaluates = trainer.evaluate
-
-            def evaluate(task: Task) -> tuple[float, dict[str, float]]:
-                if task.number:
-                    closed.set()
-                return evaluates(task)
-
-            trainer.evaluate = evaluate  # type: ignore[method-assign]
-        strategy = f"federated:available={PEERS},quorum=3,grace=2,late={late}"
-        trainer.train(f"late-{late}-{rounds}", strategy, "average", "mean", rounds=rounds)
-
-    trainers = trained(places, "", work)
-    assert_alike(trainers)
-    return trainers
-
-
-def test_a_peer_that_is_late_for_the_last_round_is_told_and_ends_alike(places: list[DaemonProcess]) -> None:
-    trainers = trained_with_a_late_one(places, "drop", 1)
-    assert [one.records[0].late > 0 for one in trainers] == [False] * 4 + [True]
-    assert set(trainers[4].history[0].contributors) == {one.peer for one in trainers[:4]}
-
-
-@pytest.mark.parametrize("late", ["drop", "next"])
-def test_a_late_peer_is_told_and_counts_never_or_once_at_its_discount(
-    places: list[DaemonProcess], late: str
-) -> None:
-    trainers = trained_with_a_late_one(places, late, 3)
-    slow = trainers[4]
-    first, second, third = trainers[0].history
-    assert set(first.contributors) == {one.peer for one in trainers[:4]}
-    assert slow.records[0].late > 0
-    assert slow.records[0].reason.startswith("its contribution came too late by ")
-    assert slow.fits[0] == 1
-    if late == "next":
-        assert second.contributors[slow.peer] == pytest.approx(slow.weight / math.sqrt(2))
-        assert slow.fits == [1, 3]
-    else:
-        assert slow.fits == [1, 2, 3]
-    assert third.contributors[slow.peer] == slow.weight
-
-
 @pytest.mark.slow
 def test_a_late_contribution_of_local_steps_counts_never(places: list[DaemonProcess]) -> None:
     peers, steps, late = 3, 4, 2
@@ -308,28 +246,3 @@ def test_a_round_closes_some_seconds_after_its_quorum_and_tells_the_late_how_lat
     assert late[:4] == [0.0] * 4
     for one in (4, 5):
         assert late[one] == pytest.approx(lasts[one] - applied[0], abs=3.0)
-
-
-@pytest.mark.slow
-def test_client_drift_of_three_daemons_has_its_closed_form(places: list[DaemonProcess]) -> None:
-    curves, minima, samples, steps, eta = (1.0, 4.0, 10.0), (-1.0, 0.5, 3.0), (1.0, 2.0, 3.0), 5, 0.05
-
-    def work(index: int) -> float:
-        w = torch.zeros(1)
-
-        def fit(task: Task) -> tuple[float, dict[str, float]]:
-            for _ in range(steps):
-                w.sub_(eta * curves[index] * (w - minima[index]))
-            return samples[index], {}
-
-        strategy = "federated:quorum=3,available=3,minimum=3"
-        with (
-            connect(places[index].home) as peer,
-            peer.join("drift", {"w": w}, strategy=strategy, codec="fp32") as run,
-        ):
-            Federated(run, fit, rounds=30).run()
-        return float(w)
-
-    pulls = [p * (1 - (1 - eta * a) ** steps) for p, a in zip(samples, curves, strict=True)]
-    limit = sum(pull * b for pull, b in zip(pulls, minima, strict=True)) / sum(pulls)
-    assert together(work, range(3)) == pytest.approx([limit] * 3, abs=1e-5)
