@@ -42,6 +42,7 @@ class Net:
         loss: Share of the frames at which a channel breaks; what is under way on it is lost.
         cuts: Pairs of peers that reach each other no more.
         frozen: Peers whose records stay as they are.
+        tags: The tags of peers that have some.
     """
 
     def __init__(self, latency: float = 0.0, lag: float = 0.0, loss: float = 0.0, seed: int = 0) -> None:
@@ -49,6 +50,7 @@ class Net:
         self.chance = Random(seed)
         self.cuts: set[frozenset[str]] = set()
         self.frozen: set[str] = set()
+        self.tags: dict[str, tuple[str, ...]] = {}
         self.transports: dict[str, MemoryTransport] = {}
         self.records: dict[str, dict[str, Entry]] = {}
         self._views: dict[tuple[str, str], int] = {}
@@ -249,6 +251,7 @@ class MemoryDirectory:
             bandwidth,
             accumulated,
             left=left,
+            tags=self._net.tags.get(peer, ()),
             observes=observes,
         )
 

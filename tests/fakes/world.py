@@ -41,7 +41,7 @@ from equipoise.peer.errors import DaemonLost, EquipoiseError, Refused
 from equipoise.peer.run import Run
 from equipoise.peer.simulation.virtual_time import VirtualTime, Worker
 from fakes.hostile import Frame, JumpingLoop, TappedTransport
-from fakes.memory import FakeIdentity, Net, passed
+from fakes.memory import Entry, FakeIdentity, Net, passed
 
 LIMIT_SECONDS = 3600.0
 """Of virtual time; a test that gets there hangs."""
@@ -110,7 +110,8 @@ class WorldDaemon:
         self.peer = peer
         self.outcomes: deque[Outcome] = deque(maxlen=64)
         tapped: Any = TappedTransport(transport, partial(world.tap, peer))
-        chance = Random(f"{world.seed} {peer}")
+        lives = world.lives[peer] = world.lives.get(peer, 0) + 1
+        chance = Random(f"{world.seed} {peer}" + f" {lives}" * (lives > 1))
         self.router = Router(tapped, self.directory, FakeIdentity(peer), chance=chance)
         self.service = Service(self.router, self)  # type: ignore[arg-type]
         self.history: Any = self
@@ -213,6 +214,7 @@ class World:
         self.fetch_seconds = self.recover_seconds = 0.0
         self.links: dict[str, WorldLink] = {}
         self.daemons: dict[str, WorldDaemon] = {}
+        self.lives: dict[str, int] = {}
         self._workers: dict[str, Worker] = {}
         self._clients: dict[str, Client] = {}
         self._order = itertools.count()
@@ -229,8 +231,10 @@ class World:
     # ---- peers ----
 
     def peer(self, name: str, work: Callable[[], None], at: float = 0.0) -> None:
-        """Have a peer's script begin at some time; also while others run."""
+        """Have a peer's script begin at some time; also while others run, and again after the peer was killed."""
         index = next(self._order)
+        self._clients.pop(name, None)
+        self.net.frozen.discard(name)
 
         def live() -> None:
             self.compute(at - self.now)
@@ -263,14 +267,19 @@ class World:
 
     def kill(self, name: str) -> None:
         """End a peer's script and daemon without a word; its record stays for a while."""
-        if name in self.daemons:
+        if name in self.net.transports:
             self.links[name].lost = DaemonLost("this peer was killed")
             self.net.kill(name)
             records = [run for run in self.net.records.values() if name in run]
             self.net.frozen.add(name)
-            self.time.at(self.now + TTL_SECONDS, lambda: [run.pop(name, None) for run in records])  # type: ignore[arg-type, return-value]
+            self.time.at(self.now + TTL_SECONDS, lambda: self._forget(name, records))
             self.spawn(self.daemons[name].router.stop())
         self.time.kill(self._workers[name])
+
+    def _forget(self, name: str, records: list[dict[str, Entry]]) -> None:
+        if name in self.net.frozen:
+            for run in records:
+                run.pop(name, None)
 
     # ---- time ----
 

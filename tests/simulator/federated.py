@@ -1,203 +1,31 @@
-"""Federated rounds in virtual time: peers that train for milliseconds to minutes, die, stop, and see others too late.
+"""Federated rounds of real daemons and trainers in virtual time, with faults.
 
-The matchmaking machines are the program's. The trainers and the exchange are models: a drawn peer trains once for each
-state, joins with its contribution, and keeps that until a round has taken it or is said to have gone without it. With
-`late=next` it keeps a late one until a later round has taken it at its discount. An exchange succeeds if more than half
-of its members and a quorum of its contributors are there to its end.
+Peers train for tenths of seconds to minutes, die and come again, and are cut off from some of the others or from all.
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from random import Random
-from typing import NamedTuple
+from typing import Any
 
-from equipoise.averaging.machines import policy
-from equipoise.averaging.manifest import NONCE_BYTES, Join, Manifest
-from equipoise.averaging.matchmaking import events
-from equipoise.averaging.matchmaking.context import Context
-from equipoise.averaging.matchmaking.machine import Matchmaking
-from equipoise.averaging.matchmaking.matchmaker import Matchmaker
+import torch
+
 from equipoise.averaging.state import StateId
-from equipoise.averaging.strategy import Federated
-from equipoise.averaging.weights import LEAST_CONTRIBUTION
-from simulator import matchmaking
+from equipoise.averaging.strategy import Federated as Rules
+from equipoise.averaging.strategy import parse_strategy
+from equipoise.peer.training import Federated, Task
+from equipoise.peer.training.history import Record
+from fakes.world import World
 from simulator.core import Violation
-from simulator.matchmaking import Weather, World, stated
 
-POLL_SECONDS = 0.5
-"""Between two looks of a trainer at the draw."""
+ROUNDS_IN_CALM = 2
+"""Rounds that all peers must make together once the faults are over."""
 
-LOOK_SECONDS = 2.0
-"""From a mean to its arrival at a peer that missed it, where no coordinator told the peer so."""
-
-WITHHELD_SECONDS = 10.0
-"""How long a late contribution is withheld; see `equipoise.peer.training.federated`."""
-
-SLACK_SECONDS = 3.0
-"""Most seconds that a round stays open while its coordinator lives: beyond its grace, and beyond any exchange of values
-from its state, whose end late contributions await."""
-
-BEGINNING = StateId(1, hashlib.sha256(b"beginning").hexdigest())
-
-
-class Trainer(matchmaking.Peer):
-    """One peer and its script.
-
-    Attributes:
-        state: The state that it holds.
-        result: The state from which it has trained its contribution, if it has one.
-        trained: The states for which it has trained.
-        late: How often it was told that its contribution came too late.
-    """
-
-    def __init__(self, world: FederatedWorld, context: Context) -> None:
-        super().__init__(world, context)
-        self.state = world.head
-        self.result: StateId | None = None
-        self.trained: set[StateId] = set()
-        self.late = 0
-        self.begun = False
-        self.tags, self.observes = world.roles.get(self.name, ((), False))
-        context.membership.observes = self.observes
-        self._fed = world
-        self._trains = False
-        self._weight = 0.0
-        self._round: Manifest | None = None
-        self._search = 0
-        self._withheld_until = 0.0
-        self.after(POLL_SECONDS * world.random.random(), self.act)
-
-    def matchmaker(self, world: World, context: Context) -> Matchmaker:
-        """See `matchmaking.Peer.matchmaker`."""
-        assert isinstance(world, FederatedWorld)
-        return Matchmaking(context, policy(world.strategy, context))
-
-    def act(self) -> None:
-        """Do what is due: catch up, train, or join; again and again."""
-        self.after(POLL_SECONDS, self.act)
-        if self._trains or self._round is not None:
-            return
-        self.catch_up(LOOK_SECONDS)
-        assert isinstance(self.machine, Matchmaking)
-        found = self.machine.draw(self.state, self._fed.now)
-        first = self.state == BEGINNING and not self.begun
-        if first and len(found.live) < self._fed.strategy.available:
-            return
-        self.begun = True
-        drawn = self.name in found.peers and not self.observes
-        if drawn and self.result is None and self.state not in self.trained:
-            self._train()
-        elif self.machine.ready and not self._weight and self.result is not None:
-            if self._fed.now >= self._withheld_until:
-                self.tell(
-                    events.Withdrew()
-                )  # The round for which it was late has failed: it counts in the next.
-        elif not self.machine.ready:
-            self._join()
-
-    def _train(self) -> None:
-        if self.machine.ready:
-            self.tell(events.Withdrew())
-        self._trains = True
-        self.trained.add(self.state)
-        self._fed.note_training(self.name, self.state)
-        self.after(self._fed.training_seconds(), self._has_trained)
-
-    def _has_trained(self) -> None:
-        self._trains, self.result = False, self.state
-        self._join()
-
-    def _join(self) -> None:
-        self._search += 1
-        strategy, nonce = self._fed.strategy, self._fed.random.randbytes(NONCE_BYTES)
-        patience = strategy.deadline + strategy.reserve
-        weight = 0.0
-        if self.result is not None and self._fed.now >= self._withheld_until:
-            weight = discounted(self.result, self.state)
-            self._fed.origins[nonce] = self.result
-        self._weight = weight
-        self.after(strategy.deadline, self._give_up, self._search, self._fed.now + strategy.deadline)
-        self.became_ready += 1
-        join = stated(weight=weight, nonce=nonce, dialable=self.dialable, state=self.state)
-        self.tell(events.BecameReady(join, patience))
-
-    def _give_up(self, search: int, due: float) -> None:
-        """Give up at the deadline, unless the quorum is there: then the round is to close within its grace."""
-        if not self.machine.ready or search != self._search:
-            return
-        strategy, gathering = self._fed.strategy, self.machine.gathering
-        reached = gathering is not None and len(gathering.contributed) >= strategy.quorum
-        if reached and self._fed.now < due + strategy.grace + SLACK_SECONDS:
-            self.after(POLL_SECONDS, self._give_up, search, due)
-        else:
-            self.tell(events.Withdrew())
-
-    def catch_up(self, lag: float) -> None:
-        """Take the means that the group has applied meanwhile, if they are older than `lag` seconds."""
-        before = self.state
-        while (found := self._fed.following.get(self.state)) and self._fed.now - found.ended >= lag:
-            self._move(found.after, self.name in found.weights)
-        if self.state != before and self.machine.ready:
-            self.tell(events.Withdrew())
-
-    def _move(self, after: StateId, counted: bool) -> None:
-        """Take on the state that follows; the contribution goes if it has counted, or is not to count any more."""
-        self.state = after
-        if counted or self._fed.strategy.late == "drop":
-            self.result = None
-        self._withheld_until = 0.0
-
-    def perform(self, action: events.Action) -> None:
-        """Do what the machine asks for."""
-        if isinstance(action, events.Late):
-            self.late += 1
-            self._withheld_until = self._fed.now + WITHHELD_SECONDS
-            if action.seconds <= 0:
-                raise Violation(f"{self.name} is late by {action.seconds} s")
-            self.after(0.0, self.catch_up, 0.0)
-        super().perform(action)
-
-    def form(self, manifest: Manifest) -> None:
-        """Begin a round."""
-        self._round = manifest
-        world = self._fed
-        for member in map(world.peers.__getitem__, manifest.peers):
-            member.after(world.draw(world.weather.latency), member.greet, self, manifest)
-        world.begin(manifest)
-
-    def end(self, manifest: Manifest, follows: Following | None) -> None:
-        """A round has ended; in a mean, if a state follows from it."""
-        if self._round is not manifest and self._round != manifest:
-            return
-        self._round = None
-        if follows is not None and self.state == manifest.before:
-            self._move(follows.after, self.name in follows.weights)
-        self.tell(events.RoundEnded(manifest.round, ok=follows is not None))
-
-
-class Following(NamedTuple):
-    """The end of a round in a mean.
-
-    Attributes:
-        after: The state that the mean led to.
-        manifest: The round's group.
-        weights: PeerID -> counted weight.
-        ended: When its members had the mean.
-    """
-
-    after: StateId
-    manifest: Manifest
-    weights: dict[str, float]
-    ended: float
-
-
-def discounted(trained: StateId, state: StateId) -> float:
-    """The weight of a contribution that was trained from one state, in the round after another."""
-    return 1 / math.sqrt(1 + state.epoch - trained.epoch)
+SETTLING_SECONDS = 3.0
+"""From the first training to the first fault: then all have seen that as many are there as the first round needs."""
 
 
 @dataclass(frozen=True)
@@ -208,252 +36,237 @@ class Times:
     usual: float
     most: float
 
+    def draw(self, chance: Random) -> float:
+        """How long a training takes."""
+        usual = chance.random() < 0.9
+        least, most = (self.least, self.usual) if usual else (self.usual, self.most)
+        return float(least * (most / least) ** chance.random())
 
-class FederatedWorld(World):
-    """Daemons of one federated run.
+
+@dataclass
+class Script:
+    """The training script of one peer, in one of its lives.
 
     Attributes:
-        strategy: Of the run.
-        head: The last state of the group.
-        following: The round that led on from a state.
-        roles: The tags of a peer, and whether it only observes; none, and False, by default.
-        origins: The state from which a contribution was trained, by the nonce of its join.
-        trainings: Who trained for a state.
-        rounds: When rounds ended, their groups, and whether they succeeded.
-        forks: Rounds that succeeded from a state from which another had: views of the run were too different.
-        late_counted: Late contributions that a later round counted.
+        trained: The states from which it has trained.
+        records: The records of its steps.
+        trainer: Its trainer, once it has joined.
+        killed: Whether its peer was killed.
     """
 
-    def __init__(
-        self,
-        names: list[str],
-        strategy: Federated,
-        times: Times,
-        *,
-        seed: int = 0,
-        weather: Weather | None = None,
-        roles: Mapping[str, tuple[tuple[str, ...], bool]] | None = None,
-    ) -> None:
-        self.strategy = strategy
-        self.head = BEGINNING
-        self.following: dict[StateId, Following] = {}
-        self.roles = roles or {}
-        self.origins: dict[bytes, StateId] = {}
-        self._counted: set[tuple[str, StateId]] = set()
-        self.trainings: dict[StateId, list[str]] = {}
-        self.rounds: list[tuple[float, Manifest, bool]] = []
-        self._times = times
-        self.forks = 0
-        self.late_counted = 0
-        self._begun: dict[bytes, Manifest] = {}
-        self._over: set[bytes] = set()
-        self._exchanged: dict[StateId | None, float] = {}
-        super().__init__(names, 16, seed=seed, weather=weather)
-        self.at(1.0, self._check)
-
-    def make(self, context: Context) -> matchmaking.Peer:
-        """See `World.make`."""
-        strategy = self.strategy
-        context.needs = context.needs._replace(quorum=strategy.quorum, least=strategy.least)
-        return Trainer(self, context)
+    storm: Storm
+    name: str
+    trained: list[StateId] = field(default_factory=list)
+    records: list[Record] = field(default_factory=list)
+    trainer: Federated | None = None
+    killed: bool = False
 
     @property
-    def trainers(self) -> list[Trainer]:
-        """The living peers."""
-        return [one for one in self.peers.values() if isinstance(one, Trainer) and not one.dead]
+    def epoch(self) -> int:
+        """The number of rounds in its state."""
+        return self.trainer.epoch if self.trainer is not None else 0
+
+    def live(self) -> None:
+        """Train until all peers have made the rounds of the calm; join again where all others seem to have left."""
+        while not self.storm.over:
+            self.trained = []
+            self._train()
+
+    def _train(self) -> None:
+        storm, model = self.storm, {"w": torch.zeros(4)}
+
+        def fit(task: Task) -> tuple[float, Mapping[str, float]]:
+            self._note_training()
+            storm.world.compute(storm.times.draw(storm.chance))
+            model["w"] += 1.0
+            return 1.0, {}
+
+        with storm.world.join(self.name, "storm", model, strategy=storm.rules.spec) as run:
+            trains = storm.may_train(self.name)
+            self.trainer = Federated(run, fit if trains else None, clock=storm.world.clock)
+            while not storm.over and not self.trainer.ended:
+                self.records.append(self.trainer.step())
+                self._note_state()
+
+    def _note_training(self) -> None:
+        assert self.trainer is not None
+        state = self.trainer.member.id
+        if state in self.trained:
+            raise Violation(f"{self.name} trains twice from epoch {state.epoch}")
+        self.trained.append(state)
+
+    def _note_state(self) -> None:
+        assert self.trainer is not None
+        if self.trainer.member.in_step:
+            state = self.trainer.member.id
+            self.storm.states.setdefault(state.epoch, set()).add(state)
+
+
+class Storm:
+    """One run with faults drawn by a seed, and then calm.
+
+    Attributes:
+        rules: The strategy of the run.
+        states: By epoch: the states of peers in step.
+        scripts: By peer: its script, of its last life.
+    """
+
+    def __init__(self, seed: int) -> None:
+        draw = self.chance = Random(seed)
+        self.names = [f"peer{index:02}" for index in range(draw.randint(3, 9))]
+        self.world = World("int8", seed)
+        self._draw_roles()
+        wanted = draw.choice(["", ",tags=gpu"])
+        self._tags = {"gpu"} if wanted else set()
+        fit = sum(map(self.may_train, self.names))
+        quorum = draw.randint(2, max(2, fit // 2))
+        found = parse_strategy(
+            f"federated:fraction={draw.choice([0.3, 0.5, 1.0])},minimum={quorum},available={fit},quorum={quorum},"
+            f"grace={draw.choice([0.0, 2.0, 10.0, 60.0])},deadline={draw.choice([30.0, 120.0])},"
+            f"late={draw.choice(['drop', 'next'])}{wanted}"
+        )
+        assert isinstance(found, Rules)
+        self.rules = found
+        self.times = draw.choice([Times(0.1, 0.5, 5.0), Times(0.5, 5.0, 20.0), Times(0.1, 10.0, 200.0)])
+        self.world.net.latency, self.world.net.lag = draw.choice([(0.001, 0.03), (0.05, 1.0)])
+        self.world.net.loss = draw.choice([0.0, 0.0, 0.01])
+        self.states: dict[int, set[StateId]] = {}
+        self.scripts: dict[str, Script] = {}
+        self.lives: list[Script] = []
+        self.over = False
+
+    def run(self) -> Storm:
+        """Let it pass.
+
+        Raises:
+            Violation: A promise was broken.
+        """
+        for name in self.names:
+            self._begin(name)
+        self.world.peer("weather", self._weather)
+        try:
+            self.world.run()
+        finally:
+            self.world.close()
+        self._check_history()
+        return self
 
     def may_train(self, name: str) -> bool:
         """Whether a draw may take a peer: it trains, and carries the tags of the strategy."""
-        tags, observes = self.roles.get(name, ((), False))
-        return not observes and set(self.strategy.tags) <= set(tags)
+        return name not in self._observers and self._tags <= set(self.world.net.tags[name])
 
-    def training_seconds(self) -> float:
-        """How long a training takes."""
-        times, usual = self._times, self.random.random() < 0.9
-        least, most = (times.least, times.usual) if usual else (times.usual, times.most)
-        return float(least * (most / least) ** self.random.random())
+    @property
+    def alive(self) -> list[Script]:
+        """The scripts of the living peers."""
+        return [one for one in self.scripts.values() if not one.killed]
 
-    def note_training(self, name: str, state: StateId) -> None:
-        """Note that a peer trains for a state."""
-        self.trainings.setdefault(state, []).append(name)
-        if not self.may_train(name):
-            raise Violation(f"{name} trains, which only observes, or lacks tags")
+    @property
+    def history(self) -> list[Record]:
+        """The rounds, as the furthest peer has them."""
+        furthest = max(self.alive, key=lambda one: one.epoch).trainer
+        return list(furthest.history) if furthest is not None else []
 
-    def begin(self, manifest: Manifest) -> None:
-        """The first member has begun a round."""
-        if manifest.id in self._begun:
-            if manifest.id in self._over:  # This member was told of its group only now.
-                self.at(self.now + LOOK_SECONDS, self._tell_end, manifest, None, frozenset())
-            return
-        self._begun[manifest.id] = manifest
-        given = [join for join in manifest.members if join.weight >= LEAST_CONTRIBUTION]
-        if len(given) < self.strategy.quorum:
-            raise Violation(f"round {manifest.round} has {len(given)} contributors, below its quorum")
-        stale = [join.peer for join in given if join.state != manifest.before]
-        if stale:
-            raise Violation(f"round {manifest.round} counts contributions of {stale} to another state")
-        self.at(self.now + self.draw(self.weather.exchange), self._end, manifest)
+    @property
+    def counts(self) -> dict[str, int]:
+        """What has happened."""
+        weights = [weight for record in self.history for weight in record.contributors.values()]
+        records = [record for one in self.lives for record in one.records]
+        return {
+            "rounds ok": len(self.history),
+            "steps failed": sum(not record.ok for record in records),
+            "late contributions": sum(record.late > 0 for record in records),
+            "late contributions that counted": sum(weight < 1 for weight in weights),
+            "second rounds from one state": sum(len(states) - 1 for states in self.states.values()),
+        }
 
-    def _end(self, manifest: Manifest) -> None:
-        there = [
-            one
-            for one in self.trainers
-            if not one.stopped and any(known.id == manifest.id for _, known in one.formed)
-        ]
-        names = {one.name for one in there}
-        given = [
-            join for join in manifest.members if join.weight >= LEAST_CONTRIBUTION and join.peer in names
-        ]
-        before, follows = manifest.before, None
-        ok = 2 * len(there) > len(manifest.members) and len(given) >= self.strategy.quorum
-        if ok:
-            assert before is not None, "contributors claim states"
-            # The members of the smaller side find out in the next round, and take the other's state.
-            self.forks += before in self.following
-        if ok and before is not None and before not in self.following:
-            content = before.lineage + manifest.id.hex()
-            after = StateId(before.epoch + 1, hashlib.sha256(content.encode()).hexdigest())
-            weights = {join.peer: join.weight for join in given}
-            follows = Following(after, manifest, weights, self.now)
-            self.following[before], self.head = follows, after
-            self._count(before, given)
-        self.rounds.append((self.now, manifest, ok))
-        self._over.add(manifest.id)
-        self._exchanged[before] = self.now
-        self._tell_end(manifest, follows, frozenset(names))
+    # ---- peers ----
 
-    def _count(self, before: StateId, given: list[Join]) -> None:
-        """A training counts once: in the round that it was made for or, with `late=next`, later at its discount."""
-        for join in given:
-            trained = self.origins[join.nonce]
-            if (join.peer, trained) in self._counted:
-                raise Violation(f"the training of {join.peer} from epoch {trained.epoch} counts twice")
-            self._counted.add((join.peer, trained))
-            if self.strategy.late == "drop" and trained != before:
-                raise Violation(f"a late contribution of {join.peer} to epoch {trained.epoch} counts")
-            if join.weight != discounted(trained, before):
-                told = f"of {join.peer} to epoch {trained.epoch} counts {join.weight:g} after {before.epoch}"
-                raise Violation(f"a contribution {told}")
-            self.late_counted += trained != before
+    def _draw_roles(self) -> None:
+        """Draw the tags of each peer, and whether it only observes; at least two train and have all tags."""
+        others = self.chance.choice([0.0, 0.3])
+        self._observers: set[str] = set()
+        for index, name in enumerate(self.names):
+            self.world.net.tags[name] = () if index > 1 and self.chance.random() < others else ("gpu",)
+            if index > 1 and self.chance.random() < others:
+                self._observers.add(name)
 
-    def _tell_end(self, manifest: Manifest, follows: Following | None, names: frozenset[str]) -> None:
-        for one in self.trainers:
-            if one.name in manifest.peers:
-                one.happen(False, one.end, manifest, follows if one.name in names else None)
+    def _begin(self, name: str) -> None:
+        script = self.scripts[name] = Script(self, name)
+        self.lives.append(script)
+        self.world.peer(name, script.live, self.world.now + self.chance.random())
 
-    def _check(self) -> None:
-        """No draw has a peer that may not train. No round stays open longer than it may while its coordinator runs."""
-        self.at(self.now + 1.0, self._check)
-        quorum, grace = self.strategy.quorum, self.strategy.grace
-        for one in self.trainers:
-            assert isinstance(one.machine, Matchmaking)
-            barred = [
-                name for name in one.machine.draw(one.state, self.now).peers if not self.may_train(name)
-            ]
-            if barred:
-                raise Violation(f"the draw of {one.name} has {barred}, who only observe, or lack tags")
-            for gathering in one.machine._coordinator._builders.values():
-                arrived = sorted(gathering.parked[peer].arrived for peer in gathering.contributors)
-                if one.stopped or len(arrived) < quorum:
-                    continue
-                since = max(arrived[quorum - 1], one.resumed_at)
-                due = max(since + grace, self._exchanged_until(gathering.state)) + SLACK_SECONDS
-                if self.now > due and self._is_current(one, gathering.round):
-                    told = f"is open {self.now - since:.1f} s after its quorum"
-                    raise Violation(f"round {gathering.round} at {one.name} {told}")
+    # ---- weather ----
 
-    def _exchanged_until(self, state: StateId | None) -> float:
-        """When the last exchange of values from a state ended: until then, contributions to that state are late for it.
+    def _weather(self) -> None:
+        draw, world, rules = self.chance, self.world, self.rules
+        self._await(60.0, lambda: any(one.trained for one in self.alive), "no first training")
+        world.compute(SETTLING_SECONDS)
+        for _ in range(draw.randint(0, 10)):
+            world.compute(draw.choice([0.1, 1.0, 5.0, 20.0]) * draw.random())
+            self._fault()
+        world.net.cuts.clear()
+        world.net.loss = 0.0
+        reach = max(one.epoch for one in self.alive) + ROUNDS_IN_CALM
+        bound = 3 * (rules.deadline + rules.grace + self.times.most) + 120.0
+        self._await(
+            bound, lambda: all(one.epoch >= reach for one in self.alive), f"no {ROUNDS_IN_CALM} rounds"
+        )
+        self.over = True
 
-        They wait for its end, because they are to count where it fails, and only there.
-        """
-        going = (one.before for name, one in self._begun.items() if name not in self._over)
-        return self.now if state in going else self._exchanged.get(state, 0.0)
+    def _await(self, seconds: float, holds: Any, told: str) -> None:
+        end = self.world.now + seconds
+        while not holds():
+            if self.world.now >= end:
+                stand = {one.name: one.trainer and (one.epoch, one.trainer.reason) for one in self.alive}
+                raise Violation(f"{told} within {seconds:.0f} s: {stand}")
+            self.world.compute(0.5)
 
-    def _is_current(self, one: Trainer, round: int) -> bool:
-        assert isinstance(one.machine, Matchmaking)
-        believed = one.machine.context.membership.believed_round(self.now)
-        return believed is None or believed <= round
+    def _fault(self) -> None:
+        """One fault, drawn at random; more than a quorum of peers that may train stays alive."""
+        draw, cuts = self.chance, self.world.net.cuts
+        name, kind = draw.choice(self.names[1:]), draw.random()
+        left = [one.name for one in self.alive if one.name != name and self.may_train(one.name)]
+        if self.scripts[name].killed:
+            self._begin(name)
+        elif kind < 0.4 and len(left) > self.rules.quorum:
+            self.scripts[name].killed = True
+            self.world.kill(name)
+        elif kind < 0.7:
+            own = {pair for pair in cuts if name in pair}
+            cuts.difference_update(own)
+            if not own:
+                self.world.net.cut(name)
+        else:
+            cuts.add(frozenset(draw.sample(self.names, 2)))
+
+    # ---- promises ----
+
+    def _check_history(self) -> None:
+        """A contribution counts once: in the round that it was made for or, with `late=next`, later at its discount."""
+        counted: set[tuple[str, int]] = set()
+        for record in self.history:
+            if len(record.contributors) < self.rules.quorum:
+                raise Violation(
+                    f"round {record.number} has {len(record.contributors)} contributors, below its quorum"
+                )
+            for peer, weight in record.contributors.items():
+                age = weight**-2 - 1
+                if not self.may_train(peer):
+                    raise Violation(f"{peer} contributes, which only observes, or lacks tags")
+                if not math.isclose(age, round(age), abs_tol=1e-6) or (
+                    self.rules.late == "drop" and round(age)
+                ):
+                    raise Violation(f"a contribution of {peer} to round {record.number} counts {weight:g}")
+                training = peer, record.number - round(age)
+                if training in counted:
+                    raise Violation(f"the training of {peer} for round {training[1]} counts twice")
+                counted.add(training)
 
 
-def fault(world: FederatedWorld, names: list[str], draw: Random) -> None:
-    """One fault, drawn at random; more than a quorum of peers that may train stays alive."""
-    name, kind = draw.choice(names[1:]), draw.random()
-    peer = world.peers[name]
-    alive = sum(not one.dead and world.may_train(one.name) for one in world.peers.values())
-    alive += not world.may_train(name)
-    if peer.dead:
-        again = world.add(name)
-        assert isinstance(again, Trainer)
-        again.begun = True
-    elif kind < 0.3 and alive > world.strategy.quorum + 1:
-        world.kill(name, draw.choice([0.0, 0.5, None]))
-    elif kind < 0.6:
-        peer.resume() if peer.stopped else peer.stop()
-    elif kind < 0.8:
-        world.sever(*draw.sample(names, 2))
-    else:
-        peer.blind_to = set(draw.sample(names, len(names) // 3)) - {name}
-
-
-def draw_roles(names: list[str], draw: Random) -> dict[str, tuple[tuple[str, ...], bool]]:
-    """The tags of each peer, and whether it only observes, drawn at random; at least two train and have all tags."""
-    others = draw.choice([0.0, 0.3])
-    all_tags: tuple[tuple[str, ...], bool] = ("gpu",), False
-    roles = dict.fromkeys(names[:2], all_tags)
-    for name in names[2:]:
-        roles[name] = (() if draw.random() < others else ("gpu",), draw.random() < others)
-    return roles
-
-
-def storm(seed: int) -> FederatedWorld:
+def storm(seed: int) -> Storm:
     """A run with faults drawn by a seed; then calm, in which all peers must come to further states together.
-
-    Every fourth run has a large model, whose exchange takes up to a minute.
 
     Raises:
         Violation: A promise was broken.
     """
-    draw = Random(seed)
-    count = draw.randint(3, 9)
-    names = [f"peer{index:02}" for index in range(count)]
-    roles = draw_roles(names, draw)
-    tags = draw.choice([(), ("gpu",)])
-    fit = sum(not observes and set(tags) <= set(own) for own, observes in roles.values())
-    quorum = draw.randint(2, max(2, fit // 2))
-    strategy = Federated(
-        fraction=draw.choice([0.3, 0.5, 1.0]),
-        minimum=quorum,
-        available=fit,
-        quorum=quorum,
-        grace=draw.choice([0.0, 2.0, 10.0, 60.0]),
-        deadline=draw.choice([30.0, 120.0]),
-        late=draw.choice(["drop", "next"]),
-        tags=tags,
-    )
-    times = draw.choice([Times(0.001, 0.5, 5.0), Times(0.5, 5.0, 20.0), Times(0.001, 10.0, 200.0)])
-    weather = Weather(
-        latency=draw.choice([(0.0005, 0.002), (0.02, 0.2)]),
-        directory=draw.choice([(0.01, 0.05), (0.5, 3.0)]),
-        exchange=(10.0, 60.0) if seed % 4 == 3 else (0.5, 1.5),
-        loss=draw.choice([0.0, 0.0, 0.01]),
-    )
-    world = FederatedWorld(names, strategy, times, seed=seed, weather=weather, roles=roles)
-    if not world.run(60.0, until=lambda: all(one.begun for one in world.trainers)):
-        raise Violation("not all peers begin")
-    for _ in range(draw.randint(0, 10)):
-        world.run(draw.choice([0.1, 1.0, 5.0, 20.0]) * draw.random())
-        fault(world, names, draw)
-    world.weather = Weather(weather.latency, weather.directory, weather.exchange)
-    for peer in world.peers.values():
-        peer.blind_to = set()
-        if peer.stopped:
-            peer.resume()
-    reach = world.head.epoch + 2
-    bound = 3 * (strategy.deadline + strategy.grace + times.most + weather.exchange[1]) + 120.0
-    if not world.run(bound, until=lambda: all(one.state.epoch >= reach for one in world.trainers)):
-        states = {
-            one.name: (one.state.epoch, one.machine.round, one.machine.reason) for one in world.trainers
-        }
-        raise Violation(f"no two rounds within {bound:.0f} s of calm: {states}")
-    return world
+    return Storm(seed).run()
