@@ -476,6 +476,8 @@ class Replica:
         if self.phase is Phase.ASTRAY and not self._placed:
             return self._return(now)
         begins = self.phase is Phase.MEETING and self.state.epoch in (0, at_least)
+        if begins and at_least < self._wanted:
+            self._fetching = False  # The others may wait for this peer in the state that it did not ask for.
         return self._fetch(at_least, now) if begins else []
 
     def _overdue(self, now: float) -> list[Action]:
