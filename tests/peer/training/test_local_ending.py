@@ -11,12 +11,10 @@ import torch
 
 from equipoise.averaging.schema import SchemaError
 from equipoise.peer import Refused
-from equipoise.peer.embedded import Peer
 from equipoise.peer.training import DiLoCo, Federated, Gossip, LocalSGD
 from equipoise.peer.training.federated import Task
 from equipoise.peer.training.local import LocalTraining
 from equipoise.peer.training.member import Finished
-from fakes.daemon import FakeNetwork
 from fakes.world import World
 
 
@@ -96,12 +94,10 @@ def test_tensors_that_no_optimizer_steps_are_refused(kind: type[DiLoCo], tensors
     assert not run.trained_by
 
 
-def test_gossip_over_a_state_dict_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    FakeNetwork().install(monkeypatch)
-    with Peer() as peer:
-        run = peer.join("detached", torch.nn.Linear(3, 2).state_dict(), strategy="gossip")
-        with pytest.raises(Refused, match="no optimizer steps the tensors of run 'detached'"):
-            Gossip(run, every=5)
+def test_gossip_over_a_state_dict_is_refused() -> None:
+    run = World().join("peer", "detached", torch.nn.Linear(3, 2).state_dict(), strategy="gossip")
+    with pytest.raises(Refused, match="no optimizer steps the tensors of run 'detached'"):
+        Gossip(run, every=5)
 
 
 def test_a_loop_whose_optimizer_holds_other_tensors_says_so(caplog: pytest.LogCaptureFixture) -> None:

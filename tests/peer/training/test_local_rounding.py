@@ -7,11 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from contracts.run import SOON, join_all, together
-from equipoise.peer.embedded import Peer
 from equipoise.peer.training import Federated, LocalSGD
 from equipoise.peer.training.federated import Task
-from fakes.daemon import FakeNetwork
 from fakes.world import World
 
 HALF = [torch.bfloat16, torch.float16]
@@ -100,17 +97,18 @@ def test_small_movements_add_up_over_federated_rounds_and_fedprox_begins_at_zero
 
 
 @pytest.mark.parametrize("dtype", HALF)
-def test_small_movements_add_up_over_exchanges_of_pairs(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
-) -> None:
-    FakeNetwork().install(monkeypatch)
-    with Peer() as one, Peer() as other:
-        own = [[torch.ones(300, dtype=dtype)] for _ in range(2)]
-        runs = join_all([one, other], own, strategy="gossip")
+def test_small_movements_add_up_over_exchanges_of_pairs(dtype: torch.dtype) -> None:
+    world, own = World(), [torch.ones(300, dtype=dtype) for _ in range(2)]
+
+    def work(index: int) -> None:
+        run = world.join(f"peer{index}", "halves", [own[index]], strategy="gossip")
         for _ in range(16):
-            own[0][0].add_(ulp(dtype))
-            shifts = [run.shift(1.0, SOON) for run in runs]
-            own[0][0].add_(ulp(dtype))  # While the exchange goes on.
-            own[1][0].sub_(ulp(dtype))
-            assert all(outcome.ok for outcome in together(*(shift.result for shift in shifts)))
-    assert [float(values[0].mean()) for values in own] == [1 + 9 * ulp(dtype), 1 + 7 * ulp(dtype)]
+            own[index].add_(ulp(dtype) * (1 - index))
+            shift = run.shift(1.0)
+            own[index].add_(ulp(dtype) * (1 - 2 * index))  # While the exchange goes on.
+            assert shift.result().ok
+
+    for index in range(2):
+        world.peer(f"peer{index}", lambda index=index: work(index))
+    world.run()
+    assert [float(values.mean()) for values in own] == [1 + 9 * ulp(dtype), 1 + 7 * ulp(dtype)]
