@@ -1,4 +1,4 @@
-"""The contract of `Run` over both faces, with a swarm in memory."""
+"""`Run` with a swarm in memory, which can be made to do what real daemons seldom do; its contract runs on those."""
 
 from __future__ import annotations
 
@@ -12,15 +12,13 @@ import numpy as np
 import pytest
 import torch
 
-from contracts.run import OPTIONS, SOON, Peers, RunContract, join_all, together
-from contracts.state import StateContract
-from contracts.stepping import SteppingContract
+from contracts.run import OPTIONS, SOON, Peers, join_all, together
 from e2e.swarm import eventually
 from equipoise.averaging.aio.router import MAX_LEFTOVERS
 from equipoise.compression import parse_codec
 from equipoise.compression.device_reduce import DeviceReducer
 from equipoise.dht.records import MAX_RUNS_PER_PEER
-from equipoise.peer import Client, Exchanging, connect
+from equipoise.peer import Exchanging, connect
 from equipoise.peer.config import load
 from equipoise.peer.daemon.session import MAX_RUNS
 from equipoise.peer.embedded import DaemonThread, Peer
@@ -35,104 +33,82 @@ def network(monkeypatch: pytest.MonkeyPatch) -> FakeNetwork:
     return network
 
 
-@pytest.fixture(params=["in-process", pytest.param("connect", marks=pytest.mark.slow)])
-def peers(request: pytest.FixtureRequest, network: FakeNetwork, tmp_path: Path) -> Iterator[Peers]:
+@pytest.fixture
+def peers(network: FakeNetwork) -> Iterator[Peers]:
     with contextlib.ExitStack() as stack:
-
-        def connected(count: int) -> list[Client]:
-            clients = []
-            for index in range(count):
-                home = tmp_path / f"home{index}"
-                daemon = DaemonThread(load({"home": home}, {}))
-                stack.callback(daemon.stop)
-                clients.append(stack.enter_context(connect(home)))
-            return clients
-
-        def in_process(count: int) -> list[Client]:
-            return [stack.enter_context(Peer()) for _ in range(count)]
-
-        yield connected if request.param == "connect" else in_process
+        yield lambda count: [stack.enter_context(Peer()) for _ in range(count)]
 
 
-class TestState(StateContract):
-    """All of it."""
+def test_a_contribution_that_did_not_count_is_kept(peers: Peers, network: FakeNetwork) -> None:
+    clients = peers(3)
+    runs = join_all(clients, [[torch.zeros(1)] for _ in clients])
+    network.refused.add(clients[0].peer_id)
+    for index, run in enumerate(runs):
+        run.accumulate([torch.full((1,), float(index))], weight=index + 1)
+    eventually(lambda: all(run.progress().swarm == 6.0 for run in runs), "each other's progress")
+
+    outcomes = together(*(lambda run=run: run.step(timeout=SOON) for run in runs))
+
+    assert all(outcome.ok for outcome in outcomes)
+    assert [run.accumulated for run in runs] == [1.0, 0.0, 0.0]
+    torch.testing.assert_close(runs[0].mean["0"], torch.full((1,), 1.6))
 
 
-class TestRun(RunContract):
-    """All of the contract, and what only a swarm in memory can be made to do."""
+def test_exchanging_is_shown(peers: Peers, network: FakeNetwork) -> None:
+    runs = join_all(peers(2), [[torch.zeros(1)], [torch.zeros(1)]])
+    network.held = True
+    pending = [run.average(timeout=SOON, wait=False) for run in runs]
 
-    def test_a_contribution_that_did_not_count_is_kept(self, peers: Peers, network: FakeNetwork) -> None:
-        clients = peers(3)
-        runs = join_all(clients, [[torch.zeros(1)] for _ in clients])
-        network.refused.add(clients[0].peer_id)
-        for index, run in enumerate(runs):
-            run.accumulate([torch.full((1,), float(index))], weight=index + 1)
-        eventually(lambda: all(run.progress().swarm == 6.0 for run in runs), "each other's progress")
-
-        outcomes = together(*(lambda run=run: run.step(timeout=SOON) for run in runs))
-
-        assert all(outcome.ok for outcome in outcomes)
-        assert [run.accumulated for run in runs] == [1.0, 0.0, 0.0]
-        torch.testing.assert_close(runs[0].mean["0"], torch.full((1,), 1.6))
-
-    def test_exchanging_is_shown(self, peers: Peers, network: FakeNetwork) -> None:
-        runs = join_all(peers(2), [[torch.zeros(1)], [torch.zeros(1)]])
-        network.held = True
-        pending = [run.average(timeout=SOON, wait=False) for run in runs]
-
-        eventually(lambda: runs[0].state == Exchanging(members=2, round=0), "the exchange")
-        with pytest.raises(TimeoutError, match="call result"):
-            pending[0].result(timeout=0.01)
-        network.release()
-        assert all(future.result().ok for future in pending)
-
-    def test_the_daemon_forgets_a_client_that_closed(self, peers: Peers, network: FakeNetwork) -> None:
-        clients = peers(2)
-        run = clients[0].join("digits", [torch.zeros(1)], **OPTIONS)
-        eventually(lambda: list(network.runs.get("digits", ())) == [clients[0].peer_id], "the join")
-        clients[0].close()
-
-        assert network.runs["digits"] == {}
-        assert run.accumulated == 0.0
-
-    def test_status_answers_while_a_run_is_being_left(
-        self, peers: Peers, network: FakeNetwork, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        leave, gate = FakeHub.leave, threading.Event()
-
-        async def slow(router: FakeHub, run_driver: FakeRunDriver, reason: str) -> None:
-            await leave(router, run_driver, reason)
-            await asyncio.to_thread(gate.wait, SOON)
-
-        monkeypatch.setattr(FakeHub, "leave", slow)
-        (client,) = peers(1)
-        run = client.join("digits", [torch.zeros(1)], **OPTIONS)
-        eventually(lambda: "digits" in network.runs, "the join")
-        leaving = threading.Thread(target=run.leave)
-        leaving.start()
-        eventually(lambda: network.runs["digits"] == {}, "the farewell")
-
-        assert [one.name for one in client.status().runs] == ["digits"]
-        gate.set()
-        leaving.join()
-
-    def test_one_that_steps_and_nothing_else_is_one_run_of_the_swarm(
-        self, peers: Peers, network: FakeNetwork
-    ) -> None:
-        client, other = peers(2)
-        run = client.join("digits", [torch.zeros(1)], **OPTIONS)
-        run.agree({"clip": "1.0"})
-        other.join("digits", [torch.zeros(1)], **OPTIONS)
-
-        eventually(lambda: "digits" in network.runs, "one that has not said what it does")
-        assert list(network.runs["digits/step"]) == [client.peer_id]
-        assert list(network.runs["digits"]) == [other.peer_id]
-        assert not run.average(timeout=0.1), "the second run of the swarm"
-        assert client.peer_id in network.runs["digits"]
+    eventually(lambda: runs[0].state == Exchanging(members=2, round=0), "the exchange")
+    with pytest.raises(TimeoutError, match="call result"):
+        pending[0].result(timeout=0.01)
+    network.release()
+    assert all(future.result().ok for future in pending)
 
 
-class TestStepping(SteppingContract):
-    """All of it."""
+def test_the_daemon_forgets_a_client_that_closed(peers: Peers, network: FakeNetwork) -> None:
+    clients = peers(2)
+    run = clients[0].join("digits", [torch.zeros(1)], **OPTIONS)
+    eventually(lambda: list(network.runs.get("digits", ())) == [clients[0].peer_id], "the join")
+    clients[0].close()
+
+    assert network.runs["digits"] == {}
+    assert run.accumulated == 0.0
+
+
+def test_status_answers_while_a_run_is_being_left(
+    peers: Peers, network: FakeNetwork, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leave, gate = FakeHub.leave, threading.Event()
+
+    async def slow(router: FakeHub, run_driver: FakeRunDriver, reason: str) -> None:
+        await leave(router, run_driver, reason)
+        await asyncio.to_thread(gate.wait, SOON)
+
+    monkeypatch.setattr(FakeHub, "leave", slow)
+    (client,) = peers(1)
+    run = client.join("digits", [torch.zeros(1)], **OPTIONS)
+    eventually(lambda: "digits" in network.runs, "the join")
+    leaving = threading.Thread(target=run.leave)
+    leaving.start()
+    eventually(lambda: network.runs["digits"] == {}, "the farewell")
+
+    assert [one.name for one in client.status().runs] == ["digits"]
+    gate.set()
+    leaving.join()
+
+
+def test_one_that_steps_and_nothing_else_is_one_run_of_the_swarm(peers: Peers, network: FakeNetwork) -> None:
+    client, other = peers(2)
+    run = client.join("digits", [torch.zeros(1)], **OPTIONS)
+    run.agree({"clip": "1.0"})
+    other.join("digits", [torch.zeros(1)], **OPTIONS)
+
+    eventually(lambda: "digits" in network.runs, "one that has not said what it does")
+    assert list(network.runs["digits/step"]) == [client.peer_id]
+    assert list(network.runs["digits"]) == [other.peer_id]
+    assert not run.average(timeout=0.1), "the second run of the swarm"
+    assert client.peer_id in network.runs["digits"]
 
 
 def test_status_names_the_kernels_of_a_device_and_says_once_that_it_failed(
