@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from equipoise.averaging.partition import balance
-
 RIVALS = ("gloo", "hivemind")
 MAX_REASONS = 6
 
@@ -85,15 +83,11 @@ def shares(row: Row, values: int, rates: Sequence[float]) -> dict[str, Any]:
 
     In each of the two phases a member with the fraction f of S encoded bytes sends (1 - f) S and receives (n - 1) f S,
     or the other way round, at b bytes a second both ways; contributors are decided between the phases. So the slowest
-    takes T = 2 max max(1 - f_i, (n - 1) f_i) S / b_i, least for `balance`'s fractions.
+    takes T = 2 max max(1 - f_i, (n - 1) f_i) S / b_i. It is least where the slowest has f = 1 / n.
     """
     encoded = values * row.encoded
     speeds = [rate * 1e6 / 8 for rate in rates]
-    fractions = balance(speeds, [True] * len(rates))
-    best = max(
-        2 * encoded * max(1 - fraction, (len(rates) - 1) * fraction) / speed
-        for fraction, speed in zip(fractions, speeds, strict=True)
-    )
+    best = 2 * encoded * (len(rates) - 1) * max(1 / len(rates) / min(speeds), 1 / sum(speeds))
     return {"best_ms": 1e3 * best, "x_best": statistics.median(row.exchange) / best}
 
 

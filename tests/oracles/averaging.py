@@ -6,8 +6,11 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 
-def butterfly_seconds(fractions: Sequence[float], bandwidths: Sequence[float]) -> float:
-    """How long a round of a vector of one byte takes, transfer by transfer: the slowest of each phase is waited for."""
+def butterfly_seconds(fractions: Sequence[float], bandwidths: Sequence[float], down: float) -> float:
+    """How long a round of a vector of one byte takes, transfer by transfer: the slowest of each phase is waited for.
+
+    Downlinks are `down` times as fast as uplinks.
+    """
     members = range(len(fractions))
     phases = []
     for scattering in (True, False):
@@ -18,26 +21,8 @@ def butterfly_seconds(fractions: Sequence[float], bandwidths: Sequence[float]) -
                     source, target = (other, owner) if scattering else (owner, other)
                     sent[source] += fractions[owner]
                     received[target] += fractions[owner]
-        phases.append(max(max(sent[m], received[m]) / bandwidths[m] for m in members))
+        phases.append(max(max(sent[m], received[m] / down) / bandwidths[m] for m in members))
     return sum(phases)
-
-
-def best_butterfly_seconds(bandwidths: Sequence[float], owns: Sequence[bool]) -> float:
-    """The least that `butterfly_seconds` can be, by bisection over the time of a phase.
-
-    Within t a member sends 1 - f <= t b and receives (n - 1) f <= t b; all fractions add up to 1.
-    """
-    size = len(bandwidths)
-    least, most = 0.0, size / min(bandwidths)
-    for _ in range(200):
-        middle = (least + most) / 2
-        low = [max(0.0, 1 - middle * b) for b in bandwidths]
-        high = [
-            middle * b / (size - 1) if is_owner else 0.0 for b, is_owner in zip(bandwidths, owns, strict=True)
-        ]
-        possible = all(a <= z for a, z in zip(low, high, strict=True)) and sum(low) <= 1 <= sum(high)
-        least, most = (least, middle) if possible else (middle, most)
-    return 2 * most
 
 
 def largest_remainders(granules: int, fractions: Sequence[float]) -> list[int]:
