@@ -2,7 +2,7 @@
 
 A member's share follows from its bandwidth (`balance`). A link is seldom full: receivers are late, acknowledgements
 wait in the receivers' own full links, and small shares end before TCP has found its speed. So only the fastest part of
-what was sent tells the bandwidth. The estimate is the rate that the fastest tenth of the bytes of the last bursts
+what was sent tells the bandwidth. The estimate is the rate that the fastest fifth of the bytes of the last bursts
 reached. Windows of time are counted by their bytes, because a link that waits fills few of them.
 
 A burst lasts until the receivers have acknowledged it: the kernel may take all of it at once, and send it for seconds.
@@ -25,9 +25,9 @@ IDLE_BYTES = 16 * 1024
 WINDOW_SECONDS = 0.01
 """Least time that a rate is taken over: a wake-up of this process may be late by a millisecond or two."""
 
-MIN_BYTES = 128 * 1024
-"""Fewest bytes of a window: with fewer it tells more of round trips and lumps than of bandwidth. A link of 1 Mbit/s
-takes 1 s."""
+MIN_BYTES = 256 * 1024
+"""Fewest bytes of a window: with fewer it tells more of round trips and lumps than of bandwidth, as acknowledgements
+that wait in a receiver's own full link come in lumps. A link of 1 Mbit/s takes 2 s."""
 
 BURST_SECONDS = 10.0
 """Longest burst: a link that is never idle counts as several, so its bandwidth is known too."""
@@ -35,7 +35,7 @@ BURST_SECONDS = 10.0
 BURSTS = 6
 """Bursts that count. A round has two, so a link that slows down is known after three rounds."""
 
-FASTEST = 0.1
+FASTEST = 0.2
 """Share of the bytes that were sent at the estimate or faster."""
 
 
