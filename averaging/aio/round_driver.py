@@ -93,6 +93,7 @@ def group_of(spec: RunSpec, manifest: Manifest) -> events.Group:
         cap=cap_of(spec.options.weights),
         quorum=spec.strategy.quorum,
         least=spec.strategy.least,
+        encoded_size=spec.layout.encoded_size,
     )
 
 

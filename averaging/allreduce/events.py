@@ -32,6 +32,7 @@ class Group:
         cap: Most weight of one contributor that counts, in medians of the contributors' weights.
         quorum: Fewest contributors of a mean.
         least: Least weight of a contributor; see `weights.contributing`.
+        encoded_size: Bytes of an encoded vector; 0 if no member is slow.
     """
 
     round_id: bytes
@@ -43,6 +44,7 @@ class Group:
     cap: float = math.inf
     quorum: int = 2
     least: float = 0.0
+    encoded_size: int = 0
 
     @cached_property
     def size(self) -> int:

@@ -9,16 +9,15 @@ learn one.)
 A slow member that delivers is judged by its bytes and by the pace of the others. On a slow link one part may take
 longer than a stall, so counting whole parts is too coarse. The round waits for a member that delivers
 `MIN_BYTES_PER_SECOND`; a member that sends less has stalled. A slow member, honest or not, must not hold the others
-until the round's timeout either. No constant is a fair limit, so the limit is measured by the time of the others. Once
-at least half of the awaited members are through with a step, after a time T, the rest have `SLOWNESS` times T more, and
-`GRACE_SECONDS` for differences that the link does not cause. A hostile minority can neither delay that half nor
-make it look slower, so it costs a round no more than that. Where more than half are slow, the links themselves are
-slow, and the round waits for all members that deliver.
+until the round's timeout either. Once at least half of the awaited members are through with a step, after a time T, the
+rest have a limit: `SLOWNESS` times T more, and `GRACE_SECONDS` for differences that the link does not cause. If a
+vector takes longer than that over `SLOWEST_LINK`, they have that time, within the first half of the round's time. So a
+home uplink counts beside fast links, and a hostile minority, which can neither delay that half nor make it look slower,
+leaves the others half of their time. Where more than half are slow, the round waits for all members that deliver.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
@@ -29,8 +28,13 @@ from equipoise.averaging.timing import HEARTBEAT_SECONDS, MAX_SILENCE_SECONDS, S
 GAPS = 2
 """Longest silence of a member, in multiples of the longest gap between its signs of life so far."""
 
-MIN_BYTES_PER_SECOND = 16_000
-"""Least rate of a member that counts as delivering. At this rate even a part of 64 Ki values in int8 takes 4 s."""
+SLOWEST_LINK = 50e3
+"""Rate of the slowest uplink for which a round waits beside fast links, in bytes per second: what is left of 1 Mbit/s
+where packets are lost."""
+
+MIN_BYTES_PER_SECOND = 3_000
+"""Least rate of a member that counts as delivering: what each other member of a group of 16 gets of such an uplink. The
+heartbeats of a few runs take less."""
 
 SLOWNESS = 8
 """Largest ratio between the links of one group: 50 Mbit/s beside 200 is 4, and two rounds that share a link make 8."""
@@ -130,11 +134,13 @@ class Attendance:
         returned: Bitmask of the members that were out of reach, and came back.
         late: Bitmask of the members for which the round no longer waits.
         level: Stalls since the last progress.
+        patient_until: Until when members may ask for patience: no member holds a round longer by words or a slow link.
         ends_at: When the members still awaited in this step have had enough time; infinite while that is not known.
     """
 
-    def __init__(self, group: Group, now: float) -> None:
+    def __init__(self, group: Group, now: float, timeout: float) -> None:
         self.group = group
+        self.patient_until = now + timeout / 2
         self.lost = 0
         self.gone = 0
         self.silent = 0
@@ -147,7 +153,7 @@ class Attendance:
         self._step: Hashable = None
         self._step_began = now
         self._spent = False
-        self._bytes: Counter[int] = Counter()
+        self._delivers_until = [now] * group.size
 
     @property
     def deadline(self) -> float:
@@ -202,12 +208,12 @@ class Attendance:
         times = self._progress_at, self._step_began, self._lost_at
         self._progress_at, self._step_began, self._lost_at = (min(at + seconds, now) for at in times)
         self.ends_at += seconds
+        self._delivers_until = [until + seconds for until in self._delivers_until]
 
     def progress(self, now: float) -> None:
-        """Note progress: the level is 0 again, and bytes are counted anew."""
+        """Note progress: the level is 0 again."""
         self._progress_at = now
         self.level = 0
-        self._bytes.clear()
 
     def arrived(self, sender: int, now: float) -> None:
         """Count a part as progress, unless its sender was late and the patience of this step is spent."""
@@ -217,8 +223,13 @@ class Attendance:
         self.progress(now)
 
     def received(self, sender: int, count: int, awaited: Awaited, now: float) -> bool:
-        """Count bytes; returns whether their sender is a member that the round waits for."""
-        self._bytes[sender] += count
+        """Count bytes; returns whether their sender is a member that the round waits for.
+
+        Bytes count for the time that they take at `MIN_BYTES_PER_SECOND`, within `MAX_SILENCE_SECONDS`: of the flows
+        that share a slow uplink, one may carry nothing for a while.
+        """
+        until = max(self._delivers_until[sender], self._progress_at) + count / MIN_BYTES_PER_SECOND
+        self._delivers_until[sender] = min(until, now + MAX_SILENCE_SECONDS)
         self._measure(awaited, now)
         return bool(awaited.members >> sender & 1)
 
@@ -232,9 +243,8 @@ class Attendance:
             return False
         if now >= self.ends_at:
             self._spent, self.ends_at = True, float("inf")
-        enough = MIN_BYTES_PER_SECOND * (now - self._progress_at)
-        delivering = sum(1 << member for member, count in self._bytes.items() if count >= enough)
-        slow = 0 if self._spent else awaited.members & delivering
+        delivering = sum(1 << member for member, until in enumerate(self._delivers_until) if until >= now)
+        slow = 0 if self._spent else awaited.members & delivering & ~self.lost
         if awaited.dispensable:
             self.late |= awaited.members & ~slow
         if slow:
@@ -249,4 +259,5 @@ class Attendance:
         if not awaited.members:
             self.ends_at = float("inf")
         elif self.ends_at == float("inf") and not self._spent and half_are_through:
-            self.ends_at = now + SLOWNESS * (now - self._step_began) + GRACE_SECONDS
+            on_slow_link = min(now + self.group.encoded_size / SLOWEST_LINK, self.patient_until)
+            self.ends_at = max(now + SLOWNESS * (now - self._step_began) + GRACE_SECONDS, on_slow_link)

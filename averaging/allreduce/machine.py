@@ -30,7 +30,7 @@ from __future__ import annotations
 from equipoise.averaging.allreduce import events
 from equipoise.averaging.allreduce import messages as wire
 from equipoise.averaging.allreduce.events import Action, Event, Fail, Finish, Group
-from equipoise.averaging.allreduce.failure_detector import Attendance, Awaited
+from equipoise.averaging.allreduce.failure_detector import MIN_BYTES_PER_SECOND, Attendance, Awaited
 from equipoise.averaging.allreduce.follower import Fetching, awaited, due_report, phase_of, waiting_for
 from equipoise.averaging.allreduce.leader import Despair, Reopen, Tell, next_move
 from equipoise.averaging.allreduce.messages import Vote
@@ -38,7 +38,7 @@ from equipoise.averaging.allreduce.part_table import PartTable
 from equipoise.averaging.allreduce.paxos import Paxos, is_majority, members_of
 from equipoise.averaging.timing import LINGER_SECONDS, STALL_SECONDS, WAITING_SECONDS
 
-PLENTY = 1 << 40
+PLENTY = int(MIN_BYTES_PER_SECOND * STALL_SECONDS)
 """Bytes that a `Waiting` counts for: a member that waits for a delivering member is not stalled itself."""
 
 MAX_NOTES = 64
@@ -70,10 +70,9 @@ class AllReduce:
         self.closed = False
         self._ends_at = now + timeout
         self._releases_at = float("inf")
-        self._words_count_until = now + timeout / 2
         self._said_at = now
         self.peers = (group.everyone if group.dialable >> me & 1 else group.dialable) & ~(1 << me)
-        self._attendance = Attendance(group, now)
+        self._attendance = Attendance(group, now, timeout)
         self._paxos = Paxos(group, me)
         self._part_table = PartTable(group, me)
         self._fetching = Fetching(me, len(group.parts))
@@ -214,7 +213,7 @@ class AllReduce:
 
         `Waiting` counts only in the first half of the round's time: no member can hold a round longer by words alone.
         """
-        if now < self._words_count_until and sender != self.me and not self._awaited.dispensable:
+        if now < self._attendance.patient_until and sender != self.me and not self._awaited.dispensable:
             self._on_bytes(sender, PLENTY, now)
 
     def _on_prepare(self, sender: int, ballot: int, now: float) -> None:

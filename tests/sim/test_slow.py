@@ -14,6 +14,7 @@ from equipoise.averaging.allreduce.failure_detector import (
     Attendance,
     Awaited,
 )
+from equipoise.averaging.timing import MAX_SILENCE_SECONDS, STALL_SECONDS
 from fakes.seeds import few_and_many
 from simulator.faults import Fault, When
 from simulator.network import PART_BYTES, Weather
@@ -31,10 +32,10 @@ TRICKLE = 2 * PART_BYTES / MIN_BYTES_PER_SECOND
 
 
 def scenario(
-    seed: int, transfer: tuple[float, float], slow: Fault | None = None, leader: int = 0
+    seed: int, transfer: tuple[float, float], slow: Fault | None = None, leader: int = 0, size: int = 0
 ) -> Scenario:
     chance = Random(seed)
-    group = group_of((at // 3 for at in range(3 * MEMBERS)), WEIGHTS, leader=leader)
+    group = group_of((at // 3 for at in range(3 * MEMBERS)), WEIGHTS, leader=leader, encoded_size=size)
     starts = starts_of(chance, group, TIMEOUT)
     faults = ((When(seconds=0.0), slow),) if slow else ()
     return Scenario(seed, group, starts, Weather((0.0005, 0.005), transfer), faults, core=EVERYONE)
@@ -78,8 +79,33 @@ def test_one_that_trickles_costs_seconds_and_not_the_round(
         assert all(isinstance(report.ends[member], Finish) for member in range(MEMBERS)), seed
 
 
+@pytest.mark.parametrize("owners", [range(8), range(1, 8)], ids=["owns", "owns nothing"])
+@pytest.mark.parametrize("others", [5.0, 50.0, 200.0])
+def test_an_uplink_of_1_mbit_counts_beside_seven_fast_ones(others: float, owners: range) -> None:
+    """Each member shares its uplink between the seven links on which it sends."""
+    group = group_of(owners, [1.0] * 8, encoded_size=len(owners) * PART_BYTES)
+    weather, everyone = Weather((0.0005, 0.005), (seconds_per_part(others),) * 2), (1 << 8) - 1
+    slow = Fault(World.slow, tuple((0, other) for other in range(1, 8)), seconds_per_part(1.0))
+    starts = starts_of(Random(1), group, 120.0)
+    report = World(Scenario(1, group, starts, weather, ((When(seconds=0.0), slow),), core=everyone)).run()
+    assert counted(report) == {everyone}
+    assert report.seconds < 2.2 * seconds_per_part(1.0)
+
+
+def seconds_per_part(mbit: float) -> float:
+    return 7 * PART_BYTES / (mbit * 1e6 / 8)
+
+
+@pytest.mark.parametrize("leader", [0, VICTIM])
+def test_one_that_trickles_into_a_large_vector_leaves_the_others_half_of_their_time(leader: int) -> None:
+    slow = Fault(World.slow, outgoing(VICTIM), TRICKLE / 4)
+    report = World(scenario(1, (0.01, 0.02), slow, leader, size=1 << 30)).run()
+    assert all(isinstance(report.ends[member], Finish) for member in range(MEMBERS) if member != VICTIM)
+    assert report.seconds < TIMEOUT / 2 + 14.0
+
+
 def attendance_at(now: float) -> Attendance:
-    return Attendance(group_of((0, 1, 2, 3), WEIGHTS), now)
+    return Attendance(group_of((0, 1, 2, 3), WEIGHTS), now, TIMEOUT)
 
 
 def test_a_trickle_is_a_stall() -> None:
@@ -91,6 +117,24 @@ def test_a_trickle_is_a_stall() -> None:
         attendance.received(2, MIN_BYTES_PER_SECOND // 4 - 1, awaited, tick / 4)
     assert not attendance.stall(awaited, 2.0), "one of them delivers"
     assert attendance.late == 0b100
+
+
+def test_who_has_delivered_may_rest_for_as_long_as_a_living_member_may_be_silent() -> None:
+    awaited = Awaited(0b010, 0b1110, dispensable=True)
+    attendance = attendance_at(0.0)
+    attendance.begin("scatter", 0.0)
+    attendance.received(1, 1 << 20, awaited, 1.0)
+    stalls = [at for at in range(1, 20) if attendance.stall(awaited, float(at))]
+    assert MAX_SILENCE_SECONDS <= stalls[0] - 1.0 <= MAX_SILENCE_SECONDS + STALL_SECONDS
+    assert attendance.late == 0b010
+
+
+def test_who_is_out_of_reach_does_not_rest() -> None:
+    awaited = Awaited(0b010, 0b1110, dispensable=True)
+    attendance = attendance_at(0.0)
+    attendance.received(1, 1 << 20, awaited, 0.5)
+    attendance.lose(1, 1.0, gone=False, silent=False)
+    assert attendance.stall(awaited, STALL_SECONDS)
 
 
 def test_patience_is_measured_by_what_half_of_the_others_needed() -> None:

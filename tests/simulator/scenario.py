@@ -36,7 +36,13 @@ LIVE_TIMEOUT_SECONDS = 90.0
 """Where rounds must succeed, they are given more time than any sound recovery takes."""
 
 
-def group_of(owners: Iterable[int], weights: Sequence[float], dialable: int = -1, leader: int = 0) -> Group:
+def group_of(
+    owners: Iterable[int],
+    weights: Sequence[float],
+    dialable: int = -1,
+    leader: int = 0,
+    encoded_size: int = 0,
+) -> Group:
     """A small round, with a part of one value for each owner."""
     return Group(
         round_id=bytes(16),
@@ -45,6 +51,7 @@ def group_of(owners: Iterable[int], weights: Sequence[float], dialable: int = -1
         dialable=dialable & ((1 << len(weights)) - 1),
         parts=tuple(Part(at, at + 1, owner) for at, owner in enumerate(owners)),
         first_leader=leader,
+        encoded_size=encoded_size,
     )
 
 
