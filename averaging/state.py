@@ -26,13 +26,16 @@ class StateId(msgspec.Struct, frozen=True, array_like=True):
     lineage: Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{64}\Z")]
 
 
-def group_state(states: Iterable[StateId]) -> StateId | None:
+def group_state(states: Iterable[StateId], strangers: Iterable[StateId] = ()) -> StateId | None:
     """The most common of the claimed states; of equally common ones, that of the higher epoch, then larger lineage.
 
     A trained state comes before any untrained one: newcomers begin at epoch 0, and no number of them outvotes a trained
-    state. All peers choose alike among the same states, in any order. None without claims.
+    state. All peers choose alike among the same states, in any order. None without claims. Claims of `strangers` decide
+    only between equally common states: a peer that is alone with its state so follows a peer that has others beside it.
     """
-    counts = Counter(states)
+    counts, beside = Counter(states), Counter(strangers)
     return max(
-        counts, key=lambda state: (state.epoch > 0, counts[state], state.epoch, state.lineage), default=None
+        counts,
+        key=lambda state: (state.epoch > 0, counts[state], beside[state], state.epoch, state.lineage),
+        default=None,
     )

@@ -36,12 +36,13 @@ LEAST_FOUND = 0.9
 
 GATHERING = ("averaging/matchmaking", "averaging/gossip", "sim/test_federated.py", "sim/test_gossip.py")
 DONORS = ("averaging/statesync", "averaging/aio/test_transfer*.py", "sim/test_statesync.py")
-TRAINING = ("peer/training", "peer/client")
+TRAINING = ("averaging/replication", "peer/training", "peer/client")
 
 FOLDERS = {
     "averaging/matchmaking": GATHERING,
     "averaging/gossip": GATHERING,
     "averaging/statesync": DONORS,
+    "averaging/replication": TRAINING,
     "peer/training": TRAINING,
 }
 """Folder of the product -> patterns of files and folders of tests, the quickest first."""
@@ -173,32 +174,35 @@ RULES: dict[str, list[tuple[str, str]]] = {
         ("full = len(line.waiting) + len(line.sending) >= MAX_QUEUED", "full = False"),
         ("self._lines.move_to_end(peer)", "pass"),
     ],
-    "peer/training/replica.py": [
-        ("self._failures >= FAILED_ROUNDS", "self._failures >= 1"),
-        ("self.phase is Phase.ASTRAY or self.doubts else", "self.phase is Phase.ASTRAY else"),
+    "averaging/replication/follower.py": [
+        ("self._rounds.failures >= FAILED_ROUNDS", "self._rounds.failures >= 1"),
+        ("None if self.behind or self.doubts else", "None if self.behind else"),
+        ("if self._rounds.late >= LATE_ROUNDS:", "if False:"),
+        ("state.epoch < first.epoch and not within_reach(state, first)", "False"),
+        ("looks >= LOOKS_BACK", "False"),
+        ("len(lasting) < 2 and idle[:1] == [self._name]", "True"),
+        ("not missing or met >= MAX_INTRODUCTIONS", "not missing"),
+        ("if weight >= MEETING_WEIGHT}", "}"),
+        ('max(self.state.epoch - 1, 0), f"interrupted', 'self.state.epoch, f"interrupted'),
+    ],
+    "averaging/replication/known.py": [
         (
             "self._apart >= ROUNDS_APART and now - self._met_at >= self._patience",
             "self._apart >= ROUNDS_APART",
         ),
-        ("[events.DropGiven()] if event.counted else []", "[]"),
-        ("if self._late_rounds >= LATE_ROUNDS:", "if False:"),
-        ("state.epoch < first.epoch and not lineage.within_reach(state, first)", "False"),
-        ("if len(self._links) == self._most_held:", "if False:"),
-        ("looks >= LOOKS_BACK", "False"),
-        ("len(lasting) < 2 and idle[:1] == [self._name]", "True"),
-        ("missing > 0 and self._introductions < MAX_INTRODUCTIONS", "missing > 0"),
-        ("for name in givers if outcome.states.get(name) == group)", "for name in givers)"),
-        ('max(self.state.epoch - 1, 0), f"interrupted', 'self.state.epoch, f"interrupted'),
+        ("(claims.values(), outcome.states.values())", "(claims.values())"),
     ],
-    "peer/training/lineage.py": [
-        ("if before != self.asked:", "if False:"),
-        (" and not any(map(is_checked, epochs))", ""),
+    "averaging/replication/log.py": [
+        ("if entry.before != self.asked:", "if False:"),
+        (" and not any(map(lineage.is_checked, epochs))", ""),
+        ("if len(self.held) == self._most:", "if False:"),
     ],
     "peer/training/member.py": [
         ("if outcome.ok and moved and of is not None and of.epoch < self.id.epoch:", "if False:"),
-        (" or self._replica.claim is None:", ":"),
-        ("self._own = None  # These gradients are of the state before.\n        with", "with"),
-        ("if self._run.peer not in mean.outcome.givers:", "if False:"),
+        ("or self._follower.claim is None", "or False"),
+        ("self._own = None  # These gradients are of the state before.\n        self._whole", "self._whole"),
+        ("if self._run.peer not in entry.outcome.givers:", "if False:"),
+        ("if entry.outcome.counted(self._run.peer):", "if False:"),
         ("own.merge(self._own)", "pass"),
         ("if was_in_step != self.in_step:", "if False:"),
         ("bool(torch.isfinite(buffer).all())", "True"),

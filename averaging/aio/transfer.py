@@ -7,7 +7,7 @@ import heapq
 import logging
 import mmap
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sized
+from collections.abc import Callable, Mapping, Sized
 
 import msgspec
 from blake3 import blake3
@@ -52,8 +52,9 @@ ASKS_SECONDS, MAX_ASKS, MAX_ASKS_OF_ONE = 0.5, 64, 4
 """Bounds how many new questions are looked up in the directory, in so many seconds: in all, and of one peer. A peer
 that catches up asks for one mean after another. A question that is dropped comes again a second later."""
 
-Room = Callable[[int], Awaitable[memoryview]]
-"""Makes room for an image, given its bytes. It returns a writable view of that size, or raises ValueError."""
+Room = Callable[[int], memoryview]
+"""Makes room for an image, or for an encoded mean, given its bytes; called in a thread. It returns a writable view of
+that size, or raises ValueError."""
 
 log = logging.getLogger(__name__)
 
@@ -169,7 +170,7 @@ class Download:
 
     async def _make_room(self, image: ImageId) -> None:
         try:
-            self._memory = await self._room(image.size)
+            self._memory = await self._loop.run_in_executor(None, self._room, image.size)
         except (ValueError, OSError, MemoryError) as error:
             self.driver.tell(events.Withdrew(str(error) or "no memory for it"))
         else:
@@ -322,7 +323,7 @@ class Transfer:
         self,
         after: StateId,
         timeout: float,
-        result: Callable[[], memoryview],
+        room: Room,
         circle: frozenset[str] = frozenset(),
         proved: bool = False,
         patient: bool = False,
@@ -333,8 +334,7 @@ class Transfer:
 
         Args:
             timeout: Seconds for everything.
-            result: Makes room for the encoded mean, u8 [`size`], once it is here; called in a thread. It raises
-                ValueError if there is no room.
+            room: Makes memory for the encoded mean, once it is here.
 
         Raises:
             ValueError: A download of this run is going on already.
@@ -343,28 +343,17 @@ class Transfer:
             self.reach(after.epoch)
         memory = memoryview(b"")
 
-        async def room(size: int) -> memoryview:
+        def image(size: int) -> memoryview:
             nonlocal memory
             memory = memoryview(mmap.mmap(-1, size))  # It takes no memory before it is written to.
             return memory
 
-        spec, ticket = self._spec, self._sessions.chance.randbytes(TICKET_BYTES)
-        limit = spec.layout.encoded_size + MAX_MANIFEST_BYTES
-        quorum = spec.strategy.quorum if spec.strategy.least else 0
-        membership, drawn = self._membership, frozenset(self.draw(after).peers)
-        follows = not (proved or patient) and membership.crowded and not membership.observes
-        follows = follows and self._sessions.peer not in drawn
-        if quorum:  # Its last group may have nobody in common with the next.
-            circle |= drawn
-        elif follows:  # The others of its circle follow the state as it does.
-            circle = circle & membership.holders or circle
-        request = Request(
-            spec.name, spec.hash, ticket, 0, limit, after, circle, patient, proved, quorum, follows=follows
-        )
-        got = await self._get(request, timeout, room)
+        spec = self._spec
+        request = self._question(after, circle, proved, patient)
+        got = await self._get(request, timeout, image)
         if got.ok:
             try:
-                args = memory, spec, after, self._verify, result
+                args = memory, spec, after, self._verify, room
                 mean, found = await self._loop.run_in_executor(None, unpack, *args)
                 if not proved:  # What its digest may yet disprove goes to no other peer.
                     self.keep(mean, got.age)
@@ -375,6 +364,21 @@ class Transfer:
         log.info("run %s, after epoch %d: %s", spec.name, after.epoch, got.reason)
         self.on_mean(got)
         return got
+
+    def _question(self, after: StateId, circle: frozenset[str], proved: bool, patient: bool) -> Request:
+        """The question for the mean after a state."""
+        spec, ticket = self._spec, self._sessions.chance.randbytes(TICKET_BYTES)
+        quorum = spec.strategy.quorum if spec.strategy.least else 0
+        limit = spec.layout.encoded_size + MAX_MANIFEST_BYTES
+        membership, drawn = self._membership, frozenset(self.draw(after).peers)
+        follows = not (proved or patient) and membership.crowded and not membership.observes
+        follows = follows and self._sessions.peer not in drawn
+        if quorum:  # Its last group may have nobody in common with the next.
+            circle |= drawn
+        elif follows:  # The others of its circle follow the state as it does.
+            circle = circle & membership.holders or circle
+        given = spec.name, spec.hash, ticket, 0, limit, after, circle, patient, proved, quorum
+        return Request(*given, follows=follows)
 
     def withdraw(self, reason: str) -> None:
         """End the download that is going on, if any."""
@@ -548,7 +552,7 @@ class Transfer:
 
 
 def unpack(
-    image: memoryview, spec: RunSpec, after: StateId, verify: Verify, room: Callable[[], memoryview]
+    image: memoryview, spec: RunSpec, after: StateId, verify: Verify, room: Room
 ) -> tuple[EncodedMean, Outcome]:
     """Take the image of a mean apart, for a thread; its digest was checked. Returns it and its round's outcome.
 
@@ -570,7 +574,7 @@ def unpack(
     if len(payload) != layout.encoded_size:
         raise ValueError(f"expected {layout.encoded_size} bytes of encoded values, got {len(payload)}")
     mean = EncodedMean(manifest, contributors, tuple(payload[place] for place in places))
-    result = room()
+    result = room(layout.encoded_size)
     for part, place, encoded in zip(group.parts, places, mean.parts, strict=True):
         layout.codec_of(part).check(encoded, part.size)
         result[place] = encoded

@@ -46,8 +46,9 @@ class Fetch:
         self.ended = False
         self._request = request
         self._began, self._expires = now, now + timeout
-        self._missed = None if request.after is None else UpdateQuery(request)
-        self._poll = self._missed or SnapshotQuorum(request.at_least, request.circle)
+        self._poll: SnapshotQuorum | UpdateQuery = SnapshotQuorum(request.at_least, request.circle)
+        if request.after is not None:
+            self._poll = UpdateQuery(request)
         self._poll.barred |= dict.fromkeys(request.barred, "its last image did not fit")
         self._agreement: Agreement | None = None
         self._sources = ChunkScheduler(())
@@ -77,6 +78,11 @@ class Fetch:
             f"fetching the {what} of epoch {offer.state.epoch}: {done} of {offer.image.chunks} MiB "
             f"from {donors} ({self._agreement.reason})"
         )
+
+    @property
+    def _missed(self) -> UpdateQuery | None:
+        """The question, if this newcomer looks for a mean that it missed."""
+        return self._poll if isinstance(self._poll, UpdateQuery) else None
 
     def expects(self, peer: str, message: Item) -> bool:
         """True if the newcomer wants the body of this message of `peer`."""

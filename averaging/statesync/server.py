@@ -123,36 +123,14 @@ class Server:
                     self._on_reading(peer, message)
             case events.PeerLost(peer):
                 self._serving.drop(peer)
-            case events.EpochReached(epoch):
-                self._on_epoch(epoch)
-            case events.TrainerLeft():
-                self._left = True
-            case events.FetchChanged(fetching):
-                self._fetching = fetching
-            case events.SnapshotTaken(state):
-                self._taking = state.epoch
-                self._taken.append(now)
-            case events.SnapshotReady(state, image):
-                self._on_snapshot(Offer(state, image))
-            case events.RoundBegan(before):
-                self._exchanging, self._closed = before, now
-            case events.RoundOver():
-                over, self._exchanging = self._exchanging, None
-                if self._has_ended(over):
-                    self._answer_those(lambda one: one.ask.after == over)
-            case events.MeanKept(before, size, most, age):
-                closed = self._closed if before == self._exchanging else now - age
-                self._keep(before, _Mean(size, closed), most)
-                if any(one.ask.after == before for one in self._askers.values()):
-                    self._make_image(before)
-            case events.MeanReady(before, image):
-                if mean := self._means.get(before):
-                    mean.image = image
-                self._answer_those(lambda one: one.ask.after == before)
             case events.BodySent(peer, busy):
                 self._serving.sent(peer, busy, now)
             case events.RoundsSeen(busy):
                 self._serving.busy = busy
+            case events.RoundBegan() | events.RoundOver() | events.MeanKept() | events.MeanReady():
+                self._on_round(event)
+            case _:
+                self._on_trainer(event)
         for peer in [peer for peer, one in self._askers.items() if now >= one.expires]:
             self._forget(peer)
         self._hold(self._snapshots)
@@ -162,6 +140,38 @@ class Server:
         return out
 
     # ---- events ----
+
+    def _on_trainer(self, event: events.DonorEvent) -> None:
+        match event:
+            case events.EpochReached(epoch):
+                self._on_epoch(epoch)
+            case events.TrainerLeft():
+                self._left = True
+            case events.FetchChanged(fetching):
+                self._fetching = fetching
+            case events.SnapshotTaken(state):
+                self._taking = state.epoch
+                self._taken.append(self._now)
+            case events.SnapshotReady(state, image):
+                self._on_snapshot(Offer(state, image))
+
+    def _on_round(self, event: events.DonorEvent) -> None:
+        match event:
+            case events.RoundBegan(before):
+                self._exchanging, self._closed = before, self._now
+            case events.RoundOver():
+                over, self._exchanging = self._exchanging, None
+                if self._has_ended(over):
+                    self._answer_those(lambda one: one.ask.after == over)
+            case events.MeanKept(before, size, most, age):
+                closed = self._closed if before == self._exchanging else self._now - age
+                self._keep(before, _Mean(size, closed), most)
+                if any(one.ask.after == before for one in self._askers.values()):
+                    self._make_image(before)
+            case events.MeanReady(before, image):
+                if mean := self._means.get(before):
+                    mean.image = image
+                self._answer_those(lambda one: one.ask.after == before)
 
     def _on_ask(self, peer: str, ask: Ask) -> None:
         asker = self._askers.get(peer)

@@ -179,21 +179,21 @@ class Download(Pending[FetchOutcome]):
     """A download by the daemon into memory of this process; see `Run.fetch` and `Run.recover`.
 
     Attributes:
-        content: After an ok `result`: the image, or the encoded mean for `Run.decoded`, u8 [`size`] in shared memory,
+        content: After an ok `result`: the image, or the encoded mean for `Run.decode`, u8 [`size`] in shared memory,
             of this process alone from then on. Empty before, and if not ok.
     """
 
     what = "download"
     grace = HUNG_SECONDS
 
-    def __init__(
-        self, link: Connection, request: messages.FetchState | messages.FetchMean, size: int
-    ) -> None:
-        """Begin, with at most `size` bytes."""
+    def __init__(self, link: Connection, request: messages.Fetch) -> None:
+        """Begin."""
         deadline = link.clock() + check_timeout(request.timeout)
         self._run = request.run
         self.content = memoryview(b"")
-        self._memory = SharedMemory.reserve(size)  # It closes itself where the request cannot be sent.
+        self._memory = SharedMemory.reserve(
+            request.size
+        )  # It closes itself where the request cannot be sent.
         super().__init__(link, link.start(request, [self._memory.fd]), deadline)
 
     def cancel(self) -> None:

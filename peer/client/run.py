@@ -422,8 +422,8 @@ class JoinedRun:
             ValueError: The timeout is out of range.
             Refused: The limit is too large for this machine; or, when `result` is called, a download was going on.
         """
-        request = messages.FetchState(self.name, at_least, limit, timeout, among, barred)
-        return Download(self._link, request, limit)
+        request = messages.Fetch(self.name, limit, timeout, at_least, circle=among, barred=barred)
+        return Download(self._link, request)
 
     def recover(
         self,
@@ -433,7 +433,7 @@ class JoinedRun:
         proved: bool = False,
         patient: bool = False,
     ) -> Download:
-        """Fetch from other peers the mean that the group applied to a state, if this peer missed it, for `decoded`.
+        """Fetch from other peers the mean that the group applied to a state, if this peer missed it, for `decode`.
 
         Daemons keep the last few means of a run whose `step` is given states. One download at a time, by this call or
         by `fetch`.
@@ -448,16 +448,23 @@ class JoinedRun:
             patient: Whether to wait for peers that are not as far, if no peer has the mean.
 
         Raises:
-            ValueError: The timeout is out of range.
-            Refused: The machine has not enough memory.
+            ValueError, Refused: As `fetch`.
         """
-        size = self._binding.steps.layout.encoded_size
-        request = messages.FetchMean(self.name, after, size, timeout, circle, proved, patient)
-        return Download(self._link, request, size)
+        vouchers = circle, (), proved, patient
+        return Download(self._link, messages.Fetch(self.name, self.mean_bytes, timeout, 0, after, *vouchers))
 
-    def decoded(self, mean: memoryview) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """The values of the gradients, and of the buffers, of a mean that `recover` has fetched: by name, fp32."""
-        return self._binding.named(mean)
+    @property
+    def mean_bytes(self) -> int:
+        """Bytes of an encoded mean."""
+        return self._binding.steps.layout.encoded_size
+
+    def encoded_mean(self) -> memoryview:
+        """A copy of the mean of the last step, for `decode`."""
+        return memoryview(bytes(self._region.mean[: self.mean_bytes]))
+
+    def decode(self, mean: memoryview) -> None:
+        """Let `mean` hold the values of a mean that `recover` has fetched, and averaged buffers their part of it."""
+        self._binding.read_step(mean, self._binding.stepped(), self.mean, hand_back=False)
 
     def take(self) -> Accumulator | None:
         """Take back the accumulated gradients that are not part of an open round; None without any."""

@@ -222,15 +222,6 @@ class Binding:
             for name, tensor in stepped.items():
                 _hand_back(tensor, mean[name], name in self.sparse)
 
-    def named(self, result: memoryview) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """Decode the result of a step, u8 [`size`]: gradients and buffers by name, fp32, on the CPU."""
-        gradients, buffers = (
-            {tensor.name: uninitialised(tensor.shape, torch.device("cpu")) for tensor in schema.tensors}
-            for schema in (self.gradients, self.buffers)
-        )
-        self.steps.decode(result, {**gradients, **buffers})
-        return gradients, buffers
-
 
 def unwrapped(tensors: Any) -> Any:
     """The module in wrappers of `torch.compile` and data parallelism: peers without a wrapper have the same names."""

@@ -4,7 +4,7 @@ A frame is a big-endian u32 length and that many bytes of msgpack. The client nu
 the first one is `Hello`. Replies come in any order, each with the number of its request: `[number, refusal, answer]`.
 A reply of number 0 is a line for the script's log or, if it refuses, says why the connection ends. Each request names
 the type of its answer, as `Request[Status]`; the answer None says that it is done. Tensors travel elsewhere: `JoinRun`,
-`OfferState`, `FetchState` and `FetchMean` carry a descriptor of shared memory beside their frames (SCM_RIGHTS).
+`OfferState` and `Fetch` carry a descriptor of shared memory beside their frames (SCM_RIGHTS).
 """
 
 from __future__ import annotations
@@ -178,17 +178,21 @@ class OfferState(RunRequest[None], frozen=True):
     size: int
 
 
-class FetchState(RunRequest[FetchOutcome], frozen=True):
-    """Download a snapshot of epoch `at_least` or later into the `limit` bytes of shared memory beside this frame.
+class Fetch(RunRequest[FetchOutcome], frozen=True):
+    """Download into the `size` bytes of shared memory beside this frame a snapshot of epoch `at_least` or later.
 
-    It is taken `among` these peers alone while any of them is there, and from none that is `barred`.
+    Given the state `after`, download the encoded mean that the group applied to it. `Run.fetch`, whose `among` is the
+    circle here, and `Run.recover` describe the other fields.
     """
 
-    at_least: int
-    limit: int
+    size: int
     timeout: Timeout
-    among: Peers = ()
+    at_least: int = 0
+    after: StateId | None = None
+    circle: Peers = ()
     barred: Peers = ()
+    proved: bool = False
+    patient: bool = False
 
 
 class StopRound(RunRequest[None], frozen=True):
@@ -198,21 +202,7 @@ class StopRound(RunRequest[None], frozen=True):
 
 
 class StopFetch(RunRequest[None], frozen=True):
-    """End the download that is going on, if any; `FetchState` or `FetchMean` is answered then."""
-
-
-class FetchMean(RunRequest[FetchOutcome], frozen=True):
-    """Get the mean that the group applied to the state `after`, into the `size` bytes of shared memory, encoded.
-
-    `Run.recover` describes the other fields.
-    """
-
-    after: StateId
-    size: int
-    timeout: Timeout
-    circle: Peers = ()
-    proved: bool = False
-    patient: bool = False
+    """End the download that is going on, if any; `Fetch` is answered then."""
 
 
 class LeaveRun(RunRequest[None], frozen=True):

@@ -88,7 +88,7 @@ class Dispatcher:
             case messages.StopDaemon():
                 self._daemon.request_stop(f"asked by {self.client}")
                 return None
-            case messages.OfferState() | messages.FetchState() | messages.FetchMean():
+            case messages.OfferState() | messages.Fetch():
                 return await self._transfer(request)
             case RunRequest():
                 return await self._do_in(self._session(request.run), request)
@@ -127,19 +127,13 @@ class Dispatcher:
                 self._sessions.pop(run, None)
         return None
 
-    async def _transfer(
-        self, request: messages.OfferState | messages.FetchState | messages.FetchMean
-    ) -> object:
-        size = request.limit if isinstance(request, messages.FetchState) else request.size
+    async def _transfer(self, request: messages.OfferState | messages.Fetch) -> object:
         # Taken first: it must not be left to the next request where this one is refused.
-        with contextlib.closing(SharedMemory.attach(self._take_descriptor(), size)) as memory:
+        with contextlib.closing(SharedMemory.attach(self._take_descriptor(), request.size)) as memory:
             session = self._session(request.run)
-            match request:
-                case messages.FetchState():
-                    return await session.fetch(request, memory)
-                case messages.FetchMean():
-                    return await session.fetch_mean(request, memory)
-            await (await session.transfer()).offer(request.state, memory.view(size, writable=False))
+            if isinstance(request, messages.Fetch):
+                return await session.fetch(request, memory)
+            await (await session.transfer()).offer(request.state, memory.view(request.size, writable=False))
         return None
 
     def _session(self, run: str) -> Session:

@@ -31,7 +31,7 @@ from equipoise.averaging.strategy import Federated
 from equipoise.compression import kernels
 from equipoise.compression.choice import WORTH_VALUES, are_worth
 from equipoise.dht.records import MAX_RUNS_PER_PEER
-from equipoise.peer.control.messages import MAX_TEXT, FetchMean, FetchState, JoinRun, Progress, StartRound
+from equipoise.peer.control.messages import MAX_TEXT, Fetch, JoinRun, Progress, StartRound
 from equipoise.peer.errors import Refused
 from equipoise.peer.purposes import AVERAGE, PURPOSES, STEP, agreed_spec, run_specs
 from equipoise.peer.shared_memory import Region, SharedMemory
@@ -217,42 +217,27 @@ class Session:
         purpose = STEP if STEP in self._specs else AVERAGE
         return (await self._use(purpose)).transfer
 
-    async def fetch(self, request: FetchState, image: SharedMemory) -> FetchOutcome:
-        """Download a snapshot into the client's memory, whose capacity is the limit of its size.
+    async def fetch(self, request: Fetch, memory: SharedMemory) -> FetchOutcome:
+        """Download a snapshot, or a mean that was missed, into the client's memory.
 
         Raises:
-            Refused: The epoch is out of range.
+            Refused: The epoch is out of range, or the memory too small for the mean.
             ValueError: A download of this run is going on already.
         """
         if not 0 <= request.at_least <= MAX_EPOCH:
             raise Refused(f"expected an epoch of 0 to {MAX_EPOCH}, got {request.at_least}")
 
-        async def room(size: int) -> memoryview:
-            # For gigabytes the kernel takes seconds to provide the pages.
-            await asyncio.get_running_loop().run_in_executor(None, image.allocate, size)
-            return image.view(size, writable=True)
-
-        transfer, among, barred = await self.transfer(), frozenset(request.among), frozenset(request.barred)
-        return await transfer.fetch(request.at_least, image.capacity, request.timeout, room, among, barred)
-
-    async def fetch_mean(self, request: FetchMean, memory: SharedMemory) -> FetchOutcome:
-        """Fetch a missed mean into the client's memory, which must have exactly the mean's size.
-
-        Raises:
-            Refused: The memory has another size.
-            ValueError: A download of this run is going on already.
-        """
-        transfer = await self.transfer()
-        size = transfer.size
-        if memory.capacity != size:
-            raise Refused(f"expected shared memory of {size} bytes, got {memory.capacity}")
-
-        def result() -> memoryview:
-            memory.allocate(size)
+        def room(size: int) -> memoryview:
+            if size > memory.capacity:
+                raise Refused(f"expected shared memory of {size} bytes, got {memory.capacity}")
+            memory.allocate(size)  # For gigabytes the kernel takes seconds to provide the pages.
             return memory.view(size, writable=True)
 
-        after, circle = request.after, frozenset(request.circle)
-        return await transfer.recover(after, request.timeout, result, circle, request.proved, request.patient)
+        transfer, circle = await self.transfer(), frozenset(request.circle)
+        what = request.timeout, room, circle
+        if request.after is not None:
+            return await transfer.recover(request.after, *what, request.proved, request.patient)
+        return await transfer.fetch(request.at_least, memory.capacity, *what, frozenset(request.barred))
 
     def status(self) -> RunStatus:
         """The run's part of the daemon's status."""

@@ -11,7 +11,7 @@ from msgspec import structs
 
 from equipoise.averaging.outcome import FetchOutcome
 from equipoise.averaging.state import StateId
-from equipoise.peer.control.messages import FetchMean, FetchState
+from equipoise.peer.control.messages import Fetch
 from equipoise.peer.shared_memory import SharedMemory
 from equipoise.peer.simulation.swarm import Kept, Member, SimulatedRun
 from equipoise.peer.simulation.virtual_time import VirtualTime
@@ -28,7 +28,7 @@ class Download(ABC):
         request: Its script's request.
     """
 
-    request: FetchState | FetchMean
+    request: Fetch
     _seconds: float
 
     def __init__(
@@ -36,7 +36,7 @@ class Download(ABC):
         run: SimulatedRun,
         member: Member,
         time: VirtualTime,
-        request: FetchState | FetchMean,
+        request: Fetch,
         reply: Future[FetchOutcome],
         memory: SharedMemory,
     ) -> None:
@@ -93,12 +93,11 @@ class Download(ABC):
 class SnapshotDownload(Download):
     """The download of a snapshot: of those that are offered, the one that most peers offer, then the latest."""
 
-    request: FetchState
     _seconds = SNAPSHOT_SECONDS
 
     def _find(self) -> Callable[[], FetchOutcome] | str:
         others = [one for one in self._others if one.peer not in self.request.barred]
-        voters = [one for one in others if one.peer in self.request.among] or others
+        voters = [one for one in others if one.peer in self.request.circle] or others
         offers = [one.offered for one in voters if one.offered is not None]
         fitting = Counter(offer for offer in offers if offer[0].epoch >= self.request.at_least)
         if not fitting:
@@ -131,16 +130,20 @@ class SnapshotDownload(Download):
 class MeanDownload(Download):
     """The download of a mean that this peer missed."""
 
-    request: FetchMean
     _seconds = MEAN_SECONDS
 
+    @property
+    def _after(self) -> StateId:
+        assert self.request.after is not None, "it is no snapshot"
+        return self.request.after
+
     def _find(self) -> Callable[[], FetchOutcome] | str:
-        kept = self._run.kept.get(self.request.after)
+        kept = self._run.kept.get(self._after)
         if kept is not None and not all(one.dead or one is self.member for one in kept.holders):
             return lambda: self._taken(kept)
         if self._in_round or (self.request.patient and self._behind):
             return ""
-        return f"none of {len(self._others)} peers keeps the mean after epoch {self.request.after.epoch}"
+        return f"none of {len(self._others)} peers keeps the mean after epoch {self._after.epoch}"
 
     def _taken(self, kept: Kept) -> FetchOutcome:
         size = len(kept.mean)
@@ -154,13 +157,13 @@ class MeanDownload(Download):
     @property
     def _behind(self) -> int:
         here = [one for one in self._others if not one.left]
-        return sum(one.epoch is None or one.epoch < self.request.after.epoch for one in here)
+        return sum(one.epoch is None or one.epoch < self._after.epoch for one in here)
 
     @property
     def _in_round(self) -> int:
         """The number of peers in a round that may end in this mean."""
         rounds = (one.exchange for one in self._others if one.exchange is not None)
-        return sum(one.manifest.before == self.request.after for one in rounds)
+        return sum(one.manifest.before == self._after for one in rounds)
 
     def _failed(self, reason: str) -> FetchOutcome:
         return FetchOutcome(ok=False, reason=reason, behind=self._behind, unheard=self._in_round)

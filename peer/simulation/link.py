@@ -187,7 +187,7 @@ class SimulatedLink(Connection):
                 run, member = self._part(request).use(purpose)
                 run.start(member, request, reply)
                 return
-            case messages.FetchState() | messages.FetchMean():
+            case messages.Fetch():
                 self._download(request, fds[0], reply)
                 return
             case messages.JoinRun(name, size=size):
@@ -230,15 +230,12 @@ class SimulatedLink(Connection):
                 raise Refused(f"a simulated daemon does not answer {type(request).__name__}")
         reply.set_result(answer)
 
-    def _download(
-        self, request: messages.FetchState | messages.FetchMean, fd: int, reply: Future[Any]
-    ) -> None:
+    def _download(self, request: messages.Fetch, fd: int, reply: Future[Any]) -> None:
         run, member = self._part(request).use(STEP)
         if any(download.member is member for download in run.downloads):
             raise Refused(f"a state of run {run.spec.name!r} is being fetched already: wait for it")
-        size = request.limit if isinstance(request, messages.FetchState) else request.size
-        given = run, member, self._time, request, reply, SharedMemory.attach(os.dup(fd), size)
-        if isinstance(request, messages.FetchState):
+        given = run, member, self._time, request, reply, SharedMemory.attach(os.dup(fd), request.size)
+        if request.after is None:
             SnapshotDownload(*given)
             return
         if not request.proved:

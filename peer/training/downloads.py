@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 
-from equipoise.averaging.outcome import FetchOutcome, Outcome
+from equipoise.averaging.outcome import FetchOutcome
+from equipoise.averaging.replication import events
 from equipoise.averaging.state import StateId
 from equipoise.peer.client.futures import Download
 from equipoise.peer.client.run import JoinedRun
 from equipoise.peer.errors import Refused
-from equipoise.peer.training import events
 from equipoise.peer.training.image import Image, TrainingState
 from equipoise.peer.training.safetensors_io import ImageError
 
@@ -26,75 +27,64 @@ MAX_BARRED = 256
 """Most peers that are left out; see `Run.fetch`."""
 
 
+class Mean:
+    """The encoded mean of a round; without `content` it is the last round's, which the run has decoded."""
+
+    def __init__(self, content: memoryview | None = None) -> None:
+        self.content = content
+
+
 class Downloads:
     """At most one download, and the result of the last one.
 
     Attributes:
         image: The snapshot that has just come, checked, until the next download begins.
-        mean: The mean that has just come, encoded, and the outcome of its round, until the next download begins.
         behind: Number of peers that were not as far as this one, by the answers to its last question for a mean.
         unheard: Number of peers that did not answer that question.
+        recovering: Whether a mean is being fetched.
     """
 
     def __init__(self, run: JoinedRun, state: TrainingState) -> None:
         self.image: Image | None = None
-        self.mean: tuple[memoryview, Outcome] | None = None
         self.behind = self.unheard = 0
         self._barred: tuple[str, ...] = ()
         self._run = run
         self._state = state
         self._going: Download | None = None
-        self._failed: type[events.FetchFailed | events.RecoveryFailed] = events.FetchFailed
-        self._refused: events.Event | None = None
+        self.recovering = False
+        self._refused: events.DownloadFailed | None = None
 
     @property
     def busy(self) -> bool:
         """Whether a download goes on, or its end has not been taken by `ended`."""
         return self._going is not None or self._refused is not None
 
-    @property
-    def recovering(self) -> bool:
-        """Whether a mean is being fetched."""
-        return self._going is not None and self._failed is events.RecoveryFailed
-
     def fetch(self, at_least: int, limit: int, among: tuple[str, ...] = ()) -> None:
-        """Begin to fetch a snapshot of an epoch or a later one, of at most `limit` bytes; see `Run.fetch`."""
-        # The donors of an image that did not fit are left out until no other donor has one either.
-        barred = {"barred": self._barred} if self._barred else {}
-        self._begin(
-            events.FetchFailed, partial(self._run.fetch, at_least, limit, FETCH_SECONDS, among, **barred)
-        )
+        """Begin to fetch a snapshot; see `Run.fetch`. It leaves out the donors of an image that did not fit, once."""
+        self._begin(False, partial(self._run.fetch, at_least, limit, FETCH_SECONDS, among, self._barred))
 
-    def recover(
-        self, after: StateId, circle: tuple[str, ...], timeout: float, proved: bool, patient: bool
-    ) -> None:
+    def recover(self, after: StateId, timeout: float, *how: Any) -> None:
         """Begin to fetch the mean that the group applied to the state `after`; see `Run.recover`."""
-        self._begin(
-            events.RecoveryFailed, partial(self._run.recover, after, timeout, circle, proved, patient)
-        )
+        self._begin(True, partial(self._run.recover, after, timeout, *how))
 
-    def _begin(
-        self,
-        failed: type[events.FetchFailed | events.RecoveryFailed],
-        start: Callable[[], Download],
-    ) -> None:
+    def _begin(self, recovering: bool, start: Callable[[], Download]) -> None:
         self.stop()
-        self._failed = failed
         try:
-            self._going = start()
+            self._going, self.recovering = start(), recovering
         except Refused as error:
-            self._refused = failed(str(error))
+            self._refused = events.DownloadFailed(str(error))
 
     def stop(self) -> None:
         """Stop the download, and drop the last result."""
         going = self._going
-        self._going = self._refused = self.image = self.mean = None
+        self._going = self._refused = self.image = None
+        self.recovering = False
         if going is not None:
             going.cancel()
 
     def stop_snapshot(self) -> None:
         """Stop the download of a snapshot; a mean's download goes on."""
-        if self._going is not None and not self.recovering:
+        if not self.recovering:
             self.stop()
 
     def wait(self, seconds: float) -> bool:
@@ -107,16 +97,16 @@ class Downloads:
             refused, self._refused = self._refused, None
             return refused
         going, self._going = self._going, None
+        recovered, self.recovering = self.recovering, False
         try:
-            take = self._recovered if self._failed is events.RecoveryFailed else self._fetched
-            return take(going.result(), going.content)
+            return (self._recovered if recovered else self._fetched)(going.result(), going.content)
         except (ImageError, Refused) as error:  # Another donor may have a better image, now or later.
-            return self._failed(str(error))
+            return events.DownloadFailed(str(error))
 
     def _fetched(self, found: FetchOutcome, content: memoryview) -> events.Event:
         barred, self._barred = self._barred, ()
         if not found.ok:
-            return events.FetchFailed(found.reason)
+            return events.DownloadFailed(found.reason)
         try:
             image = self._state.read(torch.frombuffer(content, dtype=torch.uint8), foreign=True)
             if image.id != found.state:
@@ -125,12 +115,10 @@ class Downloads:
             self._barred = (*barred, *found.sources)[-MAX_BARRED:]
             raise
         self.image = image
-        return events.ImageFetched(image.id, found.voters)
+        return events.SnapshotFetched(image.id, found.voters)
 
     def _recovered(self, found: FetchOutcome, content: memoryview) -> events.Event:
-        outcome, self.behind, self.unheard = found.round, found.behind, found.unheard
-        if outcome is None or outcome.state is None:
-            return events.RecoveryFailed(found.reason, decided=not found.unheard, beyond=found.beyond)
-        self.mean = content, outcome
-        makers = tuple(one for one in outcome.contributors if outcome.states.get(one) == outcome.state)
-        return events.MeanFetched(outcome.state, outcome.digest, outcome.counted(self._run.peer), makers)
+        self.behind, self.unheard = found.behind, found.unheard
+        if found.round is None:
+            return events.DownloadFailed(found.reason, decided=not found.unheard, beyond=found.beyond)
+        return events.MeanFetched(found.round, Mean(content))

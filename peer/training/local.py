@@ -25,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from equipoise.averaging.outcome import Outcome
 from equipoise.averaging.outer import Average, Nesterov, OuterStep, parse_outer
+from equipoise.averaging.replication.follower import ATTENDANCE
 from equipoise.averaging.schema import SchemaError
 from equipoise.peer.client.interrupts import frees_its_run
 from equipoise.peer.client.run import JoinedRun
@@ -35,7 +36,6 @@ from equipoise.peer.training.checkpoint import Checkpoints, keep_checkpoints
 from equipoise.peer.training.guard import is_probe, require_same_tensors
 from equipoise.peer.training.member import FINISH_SECONDS, Finished, Member, Subject, require_places, wait_for
 from equipoise.peer.training.options import LocalKeywords, LocalOptions, from_keywords, number
-from equipoise.peer.training.replica import ATTENDANCE
 
 End = TypeVar("End")
 

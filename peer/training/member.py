@@ -1,19 +1,22 @@
-"""One peer's part in a training whose state all peers hold alike: it performs the actions of its `Replica`."""
+"""One peer's part in a training whose state all peers hold alike: it performs the actions of its `Follower`."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
-import psutil
 import torch
 
 from equipoise.averaging.counts import count
 from equipoise.averaging.metrics import Evaluation
 from equipoise.averaging.outcome import Exchanging, Idle, NoPeers, Outcome
+from equipoise.averaging.replication import events
+from equipoise.averaging.replication.follower import ATTENDANCE, FIRST_SNAPSHOT, MEETING_WEIGHT, Follower
+from equipoise.averaging.replication.lineage import beginning
+from equipoise.averaging.replication.log import HELD_MEANS, Entry
 from equipoise.averaging.state import StateId
 from equipoise.averaging.weights import ATTENDANCE_LIMIT
 from equipoise.peer.client.accumulate import Accumulator
@@ -21,14 +24,10 @@ from equipoise.peer.client.futures import PendingRound
 from equipoise.peer.client.run import JoinedRun
 from equipoise.peer.client.tensors import Gradients, named_gradients
 from equipoise.peer.errors import Refused
-from equipoise.peer.training import events
-from equipoise.peer.training import replica as machine
-from equipoise.peer.training.downloads import RECOVER_SECONDS, Downloads
+from equipoise.peer.training.downloads import RECOVER_SECONDS, Downloads, Mean
 from equipoise.peer.training.image import Image, ModelPart, TrainingState, digest
-from equipoise.peer.training.lineage import beginning
 from equipoise.peer.training.options import CommonOptions
 from equipoise.peer.training.progress import Progress
-from equipoise.peer.training.replica import HELD_MEANS, Replica
 from equipoise.peer.training.safetensors_io import ImageError
 from equipoise.tasks import Driver
 
@@ -50,10 +49,6 @@ STAY_AWAY_SECONDS = 2.0
 """Longest time that a peer which fetches missed means attends no round. A round would hold it until its end, without a
 contribution of the peer. The peer also fetches the mean of a round that it misses meanwhile."""
 
-OVERDUE_SECONDS = 2.0
-"""Least time without a round after which a peer that looks for the group's state asks for the group's last known state.
-The group may have ended before it reached a later state, and peers that end stay for some seconds only."""
-
 GONE_SECONDS = 0.25
 """Longest time until a step that waits for a group notices that the last other peer has left."""
 
@@ -73,11 +68,9 @@ FINISH_SECONDS = 10.0
 """Longest time, in seconds, that a peer that ends stays for the others: enough for a stalled round, or the snapshot of
 a small model. The peer leaves at once if all others are as far."""
 
-HELD_MEMORY = 0.25
-"""Largest share of the available memory for means kept while a snapshot comes; the snapshot takes as much again."""
-
-LEAST_HELD = 2
-"""Fewest means kept, with any amount of memory: a snapshot is always some rounds old, and needs the means since."""
+HELD_BYTES, LEAST_HELD = 1024 * 1024 * 1024, 2
+"""Most bytes of encoded means kept while a snapshot comes, but for so many means: a snapshot is always some rounds old,
+and needs the means since. Snapshots are larger, by six times with Adam and int8."""
 
 log = logging.getLogger(__name__)
 
@@ -119,20 +112,6 @@ class Finished(NamedTuple):
         return Finished(self.in_step, f"{self.reason}; {told}") if samples > ATTENDANCE_LIMIT else self
 
 
-class Mean(NamedTuple):
-    """The mean of one round: gradients, or differences, by name, fp32; averaged buffers; and the round's outcome."""
-
-    values: dict[str, torch.Tensor]
-    buffers: dict[str, torch.Tensor]
-    outcome: Outcome
-
-    def copy(self) -> Mean:
-        """A copy in the machine's main memory, of which there is more than of an accelerator's."""
-        both = self.values, self.buffers
-        copies = [{name: one.detach().to("cpu", copy=True) for name, one in named.items()} for named in both]
-        return Mean(copies[0], copies[1], self.outcome)
-
-
 class Member:
     """Accumulates gradients, takes part in rounds, applies means, fetches and offers snapshots.
 
@@ -168,14 +147,13 @@ class Member:
         self._whole: StateId | None = start
         self._own: Accumulator | None = None
         self._pending: PendingRound | None = None
-        self.gave = self._stopped = False
+        self.gave = self._stopped = self._asks = False
         self._claimed: StateId | None = None
+        self._news: deque[events.Event] = deque()
         self._downloads = Downloads(run, subject.state)
         self._progress = Progress(run.name)
         self._stays_away_until: float | None = None
         self._ends_at: float | None = None
-        self._began_at = self.clock()
-        self._held: dict[StateId, Mean] = {}
         self._offered = -1
         self._told = ""
         self._waits = ""
@@ -186,17 +164,17 @@ class Member:
     @property
     def id(self) -> StateId:
         """Id of the state that this peer holds."""
-        return self._replica.state
+        return self._follower.state
 
     @property
     def in_step(self) -> bool:
         """Whether that is the group's state, as far as this peer knows."""
-        return self._replica.phase is machine.Phase.IN_STEP
+        return self._follower.follows
 
     @property
     def reason(self) -> str:
         """The reason for this peer's phase, and warnings, one line."""
-        return "; ".join(filter(None, (self._replica.reason, self._why_alone, self._waits)))
+        return "; ".join(filter(None, (self._follower.reason, self._why_alone, self._waits)))
 
     @property
     def pending(self) -> bool:
@@ -305,11 +283,11 @@ class Member:
         if not self._downloads.busy:
             return True
         self._downloads.wait(POLL_SECONDS)
-        event = self._downloads.ended()
+        recovering, event = self._downloads.recovering, self._downloads.ended()
         if event is None:
             return False
         self._hear(event)
-        return isinstance(event, events.RecoveryFailed) and self._replica.phase is not machine.Phase.ASTRAY
+        return recovering and isinstance(event, events.DownloadFailed) and not self._follower.behind
 
     def find_group(self, seconds: float = CATCH_UP_SECONDS) -> None:
         """For at most `seconds`: find out whether this peer holds the group's state, and catch up if it does not."""
@@ -328,13 +306,9 @@ class Member:
                 elif self.clock() >= self._served_at + SERVE_SECONDS:
                     self.serve()
                 if self._waits:  # The group has no room for it: only a snapshot can bring the state.
-                    self._hear(events.OthersBegun(max(machine.FIRST_SNAPSHOT, self.id.epoch)))
+                    self._hear(events.Overdue(max(FIRST_SNAPSHOT, self.id.epoch)))
                 self.wait(left)
-            # A round that began long ago may just have ended, and put this peer in step.
-            overdue = self.clock() - self._began_at >= OVERDUE_SECONDS and not self.in_step
-            if overdue and not isinstance(self._run.state, Exchanging):
-                self._hear(events.Overdue())
-            if self.clock() >= deadline or (self._replica.gives_up and not self.pending):
+            if self.clock() >= deadline or (self._follower.gives_up and not self.pending):
                 break
         made_good = self.in_step and (self._target is not None or self.waits)
         if self._pending is not None and not self.gave and (made_good or not self.has_company()):
@@ -345,7 +319,7 @@ class Member:
         self._hear(events.Deserted())
 
     def meet(self, wait: bool = True) -> None:
-        """Make the due update, with the group or alone, if the replica says so; `wait=False` only starts the round."""
+        """Make the due update, with the group or alone, if the follower says so; `wait=False` only starts the round."""
         before, self._looks_from = self._pending, self.id
         if self._waits and self._downloads.recovering:
             self._await_mean()
@@ -373,7 +347,10 @@ class Member:
             # The number of known peers that were not in the group, and for which it had places.
             most = min(state.peers + 1, self._run.options.group_size)
             missing = max(most - len(outcome.group), 0)
-        self._hear(events.RoundEnded(outcome, missing))
+        mean = Mean()
+        self._hear(events.RoundEnded(outcome, missing, mean))
+        if any(entry.values is mean for entry in self._follower.log.held):
+            mean.content = self._run.encoded_mean()  # The next round writes over it.
         if not outcome.ok and self._downloads.recovering:
             self._await_mean()  # Asked for before the round ended. The next contribution needs it.
         if was_in_step != self.in_step:
@@ -430,8 +407,8 @@ class Member:
         """Begin a round without a contribution, unless one goes on; a peer that knows no group's state attends it."""
         if self._pending is None:
             self._run.take()
-            if self._replica.phase is machine.Phase.MEETING:
-                self._run.accumulate(dict.fromkeys(self._subject.tensors), machine.ATTENDANCE)
+            if self._follower.joins:
+                self._run.accumulate(dict.fromkeys(self._subject.tensors), ATTENDANCE)
             self._start(seconds, evaluation=evaluation)
             self.gave = False
 
@@ -451,10 +428,7 @@ class Member:
 
         Such a snapshot is of epoch `at_least`.
         """
-        meets = self._replica.phase is machine.Phase.MEETING
-        self._hear(
-            events.OthersBegun(max(self.id.epoch, at_least)) if meets else events.Overdue(placed=False)
-        )
+        self._hear(events.Overdue(max(self.id.epoch, at_least), self._follower.joins))
 
     def offer(self) -> None:
         """Offer a snapshot of this state to newcomers, whether or not one wants it yet."""
@@ -471,8 +445,12 @@ class Member:
         read = self._subject.state.read(image)
 
         def load() -> None:
-            with self._changing():
+            self._whole = None
+            try:
                 read.load()
+            except BaseException:
+                self._new_driver().tell(events.Interrupted())
+                raise
             self._start_from(read.id)
             self._own, self._whole = None, read.id
             self._run.take()
@@ -482,7 +460,7 @@ class Member:
     @property
     def whole(self) -> bool:
         """Whether memory holds the state of `id`; False after an interrupted update, or a write of the script."""
-        return self._whole == self.id and not self._replica.doubts
+        return self._whole == self.id and not self._follower.doubts
 
     def image(self) -> torch.Tensor:
         """The state that this peer holds, u8 [bytes]: one copy in memory."""
@@ -491,18 +469,15 @@ class Member:
     def has_company(self) -> bool:
         """Whether any other peer of the run is known."""
         standing = self._run.state
-        # The replica's reason covers the default reason of `NoPeers`.
+        # The follower's reason covers the default reason of `NoPeers`.
         self._why_alone = standing.reason if isinstance(standing, NoPeers) and standing != NoPeers() else ""
         return not isinstance(standing, NoPeers)
 
     def _start_from(self, state: StateId) -> None:
-        options, subject = self._options, self._subject
-        values = sum(tensor.numel() for tensor in (*subject.tensors.values(), *subject.buffers.values()))
-        held = affordable(torch.float32.itemsize * values, psutil.virtual_memory().available)
-        now = self.clock()
-        self._replica = Replica(
-            self._run.peer, state, now, options.alone, options.patience, held, options.trust
-        )
+        options = self._options
+        held = max(min(HELD_BYTES // max(self._run.mean_bytes, 1), HELD_MEANS), LEAST_HELD)
+        how = options.alone, options.patience, held, options.trust
+        self._follower = Follower(self._run.peer, state, self.clock(), *how)
 
     @property
     def _stays_away(self) -> bool:
@@ -514,10 +489,10 @@ class Member:
         self._run.take()
         state = self._run.state
         several = isinstance(state, Idle) and state.peers > 1
-        others_give = several and self.serve() >= machine.MEETING_WEIGHT
+        others_give = several and self.serve() >= MEETING_WEIGHT
         if others_give:
-            self._hear(events.OthersBegun(machine.FIRST_SNAPSHOT))
-        weight = self._replica.attendance(others_give)
+            self._hear(events.Overdue(FIRST_SNAPSHOT))
+        weight = self._follower.attendance(others_give)
         if weight and not self._waits:
             self._run.accumulate(dict.fromkeys(self._subject.tensors), weight)
         self._start(ATTEND_SECONDS)
@@ -535,11 +510,10 @@ class Member:
                 self._run.name,
             )
             self._run.take()
-        self._claimed = self._replica.claim
+        self._claimed = self._follower.claim
         self._pending = self._run.step(
             seconds, wait=False, state=self._claimed, metrics=metrics, evaluation=evaluation
         )
-        self._began_at = self.clock()
 
     def _move_accumulated(self) -> None:
         """In step, move the accumulated gradients into the run; otherwise drop those in the run: they do not fit."""
@@ -550,47 +524,47 @@ class Member:
         if own is not None and own.weight > 0:
             self._run.accumulate(own.mean(), own.weight)
 
-    @property
-    def _driver(self) -> Driver[events.Event, events.Action]:
-        """A new driver for each event: a driver that stays would keep this member and its tensors from being freed."""
-        return Driver(self._replica, self._perform, clock=self.clock)
-
-    def _perform(self, action: events.Action) -> None:
-        match action:
-            case events.Apply(before):
-                self._apply(before, self._held.pop(before) if before in self._held else self._mean())
-            case events.Hold(before):
-                self._held[before] = self._mean().copy()
-            case events.Forget(before):
-                self._held.pop(before, None)
-            case events.Check():
-                self._driver.tell(events.Checked(self._subject.model.digest()))
-            case events.Fetch(at_least):
-                self._downloads.fetch(at_least, self.limit, self._replica.known.names)
-            case events.Recover(after):
-                self._recover(after)
-            case events.Keep(before):
-                assert self._downloads.mean is not None, "it was fetched"
-                content, outcome = self._downloads.mean
-                self._held[before] = Mean(*self._run.decoded(content), outcome)
-            case events.DropGiven():
-                self._run.take()
-            case events.Load():
-                assert self._downloads.image is not None, "it was fetched"
-                with self._changing():
-                    self._downloads.image.load()
-            case events.Meet():
-                self._meet()
-            case events.StepAlone():
-                self._step_alone()
-
     def _hear(self, event: events.Event) -> None:
-        """Tell the replica an event, and perform its actions."""
-        self._driver.tell(event)
+        """Tell the follower an event, and perform its actions; what these bring about, it hears after them."""
+        self._asks = False
+        self._news.append(event)
+        try:
+            while self._news:
+                self._new_driver().tell(self._news.popleft())
+        except BaseException:
+            self._news.clear()
+            if self._whole is None:  # In the middle of a change.
+                self._new_driver().tell(events.Interrupted())
+            raise
         self._whole = self.id
         if self.in_step:
             self._stays_away_until = None
         self._tell()
+        if self._asks:
+            self._await_mean()
+
+    def _new_driver(self) -> Driver[events.Event, events.Action]:
+        """A driver that stays would keep this member and its tensors from being freed."""
+        return Driver(self._follower, self._perform, clock=self.clock)
+
+    def _perform(self, action: events.Action) -> None:
+        match action:
+            case events.Commit(entry):
+                self._commit(entry)
+            case events.Check():
+                self._news.append(events.Checked(self._subject.model.digest()))
+            case events.FetchSnapshot(at_least):
+                self._downloads.fetch(at_least, self.limit, self._follower.known.names)
+            case events.FetchMean(after):
+                self._recover(after)
+            case events.Heal():
+                assert self._downloads.image is not None, "it was fetched"
+                self._whole = None
+                self._downloads.image.load()
+            case events.Meet():
+                self._meet()
+            case events.StepAlone():
+                self._step_alone()
 
     def _tell(self) -> None:
         """Let the log and `status` have the reason, if it is news."""
@@ -603,28 +577,24 @@ class Member:
         if self.in_step and self._pending is None:
             if not self._run.accumulated:
                 # This peer has just come into step. Beside a single contributor it needs a weight above 0.
-                self._run.accumulate(dict.fromkeys(self._subject.tensors), machine.ATTENDANCE)
+                self._run.accumulate(dict.fromkeys(self._subject.tensors), ATTENDANCE)
             self._start(self._options.timeout)
             self.gave = True
 
-    def _mean(self) -> Mean:
-        assert self.last is not None, "it has brought the mean"
-        return Mean(self._run.mean, dict(self._subject.buffers), self.last)
-
-    def _apply(self, before: StateId, mean: Mean) -> None:
+    def _commit(self, entry: Entry) -> None:
         self._own = None  # These gradients are of the state before.
-        with self._changing():
-            self._subject.applied(before, mean.outcome)
-            with torch.no_grad():
-                for name, buffer in self._subject.buffers.items():
-                    buffer.copy_(mean.buffers[name])
-            self._subject.update(mean.values)
-            self._subject.model.settle()
-            if self._run.peer not in mean.outcome.givers:
-                self._subject.model.adopt()
+        self._whole = None
+        self._subject.applied(entry.before, entry.outcome)
+        if isinstance(entry.values, Mean) and entry.values.content is not None:
+            self._run.decode(entry.values.content)
+            if entry.outcome.counted(self._run.peer):
+                self._run.take()  # This contribution, to a round that failed here, is in the mean.
+        self._subject.update(self._run.mean)
+        self._subject.model.settle()
+        if self._run.peer not in entry.outcome.givers:
+            self._subject.model.adopt()
 
     def _step_alone(self) -> None:
-        self.collect()
         own, self._own = self._run.take(), self._own
         if own is not None and self._own is not None:
             own.merge(self._own)
@@ -632,27 +602,21 @@ class Member:
         if own is None or own.weight == 0:
             return
         mean = own.mean()
-        with self._changing():
-            self._subject.update(mean)
-            self._subject.model.count()
-            self._subject.model.settle()
-        self._hear(events.SteppedAlone(digest(mean)))
-        self.last = Outcome(ok=False, reason=self.reason, run=self._run.name)
-
-    @contextmanager
-    def _changing(self) -> Iterator[None]:
-        """Guard a change in memory: during it `whole` is False, and an error interrupts the replica."""
         self._whole = None
-        try:
-            yield
-        except BaseException:
-            self._driver.tell(events.Interrupted())
-            self._held.clear()
-            raise
+        self._subject.update(mean)
+        self._subject.model.count()
+        self._subject.model.settle()
+        self.last = Outcome(ok=False, reason=self.reason, run=self._run.name)
+        self._news.append(events.SteppedAlone(digest(mean)))
 
     def _offer(self, wanted: int | None) -> None:
         """Offer the wanted state; in memory there are, for a moment, the image here and the daemon's copy."""
-        if wanted is None or self._offered >= wanted or self.id.epoch < wanted or self._replica.claim is None:
+        if (
+            wanted is None
+            or self._offered >= wanted
+            or self.id.epoch < wanted
+            or self._follower.claim is None
+        ):
             return
         self._offered = self.id.epoch
         try:
@@ -661,19 +625,19 @@ class Member:
             log.warning("run %s: no snapshot is offered: %s", self._run.name, error)
 
     def _recover(self, after: StateId) -> None:
-        """Begin to fetch a mean, and wait for it if the next contribution needs it."""
+        """Begin to fetch a mean; the next contribution may need it."""
         if self._stays_away_until is None:
             self._stays_away_until = self.clock() + STAY_AWAY_SECONDS
-        astray, left, patient = self._replica.phase is machine.Phase.ASTRAY, RECOVER_SECONDS, False
+        astray, left, patient = self._follower.behind, RECOVER_SECONDS, False
         if self._ends_at is not None:
             left = max(self._ends_at - self.clock(), LEAST_SECONDS)
             patient = not astray and self.has_company()
-        self._downloads.recover(after, self._replica.circle, left, proved=astray, patient=patient)
-        self._await_mean()
+        self._downloads.recover(after, left, self._follower.circle, astray, patient)
+        self._asks = True
 
     def _await_mean(self) -> None:
         """Wait for the mean that is being fetched, unless this peer is astray, ends, or is in a round."""
-        astray = self._replica.phase is machine.Phase.ASTRAY
+        astray = self._follower.behind
         if astray or self._ends_at is not None or self._pending is not None:
             return
         # A peer that follows the others waits for one mean, and takes those that are there.
@@ -682,8 +646,8 @@ class Member:
         event = self._downloads.ended()
         if event is None:
             self._downloads.stop()
-            event = events.RecoveryFailed(f"not within {seconds:g} s", decided=False)
-        self._driver.tell(event)
+            event = events.DownloadFailed(f"not within {seconds:g} s", decided=False)
+        self._hear(event)
 
     def _look_for_download(self) -> None:
         event = self._downloads.ended()
@@ -716,8 +680,3 @@ def wait_for(runs: Sequence[JoinedRun], peers: int) -> None:
         if not run.wait_for(peers, max(deadline - run.clock(), LEAST_SECONDS)):
             told = "run %s: after %g s it goes on without waiting for %s"
             log.warning(told, run.name, WAIT_SECONDS, others)
-
-
-def affordable(size: int, available: int) -> int:
-    """Return the most means of `size` bytes to keep, given the available bytes of memory."""
-    return max(min(int(available * HELD_MEMORY) // max(size, 1), HELD_MEANS), LEAST_HELD)

@@ -12,9 +12,10 @@ import torch
 from blake3 import blake3
 
 from equipoise.averaging.outer.step import above_zero, below_one, require_in_range
+from equipoise.averaging.replication.follower import Alone
+from equipoise.averaging.replication.known import Trust
 from equipoise.peer.training.history import REPLICATED_ROUNDS
 from equipoise.peer.training.image import Stateful
-from equipoise.peer.training.replica import Alone, Trust
 
 MAX_FRAGMENTS = 12
 """Most fragments of one `DiLoCo`: each is a run, of which a daemon takes 64."""

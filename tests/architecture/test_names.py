@@ -86,13 +86,14 @@ def test_a_joiners_life_is_told_with_the_states_and_messages_that_the_code_has()
 
 def test_a_newcomers_life_is_told_with_the_phases_and_events_that_the_code_has() -> None:
     life = _life("newcomer")
-    [phase] = [node for node in _classes("peer/training", "replica") if node.name == "Phase"]
-    phases = {ast.unparse(node.targets[0]) for node in phase.body if isinstance(node, ast.Assign)}
-    assert phases == set(re.findall(r"\b[A-Z]+(?:_[A-Z]+)*\b", life)) - {"A"}
-    named = {node.name for node in _classes("peer/training", "events")}
+    [replication] = [one for one in sources("averaging/replication") if one.path.stem == "follower"]
+    assigned = {ast.unparse(one.targets): one for one in replication.nodes if isinstance(one, ast.Assign)}
+    phases = {node.id for node in ast.walk(assigned["Phase"].value) if isinstance(node, ast.Name)}
+    assert phases == set(re.findall(r"\b(?:Joining|Following|Behind)\b", life))
+    named = {node.name for node in _classes("averaging/replication", "events")}
     assert set(re.findall(r"\b(?:[A-Z][a-z]+){2,}\b", life)) <= named
     told = set(re.findall(r"\b[A-Z][A-Za-z]+\b", life)) & named
-    assert {"Meet", "Fetch", "Hold", "Load", "Apply", "Check", "Recover", "Written"} <= told
+    assert {"Meet", "FetchSnapshot", "FetchMean", "Heal", "Commit", "Check", "Written"} <= told
 
 
 def _life(whose: str) -> str:

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from equipoise.averaging.replication.follower import ATTENDANCE
 from equipoise.averaging.spec import SpecError
 from equipoise.averaging.weights import ATTENDANCE_LIMIT, cap_of, counted_weights
-from equipoise.peer.training.replica import ATTENDANCE
 from fakes.specs import spec
 from oracles.averaging import counted
 

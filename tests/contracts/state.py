@@ -131,8 +131,8 @@ class StateContract:
         found = download.result()
         assert found.round.digest == outcome.digest
         assert found.round.contributors == outcome.contributors
-        values, _ = late.decoded(download.content)
-        assert {name: value.tolist() for name, value in values.items()} == {"0": [1.0, 1.0]}
+        late.decode(download.content)
+        assert {name: value.tolist() for name, value in late.mean.items()} == {"0": [1.0, 1.0]}
         assert found.sources
         again = members[0].recover(state_of(4), SOON, proved=True).result()
         assert again.round is not None

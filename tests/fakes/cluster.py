@@ -59,6 +59,6 @@ class Memory:
     def __init__(self) -> None:
         self.image = bytearray()
 
-    async def room(self, size: int) -> memoryview:
+    def room(self, size: int) -> memoryview:
         self.image = bytearray(size)
         return memoryview(self.image)

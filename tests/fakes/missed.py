@@ -59,7 +59,7 @@ async def recovered(
 ) -> tuple[Outcome, torch.Tensor, dict[str, int]]:
     """What comes of the mean after that state."""
     stored = memoryview(bytearray(transfer.size))
-    got = await transfer.recover(after, 20.0, lambda: stored, frozenset(circle), proved)
+    got = await transfer.recover(after, 20.0, lambda size: stored, frozenset(circle), proved)
     outcome = got.round or Outcome(ok=False, reason=got.reason)
     return outcome, decoded(transfer._spec.layout, stored), got.sources
 

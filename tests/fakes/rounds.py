@@ -1,12 +1,12 @@
-"""The ends of rounds, as a replica hears of them."""
+"""The ends of rounds, as a follower hears of them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
 from equipoise.averaging.outcome import Outcome
+from equipoise.averaging.replication.events import RoundEnded
 from equipoise.averaging.state import StateId
-from equipoise.peer.training.events import RoundEnded
 
 
 def succeeded(
@@ -15,6 +15,7 @@ def succeeded(
     weights: Mapping[str, float],
     members: Iterable[str],
     missing: int = 0,
+    values: object = None,
 ) -> RoundEnded:
     outcome = Outcome(
         ok=True,
@@ -24,7 +25,7 @@ def succeeded(
         contributors=dict(weights),
         group=tuple(members),
     )
-    return RoundEnded(outcome, missing)
+    return RoundEnded(outcome, missing, values)
 
 
 def failed(reason: str, formed: bool = False, late: float = 0.0) -> RoundEnded:

@@ -28,8 +28,7 @@ from equipoise.peer.connecting import Client
 from equipoise.peer.control.client import ANSWER_SECONDS, Connection
 from equipoise.peer.control.messages import (
     Answer,
-    FetchMean,
-    FetchState,
+    Fetch,
     OfferState,
     Request,
     StartRound,
@@ -333,17 +332,19 @@ class World:
 
     def held_back(self, request: Request[Any]) -> float:
         """The seconds for which the answer is held back."""
-        if isinstance(request, FetchState):
-            return self.fetch_seconds
-        return self.recover_seconds if isinstance(request, FetchMean) else 0.0
+        if isinstance(request, Fetch):
+            return self.fetch_seconds if request.after is None else self.recover_seconds
+        return 0.0
 
     # ---- what has happened ----
 
     @property
     def recovered(self) -> list[tuple[str, StateId]]:
         """Who had which missed mean."""
-        asked = [(peer, request, got) for _, peer, request, got in self.log if isinstance(request, FetchMean)]
-        return [(peer, request.after) for peer, request, got in asked if got is not None and got.ok]
+        asked = [(peer, request, got) for _, peer, request, got in self.log if isinstance(request, Fetch)]
+        return [
+            (peer, asked.after) for peer, asked, got in asked if asked.after and got is not None and got.ok
+        ]
 
     @property
     def offered(self) -> list[str]:

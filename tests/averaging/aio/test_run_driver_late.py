@@ -43,7 +43,7 @@ async def search(
         seeks = asyncio.ensure_future(seeks)
         await cluster.net.ready(spec.name, "d")
     got = await late.transfer.recover(
-        BEFORE, 20.0, lambda: memoryview(bytearray(late.transfer.size)), frozenset("abc")
+        BEFORE, 20.0, lambda size: memoryview(bytearray(size)), frozenset("abc")
     )
     assert got.ok, got.reason
     return await seeks

@@ -144,7 +144,7 @@ async def test_what_is_too_large_is_not_fetched(cluster: Cluster) -> None:
 
 
 async def test_memory_that_cannot_be_had_fails_the_fetch(cluster: Cluster) -> None:
-    async def none(size: int) -> memoryview:
+    def none(size: int) -> memoryview:
         raise ValueError(f"no room for {size} bytes")
 
     donor, newcomer = await cluster.add("a", "new")

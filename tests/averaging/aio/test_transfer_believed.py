@@ -102,7 +102,7 @@ async def test_one_liar_in_a_circle_of_three_is_not_believed_however_many_strang
 async def test_half_of_a_circle_are_not_enough(cluster: Cluster) -> None:
     a, _, away = await cluster.add(*"abp")
     keep(mean_of("abp", BEFORE), a)
-    got = await away.recover(BEFORE, 20.0, lambda: memoryview(bytearray(away.size)), frozenset("ab"))
+    got = await away.recover(BEFORE, 20.0, lambda size: memoryview(bytearray(size)), frozenset("ab"))
     assert "1 of the 2 peers that vouch" in got.reason
     assert got.unheard == 1
 
@@ -175,7 +175,7 @@ async def test_where_there_is_no_room_there_is_none_for_any(cluster: Cluster) ->
     a, me = await cluster.add("a", "p")
     keep(mean_of("ab", NEXT), a)
 
-    def none() -> memoryview:
+    def none(size: int) -> memoryview:
         raise ValueError("no memory for it")
 
     got = await me.recover(NEXT, 20.0, none, frozenset("a"))
@@ -185,7 +185,7 @@ async def test_where_there_is_no_room_there_is_none_for_any(cluster: Cluster) ->
 
 def test_a_join_that_its_peer_did_not_sign_makes_no_mean() -> None:
     mean = mean_of("ab", BEFORE)
-    image, room = memoryview(mean.image()), lambda: memoryview(bytearray(SPEC.layout.encoded_size))
+    image, room = memoryview(mean.image()), lambda size: memoryview(bytearray(size))
     assert unpack(image, SPEC, BEFORE, FakeIdentity("b").verify, room)[1].ok
     with pytest.raises(ValueError, match="expected a join signed by a"):
         unpack(image, SPEC, BEFORE, lambda *signed: False, room)

@@ -30,7 +30,7 @@ class Wire:
         self.asked[peer] += isinstance(decode(header[1:]), Ask)
 
 
-async def no_room(size: int) -> memoryview:
+def no_room(size: int) -> memoryview:
     raise ValueError("no memory")
 
 

@@ -198,7 +198,8 @@ def test_a_scripts_defaults_for_new_tensors_change_nothing() -> None:
         accumulator.add(named, 2.0)
         stored = memoryview(bytearray(binding.size))
         binding.write_step(accumulator, stored)
-        gradients, _ = binding.named(stored)
+        gradients: dict[str, torch.Tensor] = {}
+        binding.read_step(stored, binding.stepped(), gradients)
         binding.averages.encode(named, stored)
         binding.averages.decode(stored, named)
         image = pack({**named, **gradients}, {})

@@ -11,13 +11,13 @@ import torch
 
 from equipoise.averaging.draw import draw
 from equipoise.averaging.outcome import Gathering
+from equipoise.averaging.replication.lineage import beginning, follow
 from equipoise.averaging.strategy import Federated as FederatedStrategy
 from equipoise.averaging.strategy import parse_strategy
 from equipoise.peer.simulation import SimulatedPeer, partition, simulate, swarm
 from equipoise.peer.training import Federated, Task
 from equipoise.peer.training.history import Record
 from equipoise.peer.training.image import digest
-from equipoise.peer.training.lineage import beginning, follow
 
 CURVES, MINIMA, SAMPLES = (1.0, 4.0, 10.0), (-1.0, 0.5, 3.0), (1.0, 2.0, 3.0)
 ETA = 0.05

@@ -223,7 +223,7 @@ def test_peers_that_all_write_the_same_go_on_together(world: World) -> None:
     assert_alike(trainers)
     assert float(trainers[0].model[2].weight.detach().abs().max()) < 0.2
     seen = [told for trainer in trainers for _, told in trainer.seen]
-    assert not any("astray" in told for told in seen)
+    assert not any("behind: " in told for told in seen)
 
 
 def test_what_all_load_before_the_first_step_is_what_they_begin_with(
@@ -326,7 +326,7 @@ def test_a_peer_whose_dtype_changed_is_refused_and_the_other_goes_on(
         "convert or move the model before join"
     ]
     assert trainers[1].opt.epoch == 70
-    assert not any("astray" in told for _, told in trainers[1].seen)
+    assert not any("behind: " in told for _, told in trainers[1].seen)
 
 
 def test_another_tensor_in_the_place_of_a_parameter_is_refused(world: World) -> None:

@@ -16,9 +16,9 @@ from torch import nn
 
 from equipoise.averaging.outcome import FetchOutcome
 from equipoise.averaging.outer import OuterStep, parse_outer
+from equipoise.averaging.replication.events import DownloadFailed, SnapshotFetched
 from equipoise.averaging.state import StateId
 from equipoise.peer.training.downloads import Downloads
-from equipoise.peer.training.events import FetchFailed, ImageFetched
 from equipoise.peer.training.image import (
     ModelPart,
     OptimizerPart,
@@ -311,7 +311,7 @@ def test_donors_of_an_image_that_does_not_fit_are_left_out_of_the_next_download(
     }
     asked: list[tuple[str, ...]] = []
 
-    def fetch(*_: object, barred: tuple[str, ...] = ()) -> Any:
+    def fetch(at_least: int, limit: int, seconds: float, among: object, barred: tuple[str, ...]) -> Any:
         asked.append(barred)
         left = [name for name in images if name not in barred]
         found = FetchOutcome(ok=bool(left), reason="", state=ID, sources=dict.fromkeys(left[:1], 1))
@@ -325,7 +325,7 @@ def test_donors_of_an_image_that_does_not_fit_are_left_out_of_the_next_download(
         downloads.fetch(0, 10**9)
         ends.append(type(downloads.ended()))
     assert asked == [(), ("liar",), ()]
-    assert ends == [FetchFailed, ImageFetched, FetchFailed]
+    assert ends == [DownloadFailed, SnapshotFetched, DownloadFailed]
 
 
 def test_kinds_of_what_is_remembered_and_of_hyperparameters_are_compared() -> None:

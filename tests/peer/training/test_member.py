@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from equipoise.averaging.outcome import NoPeers, Outcome
+from equipoise.averaging.replication import lineage, log
+from equipoise.averaging.replication.lineage import CHECK_EVERY
 from equipoise.averaging.state import StateId
 from equipoise.peer import Run
-from equipoise.peer.training import lineage, replica
-from equipoise.peer.training.lineage import CHECK_EVERY
 from equipoise.peer.training.member import (
     CATCH_UP_SECONDS,
     FINISH_SECONDS,
@@ -250,7 +250,7 @@ def test_a_download_across_a_look_at_the_parameters(world: World, monkeypatch: p
 def test_a_download_that_takes_longer_than_means_are_kept_is_tried_again(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replica, "HELD_MEANS", 4)
+    monkeypatch.setattr(log, "HELD_MEANS", 4)
     world.fetch_seconds = 6.0
     early = [Trainer(world, index, 60).begin() for index in range(3)]
     late = Trainer(world, 3, 60).begin(at=5.0)

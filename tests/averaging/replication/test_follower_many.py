@@ -1,4 +1,4 @@
-"""Many replicas, their rounds and downloads, and faults from a seed: equal ids are equal states, and all end alike."""
+"""Many followers, their rounds and downloads, and faults from a seed: equal ids are equal states, and all end alike."""
 
 from __future__ import annotations
 
@@ -7,29 +7,26 @@ import zlib
 
 import pytest
 
-from equipoise.averaging.state import StateId, group_state
-from equipoise.peer.training import events
-from equipoise.peer.training.events import (
-    Apply,
+from equipoise.averaging.outcome import Outcome
+from equipoise.averaging.replication import events
+from equipoise.averaging.replication.events import (
     Check,
     Checked,
+    Commit,
+    DownloadFailed,
     Due,
-    Fetch,
-    FetchFailed,
-    Forget,
-    Hold,
-    ImageFetched,
-    Keep,
-    Load,
+    FetchMean,
+    FetchSnapshot,
+    Heal,
     MeanFetched,
-    Meet,
-    Recover,
-    RecoveryFailed,
+    SnapshotFetched,
     StepAlone,
     SteppedAlone,
 )
-from equipoise.peer.training.lineage import MAX_MISSED, beginning
-from equipoise.peer.training.replica import ATTENDANCE, HELD_MEANS, Phase, Replica
+from equipoise.averaging.replication.follower import ATTENDANCE, Follower
+from equipoise.averaging.replication.lineage import beginning
+from equipoise.averaging.replication.log import HELD_MEANS, MAX_MISSED
+from equipoise.averaging.state import StateId, group_state
 from fakes import rounds
 
 
@@ -39,47 +36,31 @@ def mixed(*parts: object) -> int:
 
 
 class Peer:
-    """A replica, and what a driver would do for it, with a number in place of parameters."""
+    """A follower, and what a driver would do for it, with a number in place of parameters."""
 
     def __init__(self, name: str, value: int) -> None:
         self.name, self.value = name, value
-        self.machine = Replica(name, beginning(str(value)), 0.0, patience=3.0)
-        self.held: dict[StateId, int] = {}
+        self.machine = Follower(name, beginning(str(value)), 0.0, patience=3.0)
         self.wanted: int | None = None
         self.missed: StateId | None = None
-        self.found = 0
 
-    def act(
-        self,
-        actions: list[events.Action],
-        now: float,
-        mean: int = 0,
-        image: tuple[StateId, int] | None = None,
-    ) -> None:
-        for action in actions:
+    def tell(self, event: events.Event, now: float, image: int = 0) -> None:
+        for action in self.machine.handle(event, now):
             match action:
-                case Apply(before):
-                    self.value = mixed(self.value, self.held.pop(before, mean))
-                case Hold(before):
-                    self.held[before] = mean
-                case Forget(before):
-                    self.held.pop(before, None)
-                case Keep(before):
-                    self.held[before] = self.found
-                case Fetch(at_least):
+                case Commit(entry):
+                    assert isinstance(entry.values, int)
+                    self.value = mixed(self.value, entry.values)
+                case FetchSnapshot(at_least):
                     self.wanted, self.missed = at_least, None
-                case Recover(after):
+                case FetchMean(after):
                     self.wanted, self.missed = None, after
-                case Load():
-                    assert image is not None
-                    self.value = image[1]
+                case Heal():
+                    self.value = image
                 case Check():
-                    self.act(self.machine.handle(Checked(str(self.value)), now), now, mean)
+                    self.tell(Checked(str(self.value)), now)
                 case StepAlone():
                     self.value = mixed(self.value, self.name)
-                    self.act(self.machine.handle(SteppedAlone(str(self.value)), now), now)
-                case Meet():
-                    pass
+                    self.tell(SteppedAlone(str(self.value)), now)
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -102,8 +83,8 @@ def test_equal_ids_are_equal_states_and_in_the_end_all_are_in_step(seed: int) ->
         known: dict[StateId, int] = {}
         for peer in peers:
             assert known.setdefault(peer.machine.state, peer.value) == peer.value
-            assert len(peer.held) <= HELD_MEANS + MAX_MISSED
-    assert {peer.machine.phase for peer in peers} == {Phase.IN_STEP}, [peer.machine.reason for peer in peers]
+            assert len(peer.machine.log.held) <= HELD_MEANS + MAX_MISSED
+    assert all(peer.machine.follows for peer in peers), [peer.machine.reason for peer in peers]
     if len({peer.machine.state for peer in peers}) > 1:
         # Two islands keep their states as long as two are left that have trained with each other (`trust`).
         for peer in peers:
@@ -112,12 +93,12 @@ def test_equal_ids_are_equal_states_and_in_the_end_all_are_in_step(seed: int) ->
 
 
 def _round(group: list[Peer], now: int, chance: random.Random, calm: bool, kept: dict[StateId, int]) -> None:
-    weights = {p.name: 8.0 if p.machine.phase is Phase.IN_STEP else p.machine.attendance() for p in group}
+    weights = {p.name: 8.0 if p.machine.follows else p.machine.attendance() for p in group}
     contributors = {name: weight for name, weight in weights.items() if weight > 0}
     if len(contributors) < 2:
         for peer in group:
-            peer.act(peer.machine.handle(rounds.failed("too few"), now), now)
-            peer.act(peer.machine.handle(Due(company=chance.random() < 0.5 or calm), now), now)
+            peer.tell(rounds.failed("too few"), now)
+            peer.tell(Due(company=chance.random() < 0.5 or calm), now)
         return
     states = {peer.name: peer.machine.claim for peer in group if peer.machine.claim is not None}
     members = sorted(peer.name for peer in group)
@@ -126,26 +107,27 @@ def _round(group: list[Peer], now: int, chance: random.Random, calm: bool, kept:
     if before is not None and any(weight > ATTENDANCE for weight in weights.values()):
         kept[before] = mean
     for peer in group:
-        event: events.Event = rounds.succeeded(states, str(mean), contributors, members)
+        event: events.Event = rounds.succeeded(states, str(mean), contributors, members, values=mean)
         if not calm and chance.random() < 0.1:
             event = rounds.failed("it was cut off", formed=chance.random() < 0.8)
-        peer.act(peer.machine.handle(event, now), now, mean)
+        peer.tell(event, now)
 
 
 def _recover(peer: Peer, now: int, chance: random.Random, calm: bool, kept: dict[StateId, int]) -> None:
     """What it missed comes now and then, and now and then what somebody has made up."""
     while (after := peer.missed) is not None:
-        blocks = peer.machine.phase is not Phase.ASTRAY
-        if not blocks and chance.random() < (0.2 if calm else 0.5):
+        if peer.machine.behind and chance.random() < (0.2 if calm else 0.5):
             return
         peer.missed = None
-        peer.found = kept.get(after, 0)
+        found = kept.get(after, 0)
         if not calm and chance.random() < 0.1:
-            peer.found = mixed("lie", now)
-        event: events.Event = MeanFetched(after, str(peer.found), chance.random() < 0.5)
-        if not peer.found or (not calm and chance.random() < 0.1):
-            event = RecoveryFailed("nobody keeps it")
-        peer.act(peer.machine.handle(event, now), now, image=None)
+            found = mixed("lie", now)
+        given = {peer.name: 8.0} if chance.random() < 0.5 else {}
+        outcome = Outcome(ok=True, reason="", states={"x": after}, digest=str(found), contributors=given)
+        event: events.Event = MeanFetched(outcome, found)
+        if not found or (not calm and chance.random() < 0.1):
+            event = DownloadFailed("nobody keeps it")
+        peer.tell(event, now)
 
 
 def _fetch(peer: Peer, peers: list[Peer], now: int, chance: random.Random, calm: bool) -> None:
@@ -160,7 +142,7 @@ def _fetch(peer: Peer, peers: list[Peer], now: int, chance: random.Random, calm:
         donor = chance.choice(donors)
         image = donor.machine.state, donor.value
         peer.wanted = None
-        peer.act(peer.machine.handle(ImageFetched(image[0]), now), now, image=image)
+        peer.tell(SnapshotFetched(image[0]), now, image[1])
     elif chance.random() < 0.3:
         peer.wanted = None
-        peer.act(peer.machine.handle(FetchFailed("nobody has it"), now), now)
+        peer.tell(DownloadFailed("nobody has it"), now)

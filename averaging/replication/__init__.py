@@ -1,0 +1,1 @@
+"""The replicated state of a training: a snapshot, and the log of the means since; see `follower`."""

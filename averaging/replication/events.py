@@ -1,0 +1,152 @@
+"""The events of a `Follower`, in the past tense, and its actions, in the imperative."""
+
+from __future__ import annotations
+
+import msgspec
+
+from equipoise.averaging.outcome import Outcome
+from equipoise.averaging.replication.log import Entry
+from equipoise.averaging.state import StateId
+
+
+class RoundEnded(msgspec.Struct, frozen=True):
+    """A round of this peer ended. If it failed here after a group had formed, the others may hold a mean that it lacks.
+
+    Attributes:
+        outcome: The round's outcome.
+        missing: If it is ok: number of known peers that did not take part.
+        values: The mean, encoded; see `Entry`.
+    """
+
+    outcome: Outcome
+    missing: int = 0
+    values: object = None
+
+
+class SnapshotFetched(msgspec.Struct, frozen=True):
+    """A snapshot of this state is here, checked, ready to load; `voters` had a vote on which snapshot to take."""
+
+    state: StateId
+    voters: tuple[str, ...] = ()
+
+
+class MeanFetched(msgspec.Struct, frozen=True):
+    """A missed mean is here, encoded, and the outcome of its round."""
+
+    outcome: Outcome
+    values: object = None
+
+
+class DownloadFailed(msgspec.Struct, frozen=True):
+    """No snapshot came that fits, or no mean.
+
+    Attributes:
+        reason: Why, one line.
+        decided: Of a mean: whether all peers have answered. If not, some may still be in its round.
+        beyond: Of a mean: the later epoch that most peers of the circle have reached; 0 if they have reached none.
+    """
+
+    reason: str
+    decided: bool = True
+    beyond: int = 0
+
+
+class Stopped(msgspec.Struct, frozen=True):
+    """The download was stopped; the follower drops means that were fetched and not applied."""
+
+
+class Overdue(msgspec.Struct, frozen=True):
+    """No round has come for a while: the others may be at a later state, or have ended.
+
+    Attributes:
+        begun: If others have begun to train before this peer: the epoch of the first snapshot that is of use.
+        placed: Whether this peer may be in their round; if not, only their answers tell.
+    """
+
+    begun: int | None = None
+    placed: bool = True
+
+
+class Deserted(msgspec.Struct, frozen=True):
+    """No other peer of the run is known any more; some may have left means behind that this peer missed."""
+
+
+class Ending(msgspec.Struct, frozen=True):
+    """This peer will make no more updates: is its state the group's last?"""
+
+
+class Due(msgspec.Struct, frozen=True):
+    """An update is due.
+
+    Attributes:
+        company: Whether any other peer is known.
+        placed: Whether this peer has a place in the group; without one it follows the state.
+    """
+
+    company: bool
+    placed: bool = True
+
+
+class SteppedAlone(msgspec.Struct, frozen=True):
+    """This peer applied its own mean, which has this digest."""
+
+    digest: str
+
+
+class Checked(msgspec.Struct, frozen=True):
+    """The parameters now have this digest."""
+
+    digest: str
+
+
+class Interrupted(msgspec.Struct, frozen=True):
+    """An update, or a load, has raised half-way; the follower drops the held means."""
+
+
+class Written(msgspec.Struct, frozen=True):
+    """The script has written to the state, which has this digest now; `reason` says what it wrote, one line."""
+
+    digest: str
+    reason: str
+
+
+DownloadEvent = SnapshotFetched | MeanFetched | DownloadFailed | Stopped
+OwnEvent = Due | Overdue | Deserted | Ending | SteppedAlone | Checked | Interrupted | Written
+Event = RoundEnded | DownloadEvent | OwnEvent
+
+
+class Commit(msgspec.Struct, frozen=True):
+    """Apply a mean."""
+
+    entry: Entry
+
+
+class Check(msgspec.Struct, frozen=True):
+    """Compute the digest of the parameters, and report `Checked`, after all other actions."""
+
+
+class FetchSnapshot(msgspec.Struct, frozen=True):
+    """Fetch a snapshot of this epoch or a later one."""
+
+    at_least: int
+
+
+class FetchMean(msgspec.Struct, frozen=True):
+    """Fetch the mean that the group applied to this state."""
+
+    after: StateId
+
+
+class Heal(msgspec.Struct, frozen=True):
+    """Load the snapshot that was fetched."""
+
+
+class Meet(msgspec.Struct, frozen=True):
+    """Take part in a round."""
+
+
+class StepAlone(msgspec.Struct, frozen=True):
+    """Apply the mean of this peer's own accumulated gradients, and report `SteppedAlone`."""
+
+
+Action = Commit | Check | FetchSnapshot | FetchMean | Heal | Meet | StepAlone
