@@ -27,7 +27,7 @@ TOOLS = ("hypothesis", "pytest", "pytest-asyncio", "pytest-timeout", "safetensor
 TESTS = (
     "averaging/allreduce",
     "averaging/session",
-    "averaging/statesync",
+    "averaging/replication",
     "averaging/aio",
     "compression",
     "dht/direct",

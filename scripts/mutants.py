@@ -35,14 +35,13 @@ PRELOADED = (
 LEAST_FOUND = 0.9
 
 GATHERING = ("averaging/matchmaking", "averaging/gossip", "sim/test_federated.py", "sim/test_gossip.py")
-DONORS = ("averaging/statesync", "averaging/aio/test_transfer*.py", "sim/test_statesync.py")
-TRAINING = ("averaging/replication", "peer/training", "peer/client")
+DONORS = ("averaging/replication", "averaging/aio/test_transfer*.py", "sim/test_statesync.py")
+TRAINING = ("peer/training", "peer/client")
 
 FOLDERS = {
     "averaging/matchmaking": GATHERING,
     "averaging/gossip": GATHERING,
-    "averaging/statesync": DONORS,
-    "averaging/replication": TRAINING,
+    "averaging/replication": (*DONORS, *TRAINING),
     "peer/training": TRAINING,
 }
 """Folder of the product -> patterns of files and folders of tests, the quickest first."""
@@ -136,7 +135,7 @@ RULES: dict[str, list[tuple[str, str]]] = {
         ("context.out.append(events.Decline(peer, manifest.id))", "pass"),
     ],
     "averaging/gossip/topology.py": [("for sign in (1, -1)", "for sign in (1,)")],
-    "averaging/statesync/snapshot_quorum.py": [
+    "averaging/replication/snapshot_quorum.py": [
         ("if 2 * offering > len(voters):", "if 2 * offering >= len(voters):"),
         ("2 * sum(self._has_reached(peer, offer) for peer in voters) <= len(voters)", "False"),
         ("if len(voters) - len(moving) <= offering:", "if True:"),
@@ -144,32 +143,32 @@ RULES: dict[str, list[tuple[str, str]]] = {
         ("self._rest = min(2 * self._rest, MAX_REST_SECONDS)", "pass"),
         ("super().see(trusted or peers, now)", "super().see(peers, now)"),
     ],
-    "averaging/statesync/update_query.py": [
+    "averaging/replication/update_query.py": [
         ("if 2 * near <= len(voters) and", "if 2 * near < len(voters) and"),
         ("voters & self.peers.keys() - self._silent", "voters & self.peers.keys()"),
         ("offer not in self._doubted", "True"),
         ("(self._request.patient and self.behind > 0)", "False"),
         (" and one.image.size <= self._request.limit", ""),
     ],
-    "averaging/statesync/chunk_scheduler.py": [
+    "averaging/replication/chunk_scheduler.py": [
         ("self._rest = min(2 * self._rest, MAX_REST_SECONDS)", "pass"),
         ("self.late.update(chunks)", "pass"),
         ("source = self.donors[peer] = self.donors.pop(peer)", "source = self.donors[peer]"),
         ("self._window = max(self._window // 2, 1)", "pass"),
     ],
-    "averaging/statesync/client.py": [
+    "averaging/replication/client.py": [
         ("if not genuine:", "if False:"),
         ("if message.ticket != self._request.ticket:", "if False:"),
         ("self._ask_at = now  # The new ask", "pass  # The new ask"),
     ],
-    "averaging/statesync/server.py": [
+    "averaging/replication/server.py": [
         ("asker is None and len(self._askers) >= MAX_ASKERS", "False"),
         (" if one.image is None or one.image.digest not in read)", ")"),
         ("worn = len(self._taken) == MAX_SNAPSHOTS and", "worn = False and"),
         ("return after is not None and after != self._exchanging and", "return after is not None and"),
         ('self._now < self._held_until.get(digest, float("-inf"))', "digest in self._held_until"),
     ],
-    "averaging/statesync/upload_queue.py": [
+    "averaging/replication/upload_queue.py": [
         ("limit = 1 if self.busy else MAX_SENDING", "limit = MAX_SENDING"),
         ("full = len(line.waiting) + len(line.sending) >= MAX_QUEUED", "full = False"),
         ("self._lines.move_to_end(peer)", "pass"),

@@ -24,10 +24,10 @@ from equipoise.averaging.metrics import averaged
 from equipoise.averaging.outcome import SHOWN_CHARS, Outcome
 from equipoise.averaging.partition import balance, settle
 from equipoise.averaging.ports import FrameRefused
+from equipoise.averaging.replication.update import EncodedMean
 from equipoise.averaging.rules import Mean, RuleError
 from equipoise.averaging.session.outbox import Frame
 from equipoise.averaging.spec import RunSpec
-from equipoise.averaging.statesync.update import EncodedMean
 from equipoise.averaging.weights import ATTENDANCE_LIMIT, cap_of, contributing, counted_weights
 from equipoise.compression import CodecError
 from equipoise.compression.device_reduce import DeviceReducer

@@ -20,8 +20,8 @@ from equipoise.averaging.manifest import Identity
 from equipoise.averaging.matchmaking import messages as matchmaking_messages
 from equipoise.averaging.matchmaking.messages import JoinRefused, JoinRequest
 from equipoise.averaging.ports import Directory, DirectTransport, FrameRefused, Transport
+from equipoise.averaging.replication import messages as transfer_messages
 from equipoise.averaging.spec import RunSpec
-from equipoise.averaging.statesync import messages as transfer_messages
 from equipoise.compression.device_reduce import DeviceReducer
 from equipoise.tasks import TaskSet
 

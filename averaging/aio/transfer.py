@@ -21,16 +21,17 @@ from equipoise.averaging.matchmaking.membership import Membership
 from equipoise.averaging.matchmaking.messages import MAX_DETAIL_CHARS
 from equipoise.averaging.outcome import FetchOutcome, Outcome
 from equipoise.averaging.ports import Candidate, Directory, FrameRefused
+from equipoise.averaging.replication import messages
+from equipoise.averaging.replication import transfer_events as events
+from equipoise.averaging.replication.answers import Request
+from equipoise.averaging.replication.chunks import MAX_IMAGE_BYTES, Image, ImageId, is_chunk
+from equipoise.averaging.replication.client import Fetch
+from equipoise.averaging.replication.messages import Ask, AskItems, Item, TransferMessage, encode
+from equipoise.averaging.replication.server import Server
+from equipoise.averaging.replication.update import MAX_MANIFEST_BYTES, EncodedMean, read_head
 from equipoise.averaging.session.outbox import Frame
 from equipoise.averaging.spec import RunSpec
 from equipoise.averaging.state import StateId
-from equipoise.averaging.statesync import events, messages
-from equipoise.averaging.statesync.answers import Request
-from equipoise.averaging.statesync.chunks import MAX_IMAGE_BYTES, Image, ImageId, is_chunk
-from equipoise.averaging.statesync.client import Fetch
-from equipoise.averaging.statesync.messages import Ask, AskItems, Item, TransferMessage, encode
-from equipoise.averaging.statesync.server import Server
-from equipoise.averaging.statesync.update import MAX_MANIFEST_BYTES, EncodedMean, read_head
 from equipoise.limits import Allowance
 from equipoise.tasks import Driver, TaskSet
 

@@ -1,1 +1,1 @@
-"""The replicated state of a training: a snapshot, and the log of the means since; see `follower`."""
+"""The replicated state of a training: snapshots, and the log of the means since. See `follower`, `client`, `server`."""

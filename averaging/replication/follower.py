@@ -143,11 +143,11 @@ class _Looks:
 
 @dataclass
 class _Snapshot:
-    """The download of a snapshot: whether it goes on; else, the time before which the next must not begin."""
+    """The download of a snapshot: the epoch asked for, if it goes on; else, the time before which none must begin."""
 
     after: float
     pause: float = 0.0
-    asked: bool = False
+    asked: int | None = None
 
     def put_off(self, now: float) -> None:
         """Wait, for longer each time, before the next download."""
@@ -251,14 +251,14 @@ class Follower:
                 return self._snapshot_fetched(state, voters, now)
             case events.MeanFetched(outcome, values):
                 return self._mean_fetched(outcome, values, now)
-            case events.DownloadFailed(reason) if self._snapshot.asked:
+            case events.DownloadFailed(reason) if self._snapshot.asked is not None:
                 return self._snapshot_failed(reason, now)
             case events.DownloadFailed(reason) if self.behind:
                 return self._give_up_means(reason, now)
             case events.DownloadFailed(_, decided, beyond):
                 return self._look_failed(decided, beyond, now)
             case events.Stopped():
-                self._snapshot.asked = self._looks.meets = False
+                self._snapshot.asked, self._looks.meets = None, False
                 self.log.forget()
                 return []
 
@@ -390,7 +390,7 @@ class Follower:
         return []
 
     def _join_anew(self, reason: str) -> None:
-        self.phase, self.reason, self._snapshot.asked = Joining(), reason, False
+        self.phase, self.reason, self._snapshot.asked = Joining(), reason, None
         self.log.clear()
 
     # ---- the way back ----
@@ -398,7 +398,7 @@ class Follower:
     def _return(self, now: float) -> list[Action]:
         """Return to the group: by the missed means or, if no peer has them, by a snapshot."""
         assert isinstance(self.phase, Behind)
-        if self._snapshot.asked or self.log.asked is not None:
+        if self._snapshot.asked is not None or self.log.asked is not None:
             return []
         after = self.log.next(self.state, self.log.start or self.phase.group)
         if after is not None:
@@ -407,20 +407,20 @@ class Follower:
         return self._fetch(self.log.start.epoch if self.log.start else self.phase.epoch, now)
 
     def _fetch(self, at_least: int, now: float) -> list[Action]:
-        if self._snapshot.asked or now < self._snapshot.after:
+        if self._snapshot.asked is not None or now < self._snapshot.after:
             return []
-        self._snapshot.asked = True
+        self._snapshot.asked = at_least
         return [events.FetchSnapshot(at_least)]
 
     def _snapshot_failed(self, reason: str, now: float) -> list[Action]:
-        self._snapshot.asked = False
+        self._snapshot.asked = None
         self._snapshot.put_off(now)
         pause = f"it looks for one again in {self._snapshot.pause:g} s"
         self.reason = f"behind: no snapshot yet: {reason}; {pause}"
         return []
 
     def _snapshot_fetched(self, state: StateId, voters: tuple[str, ...], now: float) -> list[Action]:
-        self._snapshot.asked = False
+        self._snapshot.asked = None
         if self.follows or (self.joins and state.epoch < self.state.epoch):
             return []
         if any(entry.before.epoch == state.epoch and entry.before != state for entry in self.log.held):
@@ -540,13 +540,17 @@ class Follower:
             return [] if self._placed else self._return(now)
         if begun is None or self.state.epoch not in (0, begun):
             return []
+        if begun < (self._snapshot.asked or 0):
+            self._snapshot.asked = (
+                None  # The others may wait for this peer in the state that it did not ask for.
+            )
         return self._fetch(begun, now)
 
     def _ending(self, now: float) -> list[Action]:
         if self.behind:
             self._snapshot.after = now
             return self._return(now)
-        self._snapshot.asked = False
+        self._snapshot.asked = None
         return self._look_ahead()
 
     def _deserted(self, now: float) -> list[Action]:
@@ -587,7 +591,7 @@ class Follower:
 
     def _step_alone(self, why: str) -> list[Action]:
         if self.behind:
-            self._snapshot.asked = False
+            self._snapshot.asked = None
         self.log.clear()
         self.phase, self.reason, self.doubts = Joining(), f"it trains alone: {why}", False
         return [events.StepAlone()]

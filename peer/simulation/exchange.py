@@ -15,10 +15,10 @@ from equipoise.averaging.allreduce.paxos import members_of
 from equipoise.averaging.layout import Vectors
 from equipoise.averaging.manifest import Manifest
 from equipoise.averaging.outcome import Outcome
+from equipoise.averaging.replication.update import EncodedMean
 from equipoise.averaging.rules import RuleError
 from equipoise.averaging.spec import RunSpec
 from equipoise.averaging.state import StateId
-from equipoise.averaging.statesync.update import EncodedMean
 from equipoise.compression import CodecError
 
 

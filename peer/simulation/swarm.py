@@ -29,9 +29,9 @@ from equipoise.averaging.matchmaking.patient import federated
 from equipoise.averaging.matchmaking.spec_diff import answer_of, differences
 from equipoise.averaging.options import MAX_GROUP_SIZE
 from equipoise.averaging.outcome import Exchanging, Gathering, Idle, NoPeers, Outcome, RunState
+from equipoise.averaging.replication.server import KEPT_MEANS
 from equipoise.averaging.spec import RunSpec
 from equipoise.averaging.state import StateId
-from equipoise.averaging.statesync.server import KEPT_MEANS
 from equipoise.averaging.strategy import Federated
 from equipoise.averaging.timing import GRACE
 from equipoise.limits import LruDict

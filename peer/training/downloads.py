@@ -82,11 +82,6 @@ class Downloads:
         if going is not None:
             going.cancel()
 
-    def stop_snapshot(self) -> None:
-        """Stop the download of a snapshot; a mean's download goes on."""
-        if not self.recovering:
-            self.stop()
-
     def wait(self, seconds: float) -> bool:
         """Wait for the download, at most `seconds`; returns whether it has ended, or none was going on."""
         return self._going is None or self._going.wait(seconds)

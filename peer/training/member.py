@@ -355,8 +355,8 @@ class Member:
             self._await_mean()  # Asked for before the round ended. The next contribution needs it.
         if was_in_step != self.in_step:
             self._move_accumulated()
-        if self.in_step:
-            self._downloads.stop_snapshot()
+        if self.in_step and not self._downloads.recovering:
+            self._downloads.stop()  # It needs no snapshot any more.
 
     def _comes(self, pending: PendingRound) -> bool:
         """Wait for a round; returns whether it has ended. If not, a download has brought its mean meanwhile."""
@@ -406,11 +406,7 @@ class Member:
     def observe(self, seconds: float, evaluation: Evaluation | None) -> None:
         """Begin a round without a contribution, unless one goes on; a peer that knows no group's state attends it."""
         if self._pending is None:
-            self._run.take()
-            if self._follower.joins:
-                self._run.accumulate(dict.fromkeys(self._subject.tensors), ATTENDANCE)
-            self._start(seconds, evaluation=evaluation)
-            self.gave = False
+            self._begin_attending(ATTENDANCE if self._follower.joins else 0.0, seconds, evaluation)
 
     def wait(self, seconds: float) -> None:
         """Wait for the open round for a moment, and handle the ends of the round and of a download."""
@@ -492,10 +488,14 @@ class Member:
         others_give = several and self.serve() >= MEETING_WEIGHT
         if others_give:
             self._hear(events.Overdue(FIRST_SNAPSHOT))
-        weight = self._follower.attendance(others_give)
-        if weight and not self._waits:
+        weight = 0.0 if self._waits else self._follower.attendance(others_give)
+        self._begin_attending(weight, ATTEND_SECONDS)
+
+    def _begin_attending(self, weight: float, seconds: float, evaluation: Evaluation | None = None) -> None:
+        self._run.take()
+        if weight:
             self._run.accumulate(dict.fromkeys(self._subject.tensors), weight)
-        self._start(ATTEND_SECONDS)
+        self._start(seconds, evaluation=evaluation)
         self.gave = False
 
     def _start(

@@ -34,10 +34,10 @@ from equipoise.averaging.manifest import Join, Manifest
 from equipoise.averaging.matchmaking import messages as matchmaking
 from equipoise.averaging.options import RunOptions
 from equipoise.averaging.outcome import Idle
+from equipoise.averaging.replication import messages as transfers
 from equipoise.averaging.schema import Schema
 from equipoise.averaging.session.messages import ENVELOPE_BYTES, FAREWELL
 from equipoise.averaging.spec import RunSpec
-from equipoise.averaging.statesync import messages as transfers
 from equipoise.dht.direct import aead
 from equipoise.dht.direct.handshake import Layer
 from equipoise.dht.direct.streams import AeadStream, TlsStream

@@ -13,10 +13,10 @@ from equipoise.averaging.aio.run_driver import RunDriver
 from equipoise.averaging.aio.transfer import Transfer
 from equipoise.averaging.options import RunOptions
 from equipoise.averaging.outcome import Idle
+from equipoise.averaging.replication.chunks import CHUNK_BYTES
 from equipoise.averaging.schema import Schema
 from equipoise.averaging.spec import RunSpec
 from equipoise.averaging.state import StateId
-from equipoise.averaging.statesync.chunks import CHUNK_BYTES
 from fakes.memory import FakeIdentity, Net
 
 SPEC = RunSpec.create(

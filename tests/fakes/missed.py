@@ -12,9 +12,9 @@ from equipoise.averaging.aio.transfer import Transfer
 from equipoise.averaging.manifest import Join, Manifest
 from equipoise.averaging.metrics import Report, values_of
 from equipoise.averaging.outcome import Outcome
+from equipoise.averaging.replication.update import EncodedMean
 from equipoise.averaging.spec import RunSpec
 from equipoise.averaging.state import StateId
-from equipoise.averaging.statesync.update import EncodedMean
 from fakes.cluster import SPEC, Cluster
 from fakes.memory import FakeIdentity
 from fakes.vectors import averaged, decoded

@@ -22,8 +22,8 @@ from equipoise.averaging.matchmaking.topology import seats
 from equipoise.averaging.metrics import Report, Values, averaged
 from equipoise.averaging.options import RunOptions
 from equipoise.averaging.outcome import FetchOutcome, Idle, NoPeers, Outcome, RunState
+from equipoise.averaging.replication.server import KEPT_MEANS
 from equipoise.averaging.state import StateId
-from equipoise.averaging.statesync.server import KEPT_MEANS
 from equipoise.averaging.strategy import parse_strategy
 from equipoise.averaging.weights import ATTENDANCE_LIMIT, CAPPED, cap_of, counted_weights
 from equipoise.compression import parse_codec

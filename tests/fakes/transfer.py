@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from equipoise.averaging.replication.chunks import CHUNK_BYTES, ImageId
+from equipoise.averaging.replication.messages import Answer, Ask, Item, Offer
+from equipoise.averaging.replication.transfer_events import BodyReceived
 from equipoise.averaging.state import StateId
-from equipoise.averaging.statesync.chunks import CHUNK_BYTES, ImageId
-from equipoise.averaging.statesync.events import BodyReceived
-from equipoise.averaging.statesync.messages import Answer, Ask, Item, Offer
 
 RUN, SPEC, TICKET = "run/step", "5" * 64, b"ticket.."
 

@@ -7,9 +7,9 @@ from random import Random
 
 import pytest
 
-from equipoise.averaging.statesync.answers import LONE_SECONDS
-from equipoise.averaging.statesync.chunks import CHUNK_BYTES
-from equipoise.averaging.statesync.server import KEPT_MEANS, MAX_SNAPSHOTS, SNAPSHOTS_SECONDS
+from equipoise.averaging.replication.answers import LONE_SECONDS
+from equipoise.averaging.replication.chunks import CHUNK_BYTES
+from equipoise.averaging.replication.server import KEPT_MEANS, MAX_SNAPSHOTS, SNAPSHOTS_SECONDS
 from equipoise.averaging.timing import ASKER_SECONDS
 from fakes.seeds import few_and_many
 from simulator.statesync import MEAN, Result, Scenario, Trouble, World, image_of, state_of

@@ -13,12 +13,13 @@ from random import Random
 from blake3 import blake3
 
 from equipoise.averaging.outcome import FetchOutcome
+from equipoise.averaging.replication import messages
+from equipoise.averaging.replication import transfer_events as events
+from equipoise.averaging.replication.answers import Request
+from equipoise.averaging.replication.chunks import CHUNK_BYTES, ImageId
+from equipoise.averaging.replication.client import Fetch
+from equipoise.averaging.replication.server import KEPT_MEANS, Server
 from equipoise.averaging.state import MAX_EPOCH, StateId
-from equipoise.averaging.statesync import events, messages
-from equipoise.averaging.statesync.answers import Request
-from equipoise.averaging.statesync.chunks import CHUNK_BYTES, ImageId
-from equipoise.averaging.statesync.client import Fetch
-from equipoise.averaging.statesync.server import KEPT_MEANS, Server
 from simulator.core import Driver
 from simulator.network import Network, Weather
 

@@ -12,12 +12,12 @@ from equipoise.averaging.aio import router as router_module
 from equipoise.averaging.aio.router import MAX_LEFTOVERS, Router
 from equipoise.averaging.options import RunOptions
 from equipoise.averaging.outcome import Idle, NoPeers
+from equipoise.averaging.replication.messages import Answer
+from equipoise.averaging.replication.server import Server
+from equipoise.averaging.replication.snapshot_quorum import SnapshotQuorum
+from equipoise.averaging.replication.transfer_events import AskReceived, EpochReached, Send, TrainerLeft
 from equipoise.averaging.schema import Schema
 from equipoise.averaging.spec import RunSpec
-from equipoise.averaging.statesync.events import AskReceived, EpochReached, Send, TrainerLeft
-from equipoise.averaging.statesync.messages import Answer
-from equipoise.averaging.statesync.server import Server
-from equipoise.averaging.statesync.snapshot_quorum import SnapshotQuorum
 from fakes.cluster import IMAGE, LIMIT, SPEC, STATE, Cluster, Memory
 from fakes.memory import FakeIdentity
 from fakes.missed import recovered, rounds

@@ -9,12 +9,11 @@ import pytest
 
 from equipoise.averaging.aio.transfer import Transfer, unpack
 from equipoise.averaging.outcome import FetchOutcome
-from equipoise.averaging.spec import RunSpec
-from equipoise.averaging.state import StateId
-from equipoise.averaging.statesync.answers import ANSWER_SECONDS, LONE_SECONDS, Request
-from equipoise.averaging.statesync.chunks import CHUNK_BYTES
-from equipoise.averaging.statesync.client import Fetch
-from equipoise.averaging.statesync.events import (
+from equipoise.averaging.replication.answers import ANSWER_SECONDS, LONE_SECONDS, Request
+from equipoise.averaging.replication.chunks import CHUNK_BYTES
+from equipoise.averaging.replication.client import Fetch
+from equipoise.averaging.replication.messages import Ask, AskItems, Offer
+from equipoise.averaging.replication.transfer_events import (
     Allocate,
     AnswerReceived,
     AskReceived,
@@ -26,8 +25,9 @@ from equipoise.averaging.statesync.events import (
     Send,
     Woke,
 )
-from equipoise.averaging.statesync.messages import Ask, AskItems, Offer
-from equipoise.averaging.statesync.update import EncodedMean
+from equipoise.averaging.replication.update import EncodedMean
+from equipoise.averaging.spec import RunSpec
+from equipoise.averaging.state import StateId
 from equipoise.averaging.timing import STALL_SECONDS
 from fakes.cluster import SPEC, Cluster, Memory
 from fakes.memory import FakeIdentity

@@ -8,9 +8,9 @@ from typing import cast
 
 from equipoise.averaging.aio.sessions import Sessions
 from equipoise.averaging.aio.transfer import MAX_DONORS, TRANSFER_FRAME, Download
-from equipoise.averaging.statesync.answers import Request
-from equipoise.averaging.statesync.events import Withdrew
-from equipoise.averaging.statesync.messages import Ask, decode
+from equipoise.averaging.replication.answers import Request
+from equipoise.averaging.replication.messages import Ask, decode
+from equipoise.averaging.replication.transfer_events import Withdrew
 from fakes.transfer import RUN, SPEC, TICKET
 
 

@@ -8,9 +8,9 @@ import pytest
 
 from equipoise.averaging.aio.transfer import TRANSFER_FRAME
 from equipoise.averaging.ports import Channel
-from equipoise.averaging.statesync import chunk_scheduler
-from equipoise.averaging.statesync.chunks import Image
-from equipoise.averaging.statesync.messages import (
+from equipoise.averaging.replication import chunk_scheduler
+from equipoise.averaging.replication.chunks import Image
+from equipoise.averaging.replication.messages import (
     Answer,
     Ask,
     AskItems,

@@ -10,12 +10,11 @@ import torch
 from equipoise.averaging.aio.transfer import Transfer, unpack
 from equipoise.averaging.manifest import ManifestError
 from equipoise.averaging.ports import FrameRefused
-from equipoise.averaging.schema import Schema
-from equipoise.averaging.spec import RunSpec
-from equipoise.averaging.state import StateId
-from equipoise.averaging.statesync.answers import LONE_SECONDS, Request
-from equipoise.averaging.statesync.chunks import ImageId
-from equipoise.averaging.statesync.events import (
+from equipoise.averaging.replication.answers import LONE_SECONDS, Request
+from equipoise.averaging.replication.chunks import ImageId
+from equipoise.averaging.replication.messages import Answer, Ask, AskItems, Offer
+from equipoise.averaging.replication.server import KEPT_MEANS, Server
+from equipoise.averaging.replication.transfer_events import (
     AskReceived,
     DonorEvent,
     Drop,
@@ -28,10 +27,11 @@ from equipoise.averaging.statesync.events import (
     Send,
     SendBody,
 )
-from equipoise.averaging.statesync.messages import Answer, Ask, AskItems, Offer
-from equipoise.averaging.statesync.server import KEPT_MEANS, Server
-from equipoise.averaging.statesync.update import MAX_MANIFEST_BYTES, EncodedMean
-from equipoise.averaging.statesync.update_query import UpdateQuery
+from equipoise.averaging.replication.update import MAX_MANIFEST_BYTES, EncodedMean
+from equipoise.averaging.replication.update_query import UpdateQuery
+from equipoise.averaging.schema import Schema
+from equipoise.averaging.spec import RunSpec
+from equipoise.averaging.state import StateId
 from equipoise.averaging.weights import ATTENDANCE_LIMIT
 from fakes.cluster import Cluster
 from fakes.memory import FakeIdentity

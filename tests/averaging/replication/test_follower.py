@@ -239,6 +239,7 @@ def test_a_newcomer_that_finds_others_at_work_fetches_at_once_and_follows_what_c
     machine = Follower("a", OTHER, 0.0)
     assert machine.handle(Overdue(FIRST_SNAPSHOT), 0.1) == [FetchSnapshot(FIRST_SNAPSHOT)]
     assert machine.handle(Overdue(FIRST_SNAPSHOT), 0.2) == []
+    assert machine.handle(Overdue(0), 0.3) == [FetchSnapshot(0)], "the others have begun, and are not as far"
     actions = machine.handle(SnapshotFetched(state_at(5), ("b", "c", "late")), 2.0)
     assert actions == [Heal(), FetchMean(state_at(5))]
     assert machine.circle == ("b", "c", "late")

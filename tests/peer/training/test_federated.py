@@ -13,7 +13,7 @@ import torch
 
 from equipoise.averaging.aio.round_driver import HEADER_PREFIX_BYTES, ROUND_FRAME
 from equipoise.averaging.aio.transfer import TRANSFER_FRAME
-from equipoise.averaging.statesync.messages import Answer, decode
+from equipoise.averaging.replication.messages import Answer, decode
 from equipoise.peer import Refused, Run
 from equipoise.peer.training import Checkpoints, Federated
 from equipoise.peer.training.federated import Task, _returned

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from equipoise.averaging.counts import count
+from equipoise.averaging.replication.snapshot_quorum import SnapshotQuorum
 from equipoise.averaging.state import StateId
-from equipoise.averaging.statesync.snapshot_quorum import SnapshotQuorum
 from fakes.trainers import SAMPLES, Trainer, assert_alike
 from fakes.world import World
 from oracles.training import network

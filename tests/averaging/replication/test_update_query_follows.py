@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from equipoise.averaging.replication.answers import Request
+from equipoise.averaging.replication.chunks import CHUNK_BYTES
+from equipoise.averaging.replication.update_query import UpdateQuery
 from equipoise.averaging.state import StateId
-from equipoise.averaging.statesync.answers import Request
-from equipoise.averaging.statesync.chunks import CHUNK_BYTES
-from equipoise.averaging.statesync.update_query import UpdateQuery
 from fakes.transfer import RUN, SPEC, TICKET, answer, offer_of
 
 AFTER = StateId(7, "7" * 64)

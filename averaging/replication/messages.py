@@ -17,8 +17,8 @@ import msgspec
 from equipoise.averaging.manifest import SpecHash, Ticket
 from equipoise.averaging.matchmaking.messages import Detail, RunName, Span
 from equipoise.averaging.ports import Buffer, parser
+from equipoise.averaging.replication.chunks import MAX_CHUNKS, Digest, ImageId
 from equipoise.averaging.state import MAX_EPOCH, StateId
-from equipoise.averaging.statesync.chunks import MAX_CHUNKS, Digest, ImageId
 
 MAX_WISHES = 2
 """Most epochs in one wish: the donors' present epoch, while their step lasts, and the next."""

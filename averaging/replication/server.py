@@ -15,11 +15,11 @@ from dataclasses import dataclass
 
 from equipoise.averaging.counts import count
 from equipoise.averaging.matchmaking.messages import MAX_PATIENCE
+from equipoise.averaging.replication import transfer_events as events
+from equipoise.averaging.replication.chunks import ImageId
+from equipoise.averaging.replication.messages import Answer, Ask, AskItems, Finished, Item, Offer, Refusal
+from equipoise.averaging.replication.upload_queue import Serving
 from equipoise.averaging.state import StateId
-from equipoise.averaging.statesync import events
-from equipoise.averaging.statesync.chunks import ImageId
-from equipoise.averaging.statesync.messages import Answer, Ask, AskItems, Finished, Item, Offer, Refusal
-from equipoise.averaging.statesync.upload_queue import Serving
 from equipoise.averaging.timing import ASKER_SECONDS
 
 KEPT_MEANS = 8

@@ -16,9 +16,9 @@ from collections import Counter
 from collections.abc import Set
 
 from equipoise.averaging.counts import count
+from equipoise.averaging.replication.answers import ANSWER_SECONDS, LONE_SECONDS, Agreement, Answers
+from equipoise.averaging.replication.messages import Answer, Offer
 from equipoise.averaging.state import MAX_EPOCH
-from equipoise.averaging.statesync.answers import ANSWER_SECONDS, LONE_SECONDS, Agreement, Answers
-from equipoise.averaging.statesync.messages import Answer, Offer
 
 PATIENCE_SECONDS = 5.0
 """Longest time that donors may take to fulfil a wish after the first donor did: to copy and digest an image."""

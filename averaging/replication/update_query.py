@@ -24,8 +24,8 @@ from collections.abc import Set
 from statistics import median_low
 
 from equipoise.averaging.counts import count
-from equipoise.averaging.statesync.answers import LONE_SECONDS, Agreement, Answers, Request
-from equipoise.averaging.statesync.messages import Answer, Offer
+from equipoise.averaging.replication.answers import LONE_SECONDS, Agreement, Answers, Request
+from equipoise.averaging.replication.messages import Answer, Offer
 
 
 class UpdateQuery(Answers):

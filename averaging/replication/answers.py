@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from statistics import median_low
 
 from equipoise.averaging.counts import count
+from equipoise.averaging.replication.messages import Answer, Offer
 from equipoise.averaging.state import StateId
-from equipoise.averaging.statesync.messages import Answer, Offer
 
 ANSWER_SECONDS = 1.0
 """Longest time to wait for an answer; most peers answer within a round trip."""

@@ -4,9 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from equipoise.averaging.statesync import messages, upload_queue
-from equipoise.averaging.statesync import server as donors
-from equipoise.averaging.statesync.events import (
+from equipoise.averaging.replication import messages, upload_queue
+from equipoise.averaging.replication import server as donors
+from equipoise.averaging.replication.messages import (
+    Answer,
+    AskItems,
+    Finished,
+    Item,
+    Offer,
+    Refusal,
+)
+from equipoise.averaging.replication.server import Server
+from equipoise.averaging.replication.transfer_events import (
     AskReceived,
     DonorEvent,
     EpochReached,
@@ -19,16 +28,7 @@ from equipoise.averaging.statesync.events import (
     SnapshotTaken,
     Woke,
 )
-from equipoise.averaging.statesync.messages import (
-    Answer,
-    AskItems,
-    Finished,
-    Item,
-    Offer,
-    Refusal,
-)
-from equipoise.averaging.statesync.server import Server
-from equipoise.averaging.statesync.upload_queue import Serving
+from equipoise.averaging.replication.upload_queue import Serving
 from equipoise.averaging.timing import ASKER_SECONDS
 from fakes.transfer import RUN, TICKET, answer, ask, offer_of
 

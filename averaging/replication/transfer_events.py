@@ -9,9 +9,9 @@ from __future__ import annotations
 import msgspec
 
 from equipoise.averaging.outcome import FetchOutcome
+from equipoise.averaging.replication.chunks import ImageId
+from equipoise.averaging.replication.messages import Item, ToDonor, ToNewcomer, TransferMessage
 from equipoise.averaging.state import StateId
-from equipoise.averaging.statesync.chunks import ImageId
-from equipoise.averaging.statesync.messages import Item, ToDonor, ToNewcomer, TransferMessage
 
 
 class PeerLost(msgspec.Struct, frozen=True):

@@ -12,16 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from equipoise.averaging.ports import FrameRefused
-from equipoise.averaging.state import MAX_EPOCH, StateId
-from equipoise.averaging.statesync import answers, messages, snapshot_quorum
-from equipoise.averaging.statesync.answers import Request
-from equipoise.averaging.statesync.chunk_scheduler import (
+from equipoise.averaging.replication import answers, messages, snapshot_quorum
+from equipoise.averaging.replication.answers import Request
+from equipoise.averaging.replication.chunk_scheduler import (
     LONG_SECONDS,
     MAX_REST_SECONDS,
     ChunkScheduler,
     Source,
 )
-from equipoise.averaging.statesync.chunks import (
+from equipoise.averaging.replication.chunks import (
     CHUNK_BYTES,
     DIGEST_BYTES,
     MAX_IMAGE_BYTES,
@@ -29,8 +28,16 @@ from equipoise.averaging.statesync.chunks import (
     ImageId,
     is_chunk,
 )
-from equipoise.averaging.statesync.client import Fetch
-from equipoise.averaging.statesync.events import (
+from equipoise.averaging.replication.client import Fetch
+from equipoise.averaging.replication.messages import (
+    Ask,
+    AskItems,
+    Finished,
+    Item,
+    Offer,
+    Refusal,
+)
+from equipoise.averaging.replication.transfer_events import (
     Allocate,
     AnswerReceived,
     FetchEvent,
@@ -41,14 +48,7 @@ from equipoise.averaging.statesync.events import (
     Send,
     Woke,
 )
-from equipoise.averaging.statesync.messages import (
-    Ask,
-    AskItems,
-    Finished,
-    Item,
-    Offer,
-    Refusal,
-)
+from equipoise.averaging.state import MAX_EPOCH, StateId
 from equipoise.averaging.timing import STALL_SECONDS
 from fakes.transfer import RUN, SPEC, TICKET, answer, ask, item_came, offer_of
 

@@ -11,7 +11,7 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from equipoise.averaging.statesync.messages import Item
+from equipoise.averaging.replication.messages import Item
 
 MAX_QUEUED = 32
 """Most bodies that one newcomer may have asked for and not received; an honest newcomer asks for 8 at once."""
