@@ -119,6 +119,7 @@ class QuorumAndGrace(ClosePolicy):
         self.hold, self.reserve = strategy.grace + HOLD_SECONDS, strategy.reserve
         self._strategy = strategy
         self._draws: LruDict[StateId | None, _Draw] = LruDict(MAX_DRAWS)
+        self._apart: LruDict[StateId | None, frozenset[str]] = LruDict(MAX_DRAWS)
         self._begun = False
 
     def awaited(self, builder: GroupBuilder, now: float) -> tuple[Set[str], Set[str]]:
@@ -126,6 +127,7 @@ class QuorumAndGrace(ClosePolicy):
         if builder.introduces:
             return super().awaited(builder, now)
         state = builder.state
+        self._apart[state] = builder.apart
         self.draw(state, now)
         since = self._draws[state].since
         missing = {peer for peer, at in since.items() if not self._is_in(builder, peer, at, now)}
@@ -144,6 +146,8 @@ class QuorumAndGrace(ClosePolicy):
         """See `ClosePolicy.draw`."""
         strategy, live = self._strategy, self._context.membership.live(self._strategy.tags)
         self._begun = self._begun or len(live) >= strategy.available
+        # Two rounds from one state may both have come about: the others train in place of those of the smaller side.
+        live = tuple(peer for peer in live if peer not in self._apart.get(state, frozenset()))
         drawn, since = self._draws.get(state, _Draw(Drawn((), ()), {}))
         if live != drawn.live:
             # Fewer than the quorum could only fail. Where peers die, others take their places.
@@ -173,6 +177,7 @@ class QuorumAndGrace(ClosePolicy):
     def standing(self, builder: GroupBuilder, now: float) -> wire.Standing | None:
         """See `ClosePolicy.standing`."""
         state = builder.state
+        self._apart[state] = builder.apart
         return wire.Standing(state, self.draw(state, now).peers, builder.contributors)
 
     def describe(self, builder: GroupBuilder, expected: Set[str]) -> str:

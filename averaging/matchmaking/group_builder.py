@@ -309,6 +309,16 @@ class GroupBuilder:
         """The state that most of the parked peers claim; see `group_state`."""
         return group_state(filter(None, (parked.join.state for parked in self.parked.values())))
 
+    @property
+    def apart(self) -> frozenset[str]:
+        """The parked peers with another state of the group's epoch: they cannot contribute before they take it on."""
+        group, claims = self.state, {peer: parked.join.state for peer, parked in self.parked.items()}
+        return frozenset(
+            peer
+            for peer, one in claims.items()
+            if group and one and one != group and one.epoch == group.epoch
+        )
+
     def _is_stale(self, join: Join) -> bool:
         """True if a contribution is to another state than the group's, in a run in which that counts never."""
         return 0 < self._needs.least <= join.weight and join.state != self.state

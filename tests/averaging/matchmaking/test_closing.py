@@ -188,6 +188,23 @@ def test_a_round_still_waits_for_a_peer_that_a_newcomer_has_displaced() -> None:
     assert order[5] in expected
 
 
+def test_another_trains_in_place_of_a_drawn_peer_that_holds_the_other_state_of_a_fork() -> None:
+    first, forked, third, _ = order = draw(NAMES[:4], STATE.lineage, fraction=1.0, minimum=0)
+    context = Context(RUN, SPEC, first, Needs(8, 2), signer(first), verify)
+    closing, gathering = policy(Federated(fraction=0.5, quorum=2), context), GroupBuilder(0, Needs(8, 2))
+    context.membership.see([Record(name) for name in order], 1.0)
+    for name in order:
+        context.membership.hear(name, 1.0)
+    other = StateId(STATE.epoch, "f" * 64)
+    for name, weight, state in ((first, 1.0, STATE), (forked, 1.0, other), (third, 0.0, STATE)):
+        gathering.park(Parked(join(name, weight=weight, state=state), 1.0, 99.0, 0))
+    assert gathering.apart == {forked}
+    standing = closing.standing(gathering, 1.0)
+    assert standing is not None
+    assert set(standing.drawn) == {first, third}
+    assert closing.awaited(gathering, 1.0)[0] == {first, third}
+
+
 def test_a_replacement_that_stays_declines() -> None:
     one, drawn, others = roles(6, fraction=0.5, quorum=2, grace=100.0)
     dead = next(name for name in drawn if name != one.context.peer)
