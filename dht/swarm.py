@@ -8,7 +8,6 @@ import logging
 import shutil
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from humanfriendly.text import pluralize
@@ -18,11 +17,11 @@ from equipoise.dht.autonat import Reach
 from equipoise.dht.bootstrap import Bootstrap, Contacts
 from equipoise.dht.dialer import Dialer
 from equipoise.dht.dialpolicy import DialPolicy, behind_router, private_networks
-from equipoise.dht.direct.handshake import Layer
-from equipoise.dht.direct.transport import DEFAULT_LAYER, DirectTransport
+from equipoise.dht.direct.transport import DirectTransport
 from equipoise.dht.directory import RunDirectory
 from equipoise.dht.identity import load_or_create
 from equipoise.dht.interfaces import Rank, ranks_of_own_addresses, told
+from equipoise.dht.options import SwarmOptions
 from equipoise.dht.p2pd import DIRECT_PORT, LIBP2P_PORT, P2pdOptions, claim, has_family, make_runtime_dir
 from equipoise.dht.p2pd_client import P2pdClient
 from equipoise.dht.peer_cache import PeerCache
@@ -30,7 +29,7 @@ from equipoise.dht.protocol import RecordProtocol
 from equipoise.dht.punch.puncher import Puncher
 from equipoise.dht.records import MAX_ADDRESSES, MAX_NAME_CHARACTERS, Readiness
 from equipoise.dht.sanitize import printable
-from equipoise.dht.state import ReachStatus, State, SwarmStatus, Tags
+from equipoise.dht.state import ReachStatus, State, SwarmStatus
 from equipoise.dht.supervisor import Supervisor
 from equipoise.dht.transport import Libp2pTransport
 from equipoise.tasks import TaskSet
@@ -43,35 +42,6 @@ WAYS_BACK = 4
 """Most peers that are written down as soon as they are met; further ones wait for housekeeping."""
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class SwarmOptions:
-    """Options of a member of a swarm.
-
-    Attributes:
-        name: What people call this daemon; others show it.
-        tags: Properties of this machine, in its user's words.
-        listen: Multiaddrs to accept connections on; by default `DEFAULT_LISTEN`. Port 0 is any free one, and then kept.
-        join: Multiaddrs, with PeerID, of daemons that are in the swarm.
-        announce: Multiaddrs, without PeerID, to tell others instead of those listened on (port forwarding).
-        client_mode: Whether to listen nowhere: this peer contributes and receives, but cannot be dialled.
-        upnp: Whether to ask the router for a port mapping; None: where this machine has private addresses only.
-        direct_listen: Multiaddrs to accept direct channels on; by default any free port of the hosts of `listen`.
-        channel: How direct channels carry frames.
-        relay: Bytes a second to relay for peers that cannot be dialled; None: nothing.
-    """
-
-    name: str = ""
-    tags: Tags = ()
-    listen: Sequence[str] = ()
-    join: Sequence[str] = ()
-    announce: Sequence[str] = ()
-    client_mode: bool = False
-    upnp: bool | None = None
-    direct_listen: Sequence[str] = ()
-    channel: Layer = DEFAULT_LAYER
-    relay: float | None = None
 
 
 class Swarm:
@@ -125,15 +95,16 @@ class Swarm:
         direct = DirectTransport(self.identity, listen, options.channel, policy)
         self.direct = direct
         hidden = "" if dialable else "it was started in client mode"
-        reach = self._reach = Reach(link, protocol, direct, self._runtime, hidden, options.relay)
+        relay = options.relay_bandwidth if options.relay else None
+        reach = self._reach = Reach(link, protocol, direct, self._runtime, hidden, relay)
         reach.on_change = self._on_reach
         reach.listening = lambda: self._listening
         reach.mates = self._mates
-        protocol.relays = options.relay is not None
+        protocol.relays = options.relay
         self.transport = Libp2pTransport(peer, lambda: reach.dialable, link, dialer, self._runtime)
         self.directory = RunDirectory(self.identity, protocol, reach, self._memory.first_sequence)
         self.directory.name = options.name[:MAX_NAME_CHARACTERS]
-        self.directory.tags = options.tags
+        self.directory.tags = tuple(sorted(set(options.tags)))
         self.directory.credential = lambda: direct.credential
         protocol.on_peer = self._on_peer
         self._contacts = Contacts(link, protocol)

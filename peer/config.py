@@ -11,12 +11,13 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from configparser import RawConfigParser
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 import platformdirs
 
 from equipoise.dht.address import AddressError, parse_address, parse_announce, parse_listen
+from equipoise.dht.options import MAX_ADDRESSES, Addresses, Layer, SwarmOptions
 from equipoise.dht.sanitize import read_regular
 from equipoise.dht.state import MAX_TAG_CHARACTERS, MAX_TAGS, BootstrapStatus, Tags
 from equipoise.peer.errors import ConfigError, FlagError
@@ -33,9 +34,6 @@ MAX_FILE_BYTES = 64 * 1024
 MAX_BANDWIDTH = 1e13
 """As in `equipoise.averaging.manifest`, which takes long to import."""
 
-MAX_ADDRESSES = 64
-"""More bootstrap addresses than that only slow down the start."""
-
 RATES = ("bandwidth", "relay_bandwidth")
 """Keys whose values are bytes per second, also written as in "10MB/s" or "80Mbit/s"."""
 
@@ -43,54 +41,29 @@ _RATE = re.compile(
     r"(?P<amount>\d+(\.\d*)?)\s*(?P<prefix>[kKmMgGtT]i?)?((?P<bits>[Bb]its?|bps)|B|[Bb]ytes?|Bps)?(/s)?"
 )
 
-LOG_LEVELS = ("debug", "info", "warning", "error")
+LogLevel = Literal["debug", "info", "warning", "error"]
 
-CHANNELS = ("aead", "tls")
-"""Encryptions of bulk data on direct channels: larger records of our own after a TLS handshake, or TLS' own."""
+CHANNELS = get_args(Layer)
+"""Encryptions of bulk data on direct channels."""
 
 CPU = "cpu"
 """Name of the device on which a daemon reduces by default."""
 
-Address = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
-Addresses = Annotated[tuple[Address, ...], msgspec.Meta(max_length=MAX_ADDRESSES)]
 
-
-class Config(msgspec.Struct, frozen=True, kw_only=True):
-    """The settings of this machine alone; none is hashed or must be equal elsewhere.
+class Config(SwarmOptions, frozen=True, kw_only=True):
+    """The settings of this machine alone: those of its swarm, and these. None is hashed or must be equal elsewhere.
 
     Attributes:
         home: Directory of identity, control socket and log.
-        name: Name of this daemon for people; shown by `status`.
-        join: Addresses of daemons to join the swarm through; tried all, again and again.
-        listen: Multiaddresses to listen on; port 0 is any free one, which is kept in the home.
-        direct_listen: Multiaddresses for the direct channels of rounds; by default a port of each `listen`'s host.
-        announce: Multiaddresses to tell others instead of those listened on, for a router that forwards ports.
-        upnp: Whether to ask the router to forward a port; None: where this machine has private addresses only.
-        channel: Encryption of direct channels: one of `CHANNELS`.
-        client_mode: Whether this machine cannot be dialled: it then contributes and receives, and owns no share.
-        relay: Whether to relay for peers that cannot be dialled.
-        relay_bandwidth: Bytes per second that are relayed at most.
         log_level: Least severe of what is logged.
-        bandwidth: Bytes per second that this machine can send; 0 if unknown.
-        device: Where the daemon computes means: "cpu", "cuda" or "cuda:N". Other rules than the mean stay on the CPU.
-        tags: Properties of this machine, as "gpu"; a federated run may draw only peers that carry its tags.
+        bandwidth: What this machine can send, as 10MB/s or 80Mbit/s.  [default: measured]
+        device: Where means are computed: cpu, or a GPU as cuda or cuda:0. Other rules stay on the CPU.  [default: cpu]
     """
 
     home: str
-    name: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
-    join: Addresses = ()
-    listen: Addresses = ()
-    direct_listen: Addresses = ()
-    announce: Addresses = ()
-    upnp: bool | None = None
-    channel: str = CHANNELS[0]
-    client_mode: bool = False
-    relay: bool = False
-    relay_bandwidth: Annotated[float, msgspec.Meta(gt=0)] = 12.5e6
-    log_level: str = "info"
+    log_level: LogLevel = "info"
     bandwidth: Annotated[float, msgspec.Meta(ge=0, le=MAX_BANDWIDTH)] = 0.0
     device: Annotated[str, msgspec.Meta(pattern=r"\A(cpu|cuda(:[0-9]{1,2})?)\Z")] = CPU
-    tags: Tags = ()
 
 
 class Setting(msgspec.Struct, frozen=True):
@@ -118,12 +91,16 @@ class Loaded(msgspec.Struct, frozen=True):
 
 
 KEYS = tuple(field for field in Config.__struct_fields__ if field != "home")
-_TYPES = {field.name: field.type for field in msgspec.structs.fields(Config)}
-_BOOLEANS = (bool, bool | None)
-_LISTS = (Addresses, Tags)
-_FLAGS = {"tags": "tag"}
-"""Flags that are not called as their keys."""
-_CHOICES = {"log_level": LOG_LEVELS, "channel": CHANNELS}
+TYPES = {field.name: field.type for field in msgspec.structs.fields(Config)}
+BOOLEANS = (bool, bool | None)
+LISTS = (Addresses, Tags)
+CHOICES = {"log_level": get_args(LogLevel), "channel": CHANNELS}
+HELP = {
+    key: " ".join(text.split())
+    for kind in (SwarmOptions, Config)
+    for key, text in re.findall(r"^ {8}(\w+): (.+(?:\n {9}.+)*)", kind.__doc__ or "", re.MULTILINE)
+}
+"""What each setting is, for people: the documentation of its attribute."""
 
 
 def find_home(
@@ -209,9 +186,9 @@ def _from_environment(environ: Mapping[str, str]) -> Iterator[tuple[str, Any, st
         text = environ.get(name)
         if text:
             value: Any = text
-            if _TYPES[key] in _LISTS:
+            if TYPES[key] in LISTS:
                 value = text.replace(",", " ").split()
-            elif _TYPES[key] in _BOOLEANS:
+            elif TYPES[key] in BOOLEANS:
                 value = RawConfigParser.BOOLEAN_STATES.get(text.strip().lower(), text)
             yield key, value, f"environment {name}"
 
@@ -222,31 +199,34 @@ def _from_flags(flags: Mapping[str, Any], style: str) -> list[tuple[str, Any, st
             raise ConfigError(f"unknown setting {key[:64]!r}", _closest(key, ("home", *KEYS)))
     given = {key: value for key, value in flags.items() if value not in (None, ()) and key != "home"}
     return [
-        (key, value, style + (_FLAGS.get(key, key.replace("_", "-")) if style.endswith("-") else key))
-        for key, value in given.items()
+        (key, value, style + (flag_of(key) if style.endswith("-") else key)) for key, value in given.items()
     ]
+
+
+def flag_of(key: str) -> str:
+    """The flag of a setting, without its dashes."""
+    return "tag" if key == "tags" else key.replace("_", "-")
 
 
 def _checked(key: str, value: Any, origin: str) -> Any:
     """The value as the daemon takes it."""
-    hint, choices = "", _CHOICES.get(key)
+    hint = ""
     try:
         if key in RATES and isinstance(value, str):
             value = _bytes_per_second(value)
         if isinstance(value, list | tuple):
             value = [one.strip() if isinstance(one, str) else one for one in value]
-        checked = msgspec.convert(value, _TYPES[key])
+        checked = msgspec.convert(value, TYPES[key])
         if isinstance(checked, float) and not math.isfinite(checked):
             raise ValueError("not finite")
         if key == "name" and not checked.isprintable():
             raise ValueError("not printable")
-        if choices and checked not in choices:
-            hint = _closest(checked, choices)
-            raise ValueError("not one of them")
         return checked
     except ValueError:
         if key in RATES and re.search(r"[kKmMgGtT]i?b(/s)?$", str(value).strip()):
             hint = "write B for bytes or bit for bits"
+        if key in CHOICES and isinstance(value, str):
+            hint = _closest(value, CHOICES[key])
         if key == "device":
             hint = "leave it out to reduce on the CPU"
         # The name of a flag or a variable identifies the setting.
@@ -257,15 +237,15 @@ def _checked(key: str, value: Any, origin: str) -> Any:
 def _expected(key: str) -> str:
     if key in RATES:
         return 'a rate such as "10MB/s" or "80Mbit/s" (up to 10TB/s), or a number of bytes per second'
-    if key in _CHOICES:
-        return " or ".join(_CHOICES[key])
-    if _TYPES[key] in _BOOLEANS:
+    if key in CHOICES:
+        return " or ".join(CHOICES[key])
+    if TYPES[key] in BOOLEANS:
         return "true or false"
     if key == "device":
         return "cpu, cuda or cuda:N"
-    if _TYPES[key] is Addresses:
+    if TYPES[key] is Addresses:
         return f'a list of at most {MAX_ADDRESSES} addresses, such as ["ADDRESS"]'
-    if _TYPES[key] is Tags:
+    if TYPES[key] is Tags:
         word = f"1 to {MAX_TAG_CHARACTERS} letters, digits, dots, dashes or underscores"
         return f'a list of at most {MAX_TAGS} words of {word}, such as ["gpu"]'
     return "1 to 64 printable characters"

@@ -15,7 +15,7 @@ import socket
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import get_args
 
 from OpenSSL import SSL
 
@@ -25,10 +25,8 @@ from equipoise.dht.direct.sockets import receive_exactly, said
 from equipoise.dht.direct.streams import AeadStream, TlsStream
 from equipoise.dht.direct.tls import TlsSession
 from equipoise.dht.identity import peer_of, public_key_of
+from equipoise.dht.options import Layer
 from equipoise.dht.streams import Stream
-
-Layer = Literal["tls", "aead"]
-"""The carrier of frames once TLS has proved both PeerIDs."""
 
 VERSION = 6
 _MAGIC = b"EQPD"

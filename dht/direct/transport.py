@@ -12,11 +12,12 @@ from equipoise.dht.dialpolicy import DialPolicy, Place, private_networks
 from equipoise.dht.direct import handshake
 from equipoise.dht.direct.credential import Allowlist, issue
 from equipoise.dht.direct.errors import Refusals, Refused, Why
-from equipoise.dht.direct.handshake import PREFACE_BYTES, Layer, Preface, parse_preface
+from equipoise.dht.direct.handshake import PREFACE_BYTES, Preface, parse_preface
 from equipoise.dht.direct.listener import ORIGIN_QUESTION, Gate, Listener, endpoints, origin_answer
 from equipoise.dht.direct.sockets import connect, keep_alive, receive_exactly, said, shown, tune
 from equipoise.dht.direct.tls import make_context
 from equipoise.dht.identity import Identity
+from equipoise.dht.options import DEFAULT_LAYER, Layer
 from equipoise.dht.state import DirectStatus
 from equipoise.dht.streams import Stream
 from equipoise.dht.transport import FramedChannel, Handler, OpenChannels
@@ -34,8 +35,6 @@ ADMIT_SECONDS = 2.0
 """Longest wait of a dialling peer for its admission. That peer may get the round's manifest before this peer does."""
 MAX_FAILURES = 1024
 """Most peers remembered that could not be dialled, each with the reason: as many as are admitted."""
-DEFAULT_LAYER: Layer = "aead"
-"""Layer by default: it takes a quarter of the processor time of TLS records. `aead` tells more, and when to use TLS."""
 
 
 class DirectTransport:

@@ -11,14 +11,24 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
 from equipoise.peer.cli import output
-from equipoise.peer.config import CHANNELS, LOG_LEVELS, find_home, load
+from equipoise.peer.config import (
+    BOOLEANS,
+    CHOICES,
+    HELP,
+    KEYS,
+    LISTS,
+    RATES,
+    TYPES,
+    find_home,
+    flag_of,
+    load,
+)
 from equipoise.peer.control.client import open_link
 from equipoise.peer.control.messages import Answer, AskPeers, AskRounds, AskStatus, Request, StopDaemon
 from equipoise.peer.daemon import run_daemon
@@ -143,64 +153,30 @@ def ask(home: str | None, request: Request[Answer]) -> Answer:
         return link.ask(request, ANSWER_SECONDS)
 
 
-_several = partial(click.option, metavar="ADDRESS", multiple=True)
-_switch = partial(click.option, default=None)
-_rate = partial(click.option, metavar="RATE")
-
-_DAEMON_OPTIONS = [
-    _several("--join", help="A daemon to join the swarm through. May be repeated."),
-    _several(
-        "--listen",
-        metavar="MULTIADDR",
-        help="Where to listen, as /ip6/::/tcp/31337. May be repeated.  [default: IPv4 and IPv6, port 31337 if free]",
-    ),
-    _several(
-        "--direct-listen",
-        metavar="MULTIADDR",
-        help="Where to listen for the direct channels of rounds.  [default: port 31338 if it is free]",
-    ),
-    _several(
-        "--announce",
-        help="Where others reach this machine, as /dns4/gpu.example.org/tcp/31337. May be repeated.",
-    ),
-    _switch(
-        "--upnp/--no-upnp",
-        help="Ask the router to forward a port.  [default: where this machine has private addresses only]",
-    ),
-    click.option(
-        "--channel",
-        type=click.Choice(CHANNELS),
-        help=f"How direct channels encrypt.  [default: {CHANNELS[0]}]",
-    ),
-    home_option,
-    click.option("--name", metavar="NAME", help="What people call this daemon.  [default: the host's name]"),
-    _several(
-        "--tag",
-        "tags",
-        metavar="WORD",
-        help="What this machine is or has, as gpu: a run may draw peers by it. May be repeated.",
-    ),
-    _switch("--client-mode/--no-client-mode", help="This machine cannot be dialled by others."),
-    _switch(
-        "--relay/--no-relay",
-        help="Relay for peers that cannot be dialled; this machine must be one that can.",
-    ),
-    _rate("--relay-bandwidth", help="What is relayed at most, as 10MB/s or 80Mbit/s.  [default: 12.5MB/s]"),
-    _rate("--bandwidth", help="What this machine can send, as 10MB/s or 80Mbit/s.  [default: measured]"),
-    click.option(
-        "--device",
-        metavar="DEVICE",
-        help="Where means are computed: cpu, or a GPU as cuda or cuda:0. Other rules stay on the CPU.  [default: cpu]",
-    ),
-    click.option("--log-level", type=click.Choice(LOG_LEVELS), help="Least severe of what is logged."),
-]
+METAVARS = {
+    "join": "ADDRESS",
+    "tags": "WORD",
+    "name": "NAME",
+    "device": "DEVICE",
+    **dict.fromkeys(RATES, "RATE"),
+}
+"""Kinds of values of the daemon's options; all others are multiaddresses."""
 
 
 def daemon_options(command: Command) -> Command:
     """Everything that a daemon can be told; not given means the configuration file or the default decides."""
-    for option in reversed(_DAEMON_OPTIONS):
+    for key in reversed(KEYS):
+        flag, choices, (what, *default) = f"--{flag_of(key)}", CHOICES.get(key), HELP[key].partition("[")
+        if TYPES[key] in BOOLEANS:
+            option = click.option(f"{flag}/--no{flag[1:]}", key, default=None, help=HELP[key])
+        elif choices is not None:
+            option = click.option(flag, key, type=click.Choice(choices), help=HELP[key])
+        else:
+            several, metavar = TYPES[key] in LISTS, METAVARS.get(key, "MULTIADDR")
+            told = "".join((what, " May be repeated. " if several else "", *default))
+            option = click.option(flag, key, metavar=metavar, multiple=several, help=told)
         command = option(command)
-    return command
+    return home_option(command)
 
 
 @click.command()

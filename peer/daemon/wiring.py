@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import cast
 
 from equipoise.averaging.aio.router import Router
 from equipoise.compression.device_reduce import DeviceReducer
 from equipoise.compression.late_torch import torch
-from equipoise.dht.direct.handshake import Layer
 from equipoise.dht.identity import IDENTITY_FILE, Identity, IdentityError, verify
 from equipoise.dht.p2pd import P2pdError
-from equipoise.dht.swarm import Swarm, SwarmOptions
+from equipoise.dht.swarm import Swarm
 from equipoise.peer.config import CPU, Config, Loaded
 from equipoise.peer.errors import ConfigError, EquipoiseError, HomeError, unusable
 
@@ -65,20 +63,8 @@ async def start_parts(config: Config, reducer: DeviceReducer | None = None) -> t
         HomeError: A file of the home cannot be used: an identity file that others can read, a full disk.
         EquipoiseError: Something else of this machine prevents it: a port in use.
     """
-    options = SwarmOptions(
-        name=config.name,
-        tags=tuple(sorted(set(config.tags))),
-        listen=config.listen,
-        join=config.join,
-        announce=config.announce,
-        upnp=config.upnp,
-        client_mode=config.client_mode,
-        direct_listen=config.direct_listen,
-        channel=cast(Layer, config.channel),
-        relay=config.relay_bandwidth if config.relay else None,
-    )
     try:
-        swarm = Swarm(Path(config.home), options)
+        swarm = Swarm(Path(config.home), config)
         await swarm.start()
     except IdentityError as error:
         if isinstance(error.__cause__, OSError) and error.__cause__.errno:  # Else it says itself what to do.

@@ -12,7 +12,8 @@ import pytest
 
 from equipoise.dht.direct.transport import DirectTransport
 from equipoise.dht.identity import Identity, load_or_create
-from equipoise.dht.swarm import Swarm, SwarmOptions
+from equipoise.dht.options import SwarmOptions
+from equipoise.dht.swarm import Swarm
 from fakes.direct import Peers, port_of
 
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)

@@ -12,8 +12,9 @@ from equipoise.dht import interfaces, p2pd
 from equipoise.dht.address import parse_listen
 from equipoise.dht.autonat import Reach
 from equipoise.dht.interfaces import Rank, ranks_of_own_addresses, told
+from equipoise.dht.options import SwarmOptions
 from equipoise.dht.p2pd import ListenError, has_family
-from equipoise.dht.swarm import DEFAULT_LISTEN, Swarm, SwarmOptions
+from equipoise.dht.swarm import DEFAULT_LISTEN, Swarm
 
 LAN, OTHER, V6 = "192.168.7.2", "10.9.0.4", "2001:db8:7::2"
 BRIDGES = [f"172.{17 + at}.0.1" for at in range(12)]

@@ -11,9 +11,10 @@ import pytest
 
 from equipoise.dht import dialpolicy
 from equipoise.dht.address import AddressError, parse_announce, parse_listen
+from equipoise.dht.options import SwarmOptions
 from equipoise.dht.p2pd import ListenError, claim
 from equipoise.dht.peer_cache import PeerCache
-from equipoise.dht.swarm import Swarm, SwarmOptions
+from equipoise.dht.swarm import Swarm
 
 ANY = (parse_listen("/ip4/127.0.0.1/tcp/0"),)
 

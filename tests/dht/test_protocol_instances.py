@@ -5,8 +5,9 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from equipoise.dht.options import SwarmOptions
 from equipoise.dht.protocol import DOUBLED_SECONDS, MAX_PEERS, Instances
-from equipoise.dht.swarm import Swarm, SwarmOptions
+from equipoise.dht.swarm import Swarm
 
 
 def test_restarts_are_no_twins() -> None:

@@ -18,11 +18,12 @@ from equipoise.dht import protocol as wire
 from equipoise.dht.address import AddressError
 from equipoise.dht.dialer import Unreached
 from equipoise.dht.identity import load_or_create
+from equipoise.dht.options import SwarmOptions
 from equipoise.dht.p2pd import ListenError
 from equipoise.dht.peer_cache import MEMORY_FILE, PeerCache
 from equipoise.dht.records import Kept, Readiness, seal
 from equipoise.dht.state import PROTOCOL_VERSION, ReachStatus
-from equipoise.dht.swarm import Swarm, SwarmOptions
+from equipoise.dht.swarm import Swarm
 
 SPEC = "ab12"
 

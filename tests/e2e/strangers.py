@@ -22,10 +22,11 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from equipoise.averaging.manifest import MAX_ROUND
 from equipoise.dht.address import parse_address
 from equipoise.dht.identity import Identity
+from equipoise.dht.options import SwarmOptions
 from equipoise.dht.protocol import CallError
 from equipoise.dht.records import TTL_SECONDS, Kept, Readiness, seal
 from equipoise.dht.state import PROTOCOL_VERSION
-from equipoise.dht.swarm import Swarm, SwarmOptions
+from equipoise.dht.swarm import Swarm
 
 AT_ONCE = 8
 """Calls to one daemon under way, of one PeerID."""

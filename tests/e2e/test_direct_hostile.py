@@ -41,8 +41,8 @@ from equipoise.averaging.spec import RunSpec
 from equipoise.dht.direct import aead
 from equipoise.dht.direct.handshake import Layer
 from equipoise.dht.direct.streams import AeadStream, TlsStream
+from equipoise.dht.options import SwarmOptions
 from equipoise.dht.swarm import Swarm as Membership
-from equipoise.dht.swarm import SwarmOptions
 from equipoise.dht.transport import FramedChannel
 from equipoise.peer import Run, connect
 from equipoise.peer.daemon.wiring import Signer

@@ -44,7 +44,7 @@ async def knows_another(member: Swarm) -> bool:
 async def trio(members, until, monkeypatch) -> Trio:
     monkeypatch.setattr(puncher, "CHECK_SECONDS", 0.01)
     monkeypatch.setattr(puncher, "PATIENCE_SECONDS", 0.0)
-    relay = await members.start("relay", relay=12.5e6)
+    relay = await members.start("relay", relay=True)
     elsewhere = {"join": relay.addresses, "announce": ("/ip4/127.0.0.1/tcp/9",)}
     hidden = await asyncio.gather(*(members.start(name, **elsewhere) for name in ("a", "b")))
     for member in hidden:

@@ -133,7 +133,7 @@ def relayed(member: Swarm) -> bool:
 
 
 async def test_members_in_client_mode_reach_each_other_through_a_relay(members, until) -> None:
-    relay = await members.start("relay", relay=RATE)
+    relay = await members.start("relay", relay=True, relay_bandwidth=RATE)
     first = await members.start("first", join=relay.addresses, client_mode=True)
     second = await members.start("second", join=relay.addresses, client_mode=True)
     await until(lambda: relayed(first) and relayed(second))
@@ -157,7 +157,7 @@ async def test_members_in_client_mode_reach_each_other_through_a_relay(members, 
 
 
 async def test_a_relayed_member_survives_its_p2pd(members, until) -> None:
-    relay = await members.start("relay", relay=RATE)
+    relay = await members.start("relay", relay=True, relay_bandwidth=RATE)
     hidden = await members.start("hidden", join=relay.addresses, client_mode=True)
     await until(lambda: relayed(hidden))
     os.kill(hidden.status().p2pd_pid, signal.SIGKILL)
@@ -186,13 +186,13 @@ async def test_p2pds_own_relay_is_not_used(members, until, monkeypatch) -> None:
 
     with monkeypatch.context() as patch:
         patch.setattr(P2pdClient, "send_streams", leave_relaying_to_p2pd)
-        relay = await members.start("relay", relay=RATE)
+        relay = await members.start("relay", relay=True, relay_bandwidth=RATE)
     hidden = await members.start("hidden", join=relay.addresses, client_mode=True)
     await until(lambda: "cuts connections after 131072 bytes" in hidden.status().reach.reason)
 
 
 async def test_a_relay_leads_only_to_those_who_asked(members, until) -> None:
-    relay = await members.start("relay", relay=RATE)
+    relay = await members.start("relay", relay=True, relay_bandwidth=RATE)
     client = await members.start("client", join=relay.addresses, client_mode=True)
     await until(lambda: relayed(client))
 
@@ -214,7 +214,7 @@ async def test_a_relay_leads_only_to_those_who_asked(members, until) -> None:
 
 
 async def test_members_find_out_whether_they_can_be_dialled(members, until) -> None:
-    first = await members.start("first", relay=RATE)
+    first = await members.start("first", relay=True, relay_bandwidth=RATE)
     second = await members.start("second", join=first.addresses)
     # Says that it listens where it does not, as one behind a NAT does.
     wrong = await members.start("wrong", join=first.addresses, announce=("/ip4/127.0.0.1/tcp/9",))
@@ -259,7 +259,7 @@ async def test_nobody_is_dialled_back_without_end(members, until) -> None:
 
 async def test_a_peer_that_says_nothing_to_a_relay_is_let_go(members, until, monkeypatch) -> None:
     monkeypatch.setattr(service, "ANSWER_SECONDS", 0.2)
-    relay = await members.start("relay", relay=RATE)
+    relay = await members.start("relay", relay=True, relay_bandwidth=RATE)
     client = await members.start("client", join=relay.addresses, client_mode=True)
     await until(lambda: relayed(client))
     listener = relay._reach.listener
