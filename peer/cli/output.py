@@ -60,25 +60,15 @@ def print_json(value: Any) -> None:
     sys.stdout.write(msgspec.json.format(msgspec.json.encode(value), indent=2).decode() + "\n")
 
 
-def print_settings(settings: Sequence[Setting]) -> None:
-    """Print each setting, its value and its origin."""
-    _print(_settings(settings))
-
-
-def print_headline(status: Status) -> None:
-    """Print the daemon's state, and the problems for a person to solve."""
-    _print(_headline(status))
-
-
 def print_status(status: Status, everything: bool = False) -> None:
     """Print the daemon's state and its reasons, on one screen, or all of the snapshot."""
-    _print(_details(status) if everything else _overview(status), one_screen=not everything)
+    print_lines(_details(status) if everything else _overview(status), one_screen=not everything)
 
 
 def print_peers(peers: Sequence[PeerRow]) -> None:
     """Print one line for each peer of each run, then for each peer the way by which it is reached, and its tags."""
     if not peers:
-        _print([Text("no peers: no script takes part in a run")])
+        print_lines([Text("no peers: no script takes part in a run")])
         return
     rows = []
     for row in peers:
@@ -91,13 +81,13 @@ def print_peers(peers: Sequence[PeerRow]) -> None:
     told += [(row, f"tags: {', '.join(row.tags)}") for row in once if row.tags]
     told += [(row, f"{row.run}: other options: {row.differs}") for row in peers if row.differs]
     lines = [_line(f"{row.name} {_short(row.peer)}".strip(), line) for row, line in told]
-    _print([_table(titles, rows), Text(), *lines])
+    print_lines([_table(titles, rows), Text(), *lines])
 
 
 def print_rounds(rounds: Sequence[Outcome]) -> None:
     """Print one line for each outcome; where an ok round has metrics, they stand in place of its reason."""
     if not rounds:
-        _print([Text("no rounds yet")])
+        print_lines([Text("no rounds yet")])
         return
     rows = []
     for one in rounds:
@@ -106,10 +96,11 @@ def print_rounds(rounds: Sequence[Outcome]) -> None:
         rows.append((_when(one.started), one.run, str(one.round), _result(one), _weights(one), took, told))
     last = "metrics or why" if any(map(_measured, rounds)) else "why"
     titles = ("when", "run", "round", "result", "weights", "took", last)
-    _print([_table(titles, rows, prose=("weights", last))])
+    print_lines([_table(titles, rows, prose=("weights", last))])
 
 
-def _headline(status: Status, warnings: int = SHOWN_WARNINGS) -> Iterator[RenderableType]:
+def headline(status: Status, warnings: int = SHOWN_WARNINGS) -> Iterator[RenderableType]:
+    """The daemon's state, and the problems for a person to solve."""
     yield _text(f"{status.name}: {status.swarm.state}", f": {status.swarm.reason}")
     for warning in status.warnings[:warnings]:
         yield _text("warning", f": {warning}")
@@ -118,7 +109,7 @@ def _headline(status: Status, warnings: int = SHOWN_WARNINGS) -> Iterator[Render
 
 
 def _overview(status: Status) -> Iterator[RenderableType]:
-    yield from _headline(status)
+    yield from headline(status)
     yield Text()
     process = f"{_short(status.peer_id)}, pid {status.pid}, up {_duration(status.uptime)}"
     connected = f"{count(len(status.swarm.connected), 'peer')}, {count(status.clients, 'script')}"
@@ -144,7 +135,7 @@ def _overview(status: Status) -> Iterator[RenderableType]:
 
 def _details(status: Status) -> Iterator[RenderableType]:
     swarm = status.swarm
-    yield from _headline(status, len(status.warnings))
+    yield from headline(status, len(status.warnings))
     yield _line("daemon", f"{status.name}, pid {status.pid}, up {_duration(status.uptime)}")
     yield _line("peer", status.peer_id)
     yield from (_line("address", address) for address in swarm.addresses)
@@ -158,7 +149,7 @@ def _details(status: Status) -> Iterator[RenderableType]:
     yield _line("kernels", f"{status.kernels.name} ({status.kernels.reason})")
     yield _line("versions", ", ".join(f"{name} {version}" for name, version in status.versions.items()))
     yield _line("log", status.log)
-    yield from _settings(status.settings)
+    yield from settings_lines(status.settings)
     for run in status.runs:
         last = "" if run.last is None else f"; last: {run.last.reason}"
         name, state, number, ok, why = _run(run)
@@ -233,7 +224,8 @@ def _exchanges(told: Exchanges | None) -> str:
     return f"{count(told.partners, 'partner')}; exchanges: {counts}; spread {spread}"
 
 
-def _settings(settings: Sequence[Setting]) -> Iterator[RenderableType]:
+def settings_lines(settings: Sequence[Setting]) -> Iterator[RenderableType]:
+    """Each setting, its value and its origin."""
     for setting in settings:
         yield _line(setting.key, f"{_value(setting)} ({setting.origin})")
 
@@ -281,7 +273,8 @@ def _on_terminal() -> bool:
     return sys.stdout.isatty()
 
 
-def _print(lines: Iterable[RenderableType], one_screen: bool = False) -> None:
+def print_lines(lines: Iterable[RenderableType], one_screen: bool = False) -> None:
+    """Print lines and tables; on a terminal those of `one_screen` fit one."""
     terminal = _on_terminal()
     console = Console(width=None if terminal else WIDE, highlight=False)
     with console.capture() as captured:

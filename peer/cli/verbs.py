@@ -58,7 +58,7 @@ def show_here() -> None:
     if wait_until_free(home, 0.0):
         click.echo(f"no daemon is running on {home} ({origin}); to start:\n{START}")
         return
-    output.print_headline(ask(None, AskStatus()))
+    output.print_lines(output.headline(ask(None, AskStatus())))
     click.echo(f"home: {home} ({origin})\nmore: equipoise status, equipoise peers, equipoise rounds")
 
 
@@ -199,7 +199,8 @@ def daemon(show_config: bool, as_json: bool, **flags: Any) -> None:
     """
     loaded = load(flags)
     if show_config:
-        output.print_json(loaded.settings) if as_json else output.print_settings(loaded.settings)
+        shown = loaded.settings
+        output.print_json(shown) if as_json else output.print_lines(output.settings_lines(shown))
         return
     run_daemon.run_daemon(loaded)
 

@@ -12,7 +12,7 @@ import pytest
 from equipoise.averaging.outcome import Gathering, Outcome
 from equipoise.dht.state import BootstrapStatus, DirectStatus, ReachStatus, SwarmStatus
 from equipoise.peer.cli import output
-from equipoise.peer.cli.output import print_peers, print_rounds, print_settings, print_status
+from equipoise.peer.cli.output import print_lines, print_peers, print_rounds, print_status, settings_lines
 from equipoise.peer.config import Setting
 from equipoise.peer.status import Kernels, PeerRow, RunStatus, Status
 
@@ -172,7 +172,8 @@ def test_all_of_the_status_has_identifiers_whole(
 
 
 def test_a_rate_is_shown_as_people_say_it(capsys: pytest.CaptureFixture[str]) -> None:
-    print_settings([Setting("relay_bandwidth", 12.5e6, "default"), Setting("bandwidth", 0.0, "default")])
+    told = [Setting("relay_bandwidth", 12.5e6, "default"), Setting("bandwidth", 0.0, "default")]
+    print_lines(settings_lines(told))
 
     assert printed(capsys) == ["relay_bandwidth 12.5 MB/s (default)", "bandwidth       measured (default)"]
 
