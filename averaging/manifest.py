@@ -16,9 +16,9 @@ import msgspec
 from equipoise.averaging.metrics import Report, Values
 from equipoise.averaging.options import MAX_GROUP_SIZE, Needs
 from equipoise.averaging.outcome import check_weight
-from equipoise.averaging.ports import MAX_CREDENTIAL_BYTES
 from equipoise.averaging.state import StateId, group_state
 from equipoise.averaging.weights import ATTENDANCE_LIMIT, MAX_WEIGHT, Weight, contributing
+from equipoise.limits import MAX_BANDWIDTH, MAX_CREDENTIAL_BYTES
 
 MAX_PEER_CHARS = 64
 """Longest PeerID in base58: today's PeerIDs have 46 to 52 characters."""
@@ -26,9 +26,6 @@ MAX_PEER_CHARS = 64
 MAX_ROUND = 2**53
 """Highest number of a round, which every msgpack reader can represent. No run gets there: from the highest number that
 others can cause (`matchmaking.membership.MAX_JUMP`), a thousand skipped rounds a second take 285 years."""
-
-MAX_BANDWIDTH = 1e13
-"""Highest bandwidth, in bytes per second: a hundred times today's fastest link. It bounds the harm of false claims."""
 
 NONCE_BYTES = 16
 """Length of a nonce: two joins of one peer must never be equal by chance."""

@@ -12,15 +12,6 @@ from typing import Any, Protocol
 
 import msgspec
 
-MAX_HEADER_BYTES = 192 * 1024
-"""Longest header, of one control message; the largest is a manifest of 64 signed joins, up to 160 KB."""
-
-MAX_BODY_BYTES = 4 * 1024 * 1024
-"""Longest body, of one part: 1 Mi values in fp32."""
-
-MAX_CREDENTIAL_BYTES = 1024
-"""Longest credential: its owner's addresses, of which two take about 50 bytes, and long host names more."""
-
 Buffer = bytes | bytearray | memoryview
 
 Place = Callable[[bytes, int], memoryview]

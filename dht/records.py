@@ -24,6 +24,7 @@ from equipoise.dht.address import MAX_ADDRESS_CHARACTERS
 from equipoise.dht.identity import Identity, verify
 from equipoise.dht.sanitize import Malformed, decode, printable
 from equipoise.dht.state import PROTOCOL_VERSION, Part, ReachState, Tags
+from equipoise.limits import MAX_CREDENTIAL_BYTES
 
 MAX_RECORD_BYTES = 4352
 """Longest record. A usual one takes 700 bytes; long addresses, a whole credential and all tags fit."""
@@ -35,8 +36,6 @@ MAX_NAME_CHARACTERS = 64
 MAX_SPEC_CHARACTERS = 128
 """Longest hash of a spec: 512 bits in hex."""
 MAX_ADDRESSES = 4
-MAX_CREDENTIAL_BYTES = 1024
-"""Equal to `direct.credential.MAX_CREDENTIAL_BYTES`, which this light module does not import; checked by a test."""
 MAX_SEQUENCE = 2**63 - 1
 MAX_RUNS_PER_PEER = 132
 """Most runs that one peer may have records in. A daemon's own bounds follow from it: `peer.session.MAX_RUNS`."""

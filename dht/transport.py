@@ -17,11 +17,7 @@ from equipoise.dht.identity import public_key_of
 from equipoise.dht.p2pd_client import P2pdClient, P2pdGone, StreamListener
 from equipoise.dht.state import PROTOCOL_VERSION
 from equipoise.dht.streams import Buffer, BytesRefused, Stream, StreamClosed
-
-MAX_HEADER_BYTES = 192 * 1024
-"""Equal to `averaging.ports.MAX_HEADER_BYTES`, checked by a test: the packages do not know each other."""
-MAX_BODY_BYTES = 4 * 1024 * 1024
-"""Equal to `averaging.ports.MAX_BODY_BYTES`, likewise."""
+from equipoise.limits import MAX_BODY_BYTES, MAX_HEADER_BYTES
 
 STREAM_PROTOCOL = f"/equipoise/{PROTOCOL_VERSION}"
 OPEN_SECONDS = 5.0

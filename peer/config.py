@@ -20,6 +20,7 @@ from equipoise.dht.address import AddressError, parse_address, parse_announce, p
 from equipoise.dht.options import MAX_ADDRESSES, Addresses, Layer, SwarmOptions
 from equipoise.dht.sanitize import read_regular
 from equipoise.dht.state import MAX_TAG_CHARACTERS, MAX_TAGS, BootstrapStatus, Tags
+from equipoise.limits import MAX_BANDWIDTH
 from equipoise.peer.errors import ConfigError, FlagError
 
 ENV_PREFIX = "EQUIPOISE_"
@@ -30,9 +31,6 @@ FILE_NAME = "config.toml"
 
 MAX_FILE_BYTES = 64 * 1024
 """Most bytes of a configuration file: it has some lines."""
-
-MAX_BANDWIDTH = 1e13
-"""As in `equipoise.averaging.manifest`, which takes long to import."""
 
 RATES = ("bandwidth", "relay_bandwidth")
 """Keys whose values are bytes per second, also written as in "10MB/s" or "80Mbit/s"."""

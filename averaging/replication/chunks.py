@@ -11,7 +11,8 @@ from typing import Annotated, NamedTuple
 import msgspec
 from blake3 import blake3
 
-from equipoise.averaging.ports import MAX_BODY_BYTES, Buffer
+from equipoise.averaging.ports import Buffer
+from equipoise.limits import MAX_BODY_BYTES
 
 DIGEST_BYTES = 32
 

@@ -17,10 +17,8 @@ from equipoise.dht.address import is_host
 from equipoise.dht.dialpolicy import Place
 from equipoise.dht.direct.errors import Refused
 from equipoise.dht.sanitize import Malformed, decode
-from equipoise.limits import LruDict
+from equipoise.limits import MAX_CREDENTIAL_BYTES, LruDict
 
-MAX_CREDENTIAL_BYTES = 1024
-"""Equal to `averaging.ports.MAX_CREDENTIAL_BYTES`, checked by a test: the packages do not know each other."""
 MAX_ADDRESSES = 4
 """Most addresses in a credential; of more addresses, the first count."""
 MAX_ADMITTED = 1024

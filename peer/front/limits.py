@@ -1,4 +1,4 @@
-"""Bounds on the memory and the work that other peers can cause. Times are seconds of one monotonic clock."""
+"""Bounds on what other peers send, and on the memory and work that they cause. Times are seconds of a monotonic clock."""
 
 from __future__ import annotations
 
@@ -7,6 +7,18 @@ from typing import TypeVar
 
 MAX_PEERS = 4096
 """Most peers with a bucket. The least recently seen is forgotten: its bucket has long been full again."""
+
+MAX_HEADER_BYTES = 192 * 1024
+"""Longest header of a frame, of one control message; the largest is a manifest of 64 signed joins, up to 160 KB."""
+
+MAX_BODY_BYTES = 4 * 1024 * 1024
+"""Longest body of a frame, of one part: 1 Mi values in fp32."""
+
+MAX_CREDENTIAL_BYTES = 1024
+"""Longest credential: its owner's addresses, of which two take about 50 bytes, and long host names more."""
+
+MAX_BANDWIDTH = 1e13
+"""Highest bandwidth, in bytes per second: a hundred times today's fastest link. It bounds the harm of false claims."""
 
 _K = TypeVar("_K")
 _V = TypeVar("_V")

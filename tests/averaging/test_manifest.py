@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from equipoise.averaging.aio.run_driver import MATCHMAKING_FRAME
 from equipoise.averaging.manifest import (
-    MAX_BANDWIDTH,
     MAX_PEER_CHARS,
     MAX_ROUND,
     MAX_SIGNATURE_BYTES,
@@ -26,9 +25,10 @@ from equipoise.averaging.manifest import (
 from equipoise.averaging.matchmaking.messages import GroupFormed, JoinRequest, decode, encode
 from equipoise.averaging.metrics import MAX_METRICS, MAX_NAME_CHARS, Report
 from equipoise.averaging.options import MAX_GROUP_SIZE, Needs
-from equipoise.averaging.ports import MAX_CREDENTIAL_BYTES, MAX_HEADER_BYTES, FrameRefused
+from equipoise.averaging.ports import FrameRefused
 from equipoise.averaging.state import MAX_EPOCH, StateId
 from equipoise.averaging.weights import MAX_WEIGHT
+from equipoise.limits import MAX_BANDWIDTH, MAX_CREDENTIAL_BYTES, MAX_HEADER_BYTES
 from simulator.matchmaking import SPEC, signer, verify
 
 OTHER_SPEC = "0" * 64

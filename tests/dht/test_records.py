@@ -13,7 +13,6 @@ from equipoise.dht.address import MAX_ADDRESS_CHARACTERS
 from equipoise.dht.identity import Identity, load_or_create, peer_of
 from equipoise.dht.records import (
     MAX_ADDRESSES,
-    MAX_CREDENTIAL_BYTES,
     MAX_NAME_CHARACTERS,
     MAX_RECORD_BYTES,
     MAX_RUN_BYTES,
@@ -33,6 +32,7 @@ from equipoise.dht.records import (
 )
 from equipoise.dht.sanitize import Malformed, decode, printable
 from equipoise.dht.state import MAX_TAG_CHARACTERS, MAX_TAGS, PROTOCOL_VERSION
+from equipoise.limits import MAX_CREDENTIAL_BYTES
 
 NOW = 1000.0
 

@@ -6,9 +6,8 @@ import asyncio
 
 import pytest
 
-from equipoise.averaging import ports
-from equipoise.dht import transport
 from equipoise.dht.transport import MAX_CHANNELS_PER_PEER, STREAM_PROTOCOL, FramedChannel
+from equipoise.limits import MAX_BODY_BYTES, MAX_HEADER_BYTES
 
 BODY = bytes(range(256)) * 2048
 
@@ -39,15 +38,10 @@ async def pair(members, until):
     return first, second, mine, theirs
 
 
-def test_limits_equal_those_of_the_port() -> None:
-    assert transport.MAX_HEADER_BYTES == ports.MAX_HEADER_BYTES
-    assert transport.MAX_BODY_BYTES == ports.MAX_BODY_BYTES
-
-
 async def test_frames_in_both_directions(pair) -> None:
     first, second, mine, theirs = pair
     assert (mine.peer, theirs.peer) == (first.peer, second.peer)
-    buffer = bytearray(transport.MAX_BODY_BYTES)
+    buffer = bytearray(MAX_BODY_BYTES)
     sizes = []
 
     def place(header: bytes, size: int) -> memoryview:
@@ -58,7 +52,7 @@ async def test_frames_in_both_directions(pair) -> None:
         await mine.send(b"empty")
         await mine.send(b"", BODY)
         await asyncio.gather(mine.send(b"a", memoryview(BODY)), mine.send(b"b", bytearray(BODY)))
-        await mine.send(b"h" * transport.MAX_HEADER_BYTES, bytes(transport.MAX_BODY_BYTES))
+        await mine.send(b"h" * MAX_HEADER_BYTES, bytes(MAX_BODY_BYTES))
 
     sending = asyncio.create_task(send_all())
     assert await theirs.receive(place) == (b"empty", b"")
@@ -66,7 +60,7 @@ async def test_frames_in_both_directions(pair) -> None:
     assert {(await theirs.receive(place))[0] for _ in range(2)} == {b"a", b"b"}
     assert buffer[: len(BODY)] == BODY
     header, body = await theirs.receive(place)
-    assert (len(header), len(body)) == (transport.MAX_HEADER_BYTES, transport.MAX_BODY_BYTES)
+    assert (len(header), len(body)) == (MAX_HEADER_BYTES, MAX_BODY_BYTES)
     assert sizes[0] == (b"", len(BODY))
     await sending
     await theirs.send(b"back", BODY)
@@ -78,7 +72,7 @@ async def test_reading_goes_on_while_the_other_end_does_not_read(pair) -> None:
 
     async def flood() -> None:
         while True:
-            await mine.send(b"flood", bytes(transport.MAX_BODY_BYTES))
+            await mine.send(b"flood", bytes(MAX_BODY_BYTES))
 
     flooding = asyncio.create_task(flood())
     for number in range(3):

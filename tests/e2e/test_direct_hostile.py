@@ -39,9 +39,8 @@ from equipoise.averaging.schema import Schema
 from equipoise.averaging.session.messages import ENVELOPE_BYTES, FAREWELL
 from equipoise.averaging.spec import RunSpec
 from equipoise.dht.direct import aead
-from equipoise.dht.direct.handshake import Layer
 from equipoise.dht.direct.streams import AeadStream, TlsStream
-from equipoise.dht.options import SwarmOptions
+from equipoise.dht.options import Layer, SwarmOptions
 from equipoise.dht.swarm import Swarm as Membership
 from equipoise.dht.transport import FramedChannel
 from equipoise.peer import Run, connect

@@ -8,7 +8,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from random import Random
 
-from equipoise.averaging.ports import MAX_BODY_BYTES, MAX_HEADER_BYTES, Buffer, Channel, FrameRefused, Place
+from equipoise.averaging.ports import Buffer, Channel, FrameRefused, Place
+from equipoise.limits import MAX_BODY_BYTES, MAX_HEADER_BYTES
 
 
 @dataclass

@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 
-from equipoise.averaging import manifest
 from equipoise.compression.grammar import MAX_WORD_CHARS, MAX_WORDS
 from equipoise.dht.address import EXAMPLE, LISTEN_EXAMPLE
 from equipoise.dht.state import MAX_TAG_CHARACTERS, MAX_TAGS
-from equipoise.peer.config import MAX_BANDWIDTH, MAX_FILE_BYTES, Loaded, find_home, load
+from equipoise.peer.config import MAX_FILE_BYTES, Loaded, find_home, load
 from equipoise.peer.errors import ConfigError
 
 
@@ -237,10 +236,6 @@ def test_tags_are_few_short_words(tmp_path: Path, tags: Any) -> None:
 
 def test_tags_are_the_words_of_specs() -> None:
     assert (MAX_TAGS, MAX_TAG_CHARACTERS) == (MAX_WORDS, MAX_WORD_CHARS)
-
-
-def test_a_bandwidth_is_bounded_as_joins_are() -> None:
-    assert manifest.MAX_BANDWIDTH == MAX_BANDWIDTH
 
 
 def test_addresses_to_announce_and_the_router(tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from equipoise.averaging.allreduce import messages as wire
 from equipoise.averaging.allreduce.messages import Decision, RoundMessage, decode, encode, from_bits, to_bits
 from equipoise.averaging.options import MAX_PARTS
-from equipoise.averaging.ports import MAX_HEADER_BYTES, FrameRefused
+from equipoise.averaging.ports import FrameRefused
+from equipoise.limits import MAX_HEADER_BYTES
 
 members = st.integers(0, 2**64 - 1)
 ballots = st.integers(0, wire.MAX_BALLOT)

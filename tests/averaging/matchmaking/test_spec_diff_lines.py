@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from equipoise.averaging.matchmaking.messages import MAX_ROWS, SpecAnswer, SpecQuestion
 from equipoise.averaging.matchmaking.spec_diff import MAX_DIFFERENCES, answer_of, differences
 from equipoise.averaging.options import MARK_BYTES, MAX_MARKS, MAX_TERMS
-from equipoise.averaging.ports import MAX_HEADER_BYTES
 from equipoise.averaging.schema import MAX_NAME_CHARS, Schema
 from equipoise.averaging.spec import PLACES, PROTOCOL_VERSION, RunSpec
+from equipoise.limits import MAX_HEADER_BYTES
 from fakes.specs import TENSORS, spec
 
 

@@ -15,7 +15,8 @@ from equipoise.dht.direct import aead
 from equipoise.dht.direct.aead import BODY, HEAD, TAG_BYTES, Opener, Sealer
 from equipoise.dht.direct.streams import AeadStream
 from equipoise.dht.streams import BytesRefused, StreamClosed
-from equipoise.dht.transport import MAX_BODY_BYTES, MAX_HEADER_BYTES, FramedChannel
+from equipoise.dht.transport import FramedChannel
+from equipoise.limits import MAX_BODY_BYTES, MAX_HEADER_BYTES
 from fakes.alterations import ALTERATIONS, insert, replay
 
 KEY = bytes(range(32))

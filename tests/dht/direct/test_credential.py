@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from equipoise.dht.direct.credential import MAX_ADDRESSES, MAX_CREDENTIAL_BYTES, issue, parse
+from equipoise.dht.direct.credential import MAX_ADDRESSES, issue, parse
 from equipoise.dht.direct.errors import Refused
 from equipoise.dht.direct.listener import endpoints
+from equipoise.limits import MAX_CREDENTIAL_BYTES
 
 PLACES = (("192.0.2.1", 4000), ("2001:db8::1", 4001))
 MUTANTS = 3000

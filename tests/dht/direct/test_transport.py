@@ -8,9 +8,10 @@ import os
 import pytest
 
 from equipoise.averaging import ports
-from equipoise.dht import records, transport
-from equipoise.dht.direct import aead, credential, handshake, streams
+from equipoise.dht import transport
+from equipoise.dht.direct import aead, handshake, streams
 from equipoise.dht.direct.transport import MAX_OPENING
+from equipoise.limits import MAX_HEADER_BYTES
 from fakes.direct import introduce
 
 LAYERS = ("tls", "aead")
@@ -25,9 +26,8 @@ def nowhere(header: bytes, size: int) -> memoryview:
     raise ports.FrameRefused("no place for it")
 
 
-def test_limits_equal_those_of_the_port_and_the_records() -> None:
-    assert credential.MAX_CREDENTIAL_BYTES == ports.MAX_CREDENTIAL_BYTES == records.MAX_CREDENTIAL_BYTES
-    assert aead.MAX_HEAD_BYTES >= ports.MAX_HEADER_BYTES + streams.JOINED_BYTES
+def test_a_header_fits_into_a_record() -> None:
+    assert aead.MAX_HEAD_BYTES >= MAX_HEADER_BYTES + streams.JOINED_BYTES
 
 
 @pytest.mark.parametrize("layer", LAYERS)
@@ -155,7 +155,7 @@ async def test_lengths_are_bounded(peers) -> None:
     with pytest.raises(ValueError, match="at most"):
         await there.send(b"", bytes(LARGE + 1))
     with pytest.raises(ValueError, match="at most"):
-        await there.send(bytes(ports.MAX_HEADER_BYTES + 1))
+        await there.send(bytes(MAX_HEADER_BYTES + 1))
     await there.send(b"still open")
 
 
