@@ -1,4 +1,4 @@
-"""Bounds on what other peers send, and on the memory and work that they cause. Times are seconds of a monotonic clock."""
+"""Bounds on what other peers send, and on the memory and work that they cause. Times are seconds of one clock."""
 
 from __future__ import annotations
 
