@@ -47,7 +47,7 @@ class Host(Serving, Protocol):
         """Return a snapshot of everything that can be asked about the daemon, which has so many clients."""
 
 
-class Connection:
+class ServedClient:
     """One client: reads its requests, answers each when its answer is there, leaves its runs when it goes."""
 
     def __init__(self, connected: FrameSocket, daemon: Host, pid: int) -> None:
@@ -177,10 +177,10 @@ class ControlServer:
 
     def __init__(self, daemon: Host) -> None:
         self._daemon = daemon
-        self._connections: dict[Connection, asyncio.Task[None]] = {}
+        self._connections: dict[ServedClient, asyncio.Task[None]] = {}
         self._acceptor: Acceptor | None = None
 
-    def clients(self, asker: Connection) -> int:
+    def clients(self, asker: ServedClient) -> int:
         """Number of connected processes. The one that asks, as `equipoise status`, counts only if it is in a run."""
         return len({one.pid for one in self._connections if one is not asker or one.takes_part})
 
@@ -195,7 +195,7 @@ class ControlServer:
             log.warning("refused uid %d on the control socket", uid)
             connected.close()
             return
-        connection = Connection(FrameSocket(connected), self._daemon, pid)
+        connection = ServedClient(FrameSocket(connected), self._daemon, pid)
         silent = next((one for one in self._connections if one.silent), None)
         full = len(self._connections) >= MAX_CONNECTIONS
         if full and silent is not None:
