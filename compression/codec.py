@@ -193,8 +193,10 @@ class Codec(ABC):
     @abstractmethod
     def _decode(self, payload: torch.Tensor, out: torch.Tensor) -> None: ...
 
-    @abstractmethod
-    def _accumulate(self, payload: torch.Tensor, weight: float, into: torch.Tensor) -> None: ...
+    def _accumulate(self, payload: torch.Tensor, weight: float, into: torch.Tensor) -> None:
+        decoded = torch.empty_like(into)
+        self._decode(payload, decoded)
+        into.add_(decoded.mul_(weight))  # add_(..., alpha=weight) would fuse the multiplication on CPUs that can.
 
     def _reduce_at_once(
         self, payloads: Sequence[Buffer], weights: Sequence[float], mean: Buffer, scratch: torch.Tensor

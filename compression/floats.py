@@ -50,14 +50,3 @@ class FloatCodec(Codec):
 
     def _decode(self, payload: torch.Tensor, out: torch.Tensor) -> None:
         out.copy_(payload.view(self.kind))
-
-    def _accumulate(self, payload: torch.Tensor, weight: float, into: torch.Tensor) -> None:
-        encoded = payload.view(self.kind)
-        for span in spans(into.numel(), into.device):
-            weighted = scratch(span.stop - span.start, into.device)
-            if encoded.dtype == torch.float32:
-                torch.mul(encoded[span], weight, out=weighted)
-            else:
-                # A product of half-precision values would be rounded to half precision.
-                weighted.copy_(encoded[span]).mul_(weight)
-            into[span].add_(weighted)

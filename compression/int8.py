@@ -135,12 +135,6 @@ class Int8Codec(Codec):
         for span, scales, codes in self._pieces(payload, out):
             out[span].view(codes.shape).copy_(codes).mul_(scales)
 
-    def _accumulate(self, payload: torch.Tensor, weight: float, into: torch.Tensor) -> None:
-        for span, scales, codes in self._pieces(payload, into):
-            decoded = scratch(codes.numel(), into.device).view(codes.shape)
-            # add_(..., alpha=weight) would fuse the multiplication on CPUs that can.
-            into[span].view(codes.shape).add_(decoded.copy_(codes).mul_(scales).mul_(weight))
-
     def _pieces(
         self, payload: torch.Tensor, values: torch.Tensor
     ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
