@@ -11,8 +11,8 @@ from equipoise.dht.state import Tags
 MAX_ADDRESSES = 64
 """More bootstrap addresses than that only slow down the start."""
 
-Layer = Literal["tls", "aead"]
-"""The carrier of frames on direct channels, once TLS has proved both PeerIDs: its records, or larger ones of ours."""
+Layer = Literal["aead", "tls"]
+"""The carrier of frames on direct channels, once TLS has proved both PeerIDs: larger records of ours, or its own."""
 
 DEFAULT_LAYER: Layer = "aead"
 """Layer by default: it takes a quarter of the processor time of TLS records. `aead` tells more, and when to use TLS."""
