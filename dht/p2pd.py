@@ -17,7 +17,6 @@ import re
 import shutil
 import signal
 import socket
-import sys
 import tempfile
 from collections import deque
 from collections.abc import Sequence
@@ -27,6 +26,7 @@ from pathlib import Path
 import psutil
 
 from equipoise.dht.address import ListenAddress
+from equipoise.dht.parent_death_signal import mortal
 from equipoise.dht.sanitize import printable
 from equipoise.tasks import end, sleep_until
 
@@ -52,7 +52,6 @@ MAX_DRAWS = 16
 DRAWN_PORTS = range(20_000, 30_000)
 """Ports that are drawn. Linux gives those from 32768 on to connections, which could take one before p2pd listens."""
 
-_PARENT_DEATH_SIGNAL = Path(__file__).with_name("parent_death_signal.py")
 _NAME = re.compile(r"eqp-(\d+)-\w+")
 
 
@@ -127,8 +126,7 @@ class P2pd:
         try:
             options.control.unlink(missing_ok=True)
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-I", "-S", str(_PARENT_DEATH_SIGNAL), str(os.getpid())),
-                *options.arguments(),
+                *mortal(*options.arguments()),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,

@@ -1,4 +1,4 @@
-"""Run a program that must not outlive the process that started it. Stand-alone (`python -I -S`).
+"""Run a program that must not outlive the process that started it, by `mortal`. Stand-alone (`python -I -S`).
 
 The kernel kills the program when the thread that started this script ends (PR_SET_PDEATHSIG survives
 exec), at no cost: this interpreter becomes the program. A function to run before exec in the daemon itself would do
@@ -14,6 +14,11 @@ import signal
 import sys
 
 _PR_SET_PDEATHSIG = 1
+
+
+def mortal(*program: str) -> tuple[str, ...]:
+    """Return the command that runs `program`, of which the first word is a path, until the calling thread ends."""
+    return sys.executable, "-I", "-S", __file__, str(os.getpid()), *program
 
 
 def main(parent: str, *program: str) -> None:

@@ -170,7 +170,7 @@ async def _serve(daemon: Daemon) -> None:
     await serve(daemon, lambda _: daemon.request_stop("its script has ended"))
 
 
-class Keeper:
+class DaemonKeeper:
     """Keeps a daemon running on a home for as long as the script runs."""
 
     _process: asyncio.subprocess.Process
@@ -226,7 +226,7 @@ class Keeper:
 
 
 async def _launch(loaded: Loaded, command: Sequence[str], environment: Mapping[str, str]) -> int:
-    keeper = Keeper(loaded)
+    keeper = DaemonKeeper(loaded)
     if (refused := await keeper.start()) > 0:
         return refused
     try:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import queue
-import signal
 import subprocess
 import threading
 import time
@@ -13,10 +11,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
+from equipoise.dht.parent_death_signal import mortal
+
 STOP_SECONDS = 15.0
 """A daemon that stops gracefully needs 2 s, more where all stop at once on two busy cores; then it is killed."""
-
-_PR_SET_PDEATHSIG = 1
 
 
 class Child(subprocess.Popen[str]):
@@ -26,10 +24,9 @@ class Child(subprocess.Popen[str]):
         self.name, self._errors = name, errors
         # A user's own configuration is not part of the demo, and with a process per core more threads only wait.
         kept = {name: value for name, value in os.environ.items() if not name.startswith("EQUIPOISE_")}
-        prctl = ctypes.CDLL(None).prctl  # Looked up before the fork: after it only system calls are safe.
         with errors.open("wb") as log:
             super().__init__(
-                command,
+                mortal(*command),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -38,8 +35,6 @@ class Child(subprocess.Popen[str]):
                 env={**kept, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
                 # The terminal's Ctrl-C is for this process, which ends the children in order.
                 start_new_session=True,
-                # The kernel ends a child when this process is killed and cannot end it itself.
-                preexec_fn=lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGTERM),
             )
 
     @property
