@@ -175,19 +175,25 @@ class RunDriver:
             left = max(timeout - matched, 0.0)
             task = Task(self.spec, manifest, vectors, left, self._identity)
             outcome = await self._exchange(task)
-        seconds = {"matchmaking": matched, **outcome.seconds, "total": self._loop.time() - began}
-        least = max(LEAST_WAIT_SECONDS, seconds["total"] * LEAST_WAIT_SHARE)
-        short = self._claims.settle(outcome.contributors) if outcome.ok else ""
-        if short:
+        return self._ended(outcome, matched, self._loop.time() - began, started)
+
+    def _ended(self, outcome: Outcome, matched: float, took: float, started: float) -> Outcome:
+        """Count a round that has ended, and say of it what only the run knows; times are seconds."""
+        reason, notes, there = outcome.reason, outcome.events, self._membership.count + 1
+        if outcome.ok and (short := self._claims.settle(outcome.contributors)):
             log.warning("run %s: round %d: %s", self.spec.name, outcome.round, short)
-        notes = (*outcome.events, short) if short else outcome.events
-        reason, there = outcome.reason, self._membership.count + 1
+            notes = (*notes, short)
         if outcome.ok and not self._membership.places and there > len(outcome.group):
             reason = f"{reason}; {there} peers are in the run"
         waits = {"matchmaking": self._waited} if self._waited and outcome.group else {}
-        waits = {phase: wait for phase, wait in {**waits, **outcome.waits}.items() if wait[1] >= least}
+        least = max(LEAST_WAIT_SECONDS, took * LEAST_WAIT_SHARE)
         outcome = msgspec.structs.replace(
-            outcome, reason=reason, seconds=seconds, started=started, events=notes, waits=waits
+            outcome,
+            reason=reason,
+            seconds={"matchmaking": matched, **outcome.seconds, "total": took},
+            started=started,
+            events=notes,
+            waits={phase: wait for phase, wait in {**waits, **outcome.waits}.items() if wait[1] >= least},
         )
         self.history.append(outcome)
         self.first_round = outcome.round if self.first_round is None else self.first_round
