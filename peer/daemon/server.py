@@ -59,6 +59,7 @@ class ServedClient:
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = asyncio.Event()
         self._greeted = False
+        self._leaving = False
 
     @property
     def takes_part(self) -> bool:
@@ -96,7 +97,11 @@ class ServedClient:
         self.close()
 
     async def leave_all(self, reason: str) -> None:
-        """Leave all runs of this client, and wait until what was asked has been answered."""
+        """Leave all runs of this client, and wait until what was asked has been answered.
+
+        What is refused from now on has no answer: the end of the connection says why.
+        """
+        self._leaving = True
         await self._dispatcher.leave_all(reason)
         if self._tasks:
             _, late = await asyncio.wait(self._tasks, timeout=SEND_SECONDS)
@@ -146,6 +151,8 @@ class ServedClient:
 
     async def _answer(self, frame: bytes) -> None:
         reply = await self._reply(frame)
+        if reply is None:
+            return
         try:
             await self._socket.send(reply)
         except (OSError, TimeoutError) as error:
@@ -157,7 +164,7 @@ class ServedClient:
         with contextlib.suppress(OSError, TimeoutError):  # The answer that follows finds out.
             await self._socket.send(messages.encode_reply(0, line))
 
-    async def _reply(self, frame: bytes) -> bytes:
+    async def _reply(self, frame: bytes) -> bytes | None:
         number, what = 0, "a request"
         try:
             number, content = messages.decode_number(frame)
@@ -165,6 +172,8 @@ class ServedClient:
             what = type(request).__name__
             return messages.encode_reply(number, await self._dispatcher.do(request))
         except (EquipoiseError, ValueError) as error:
+            if self._leaving:
+                return None
             failure = _reason(error)
         except Exception as error:
             log.exception("%s failed", what)

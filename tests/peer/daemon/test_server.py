@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
 import contextlib
 import socket
@@ -17,7 +18,7 @@ from equipoise.compression.choice import Choice
 from equipoise.peer import connect, connecting
 from equipoise.peer.cli import program
 from equipoise.peer.config import load
-from equipoise.peer.control.messages import CONTROL_VERSION, LENGTH, AskStatus, Hello, encode
+from equipoise.peer.control.messages import CONTROL_VERSION, LENGTH, AskStatus, Hello, StopDaemon, encode
 from equipoise.peer.daemon import session
 from equipoise.peer.daemon.server import MAX_CONNECTIONS
 from equipoise.peer.embedded import DaemonThread
@@ -64,6 +65,27 @@ def test_closing_a_client_does_not_wait_for_the_end_of_the_daemon(
     connect(home).close()
 
     assert looks == []
+
+
+def test_a_round_that_is_asked_for_while_the_daemon_stops_fails_with_that_reason(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leaves, goes_on, leave = threading.Event(), threading.Event(), session.Session.leave
+
+    async def held(left: session.Session, reason: str) -> None:
+        leaves.set()
+        await asyncio.to_thread(goes_on.wait)
+        await leave(left, reason)
+
+    monkeypatch.setattr(session.Session, "leave", held)
+    with connect(home) as peer, connect(home) as other:
+        run = peer.join("digits", [torch.zeros(2)])
+        other._link.ask(StopDaemon())
+        assert leaves.wait(10)
+        pending = run.average(wait=False)
+        peer.status()  # The daemon has answered what was asked before, or leaves it unanswered.
+        goes_on.set()
+        assert "it was stopped (asked by " in pending.result().reason
 
 
 def test_too_many_clients_are_told_so(home: Path, sockets: list[socket.socket]) -> None:
