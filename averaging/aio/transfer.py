@@ -49,7 +49,7 @@ KEPT_BYTES = 256 * 1024 * 1024
 """Most bytes of all means that a daemon keeps, but for the last of each run, which is kept whatever its size: two of
 100 million int8 values. Runs share it alike."""
 
-ASKS_SECONDS, MAX_ASKS, MAX_ASKS_OF_ONE = 0.5, 64, 4
+ASKS_SECONDS, MAX_ASKS, MAX_ASKS_OF_ONE = 0.5, 64, 8
 """Bounds how many new questions are looked up in the directory, in so many seconds: in all, and of one peer. A peer
 that catches up asks for one mean after another. A question that is dropped comes again a second later."""
 

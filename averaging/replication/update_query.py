@@ -79,11 +79,9 @@ class UpdateQuery(Answers):
 
     def hopeless(self, now: float) -> str:
         """Why the mean cannot come, one line; empty while it may come."""
-        if self._request.follows:  # A silent peer cannot bring back a mean that others keep no longer.
-            waits = not self.beyond or not self._settled(now)
-        else:
-            waits = not self._settled(now, LONE_SECONDS) or (self._request.patient and self.behind > 0)
-        return "" if waits else self.standing
+        request = self._request
+        comes = not self.beyond if request.follows else request.patient and self.behind > 0
+        return "" if comes or not self._settled(now, LONE_SECONDS) else self.standing
 
     def wish(self, now: float) -> bool:
         """Returns False: a mean is kept or not, so there are no epochs to wish for."""

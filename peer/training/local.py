@@ -335,15 +335,14 @@ class Fragment:
         self._caught_up = self.diverged = False
         if self.member.in_step and self.member.pending and self._may_collect(step):
             self._collect(step)
-        if not self.member.in_step:
+        if not self.member.in_step or (self.member.pending and not self._gave):
             self.member.find_group() if step == 1 else self.member.find_group(0.0)
         if step % max(self._options.every // RETRIES, 1) == 0:
             self.member.serve()
         # The end of a round shows at which step the others are; the arrival of a missed mean does not.
-        told = self.member.id.epoch != epoch and self.member.outcomes != ended
-        if not told and self._is_due(step):
+        if self.member.id.epoch == epoch and self._is_due(step):
             self._exchange(step)
-            told = self.member.id.epoch != epoch and self.member.outcomes != ended
+        told = self.member.id.epoch != epoch and self.member.outcomes != ended
         return self._place(step) if told or self._caught_up else None
 
     def ended(self) -> Finished:
@@ -373,11 +372,10 @@ class Fragment:
         return not self.member.pending and (regular or step == self._retry_at)
 
     def _exchange(self, step: int) -> None:
-        self.sent_at, self._retry_at = step, None
+        before, self.sent_at, self._retry_at = self.member.id, step, None
         self.member.find_group(0.0)  # Without waiting, so that this peer misses no round of another fragment.
-        if self._caught_up:
-            return
-        before = self.member.id
+        if self.member.id != before:
+            return  # No step of this peer has been made from there.
         self.member.drop()
         self._contribute()
         self._gave = self.member.in_step

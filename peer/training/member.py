@@ -310,6 +310,7 @@ class Member:
                 self.wait(left)
             if self.clock() >= deadline or (self._follower.gives_up and not self.pending):
                 break
+        self._look_for_download()  # The snapshot that put this peer in step may be older than the group's last mean.
         made_good = self.in_step and (self._target is not None or self.waits)
         if self._pending is not None and not self.gave and (made_good or not self.has_company()):
             self._stop_search()

@@ -48,6 +48,9 @@ LIMIT_SECONDS = 3600.0
 LATENCY_SECONDS, LAG_SECONDS = 0.002, 0.02
 """Of frames, and of records, between machines of one town."""
 
+HELD_SECONDS = 0.05
+"""Time between two looks whether an answer is still to be held back."""
+
 made: list[World] = []
 """All worlds that were made; a fixture closes them."""
 
@@ -176,12 +179,13 @@ class WorldLink(Connection):
         """Take a line for the script's log."""
 
     async def _answer(self, request: Request[Any], reply: Future[Any]) -> None:
+        asked = self._world.now
         try:
             answer, error = await self.dispatcher.do(request), None
         except (EquipoiseError, ValueError) as refused:
             answer, error = None, Refused(str(refused))
-        if answer is not None:
-            await passed(self._world.held_back(request))
+        while answer is not None and self._world.now < asked + self._world.held_back(request):
+            await passed(HELD_SECONDS)
         if reply.done():
             return
         self._world.log.append((self._world.now, self.welcome.peer_id, request, answer))
@@ -196,7 +200,7 @@ class World:
         log: All that scripts have asked their daemons, with the answers: time, peer, request, answer.
         rounds: Ids of the rounds that have begun, in that order.
         fails: Called with the number of a round, from 1, and a peer; whether no frame of it gets through there.
-        fetch_seconds: What the download of a snapshot takes longer than the network takes.
+        fetch_seconds: What the download of a snapshot takes at least.
         recover_seconds: And that of a mean that was missed.
         codec: Codec of runs that are joined without one.
         options: Further options of `join`.

@@ -47,3 +47,18 @@ def test_a_mean_that_most_of_its_circle_do_not_offer_holds_it_up_no_longer() -> 
         one.hear(peer, answer(8), 1.0)
     assert one.agreement(60.0) is None
     assert "1 of the 3 peers that vouch" in one.hopeless(1.0)
+
+
+def test_the_first_answer_does_not_end_the_wait_for_the_answers_of_the_others() -> None:
+    """The first question may have been lost everywhere: then all answer the second one, a second later."""
+    offer = offer_of(7)
+    one = UpdateQuery(
+        Request(RUN, SPEC, TICKET, 0, 10 * CHUNK_BYTES, offer.state, frozenset("abc"), follows=True)
+    )
+    one.see((*"abc",), 0.0)
+    one.hear("a", answer(8, offer), 1.1)
+    assert not one.hopeless(1.1)
+    one.hear("b", answer(8, offer), 1.1)
+    agreed = one.agreement(1.1)
+    assert agreed is not None
+    assert agreed.donors == ("a", "b")

@@ -9,7 +9,6 @@ from equipoise.averaging.state import StateId
 from equipoise.peer.errors import Refused
 from equipoise.peer.training import DiLoCo, LocalSGD
 from fakes.trainers import Trainer, assert_alike
-from fakes.training import FakeSwarm
 from fakes.world import World
 from oracles.training import batch_of, loss_of, network
 
@@ -108,25 +107,25 @@ class LocalWatched(Watched):
 
 
 @pytest.mark.parametrize("dead", [1, 4])
-def test_peers_whose_snapshot_comes_late_take_no_seat_with_an_old_state(fake: FakeSwarm, dead: int) -> None:
+def test_peers_whose_snapshot_comes_late_take_no_seat_with_an_old_state(world: World, dead: int) -> None:
     """The first snapshots take longer than the means after them are kept; those from epoch 13 on do not."""
-    fake.group_size, fake.fetch_seconds = 4, 20.0
-    trainers = [LocalWatched(fake, index, 22, seconds=0.1) for index in range(12)]
+    world.options["group_size"], world.fetch_seconds = 4, 20.0
+    trainers = [LocalWatched(world, index, 22, seconds=0.1) for index in range(12)]
     for trainer in trainers:
         trainer.begin()
     killed: list[str] = []
 
     def kill() -> None:
-        while max(fake.made.values(), default=(0, ()))[0] < 13:
-            fake.compute(0.1)
-        fake.fetch_seconds = 1.0
-        fake.compute(3.0)
-        for name in next(iter(fake.made.values()))[1][:dead]:
+        while world.made[0] < 13:
+            world.compute(0.1)
+        world.fetch_seconds = 1.0
+        world.compute(3.0)
+        for name in world.made[1][:dead]:
             killed.append(name)
-            fake.kill(name)
+            world.kill(name)
 
-    fake.peer("kill", kill)
-    fake.run()
+    world.peer("kill", kill)
+    world.run()
     alive = [trainer for trainer in trainers if trainer.name not in killed]
     assert {epoch: found for epoch, found in states(trainers).items() if len(found) > 1} == {}
     assert len(killed) == dead
