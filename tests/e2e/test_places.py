@@ -16,7 +16,7 @@ import torch
 from e2e.learners import LISTEN
 from e2e.swarm import DaemonProcess, Swarm, eventually
 from e2e.threads import begin
-from equipoise.peer import Run, connect
+from equipoise.peer import EquipoiseError, Run, connect
 from equipoise.peer.training import DiLoCo, Federated
 from equipoise.peer.training.member import Member
 
@@ -77,7 +77,7 @@ def step(script: Script, run: Run, model: torch.nn.Module, chance: torch.Generat
     inner = torch.optim.SGD(model.parameters(), lr=0.01)
     opt = run.optimizer(inner, target_batch_size=8 * PLACES, batch_size=8, timeout=20.0)
     script.member, script.began = opt.member, time.monotonic()
-    while opt.epoch < EPOCHS:
+    while opt.epoch < EPOCHS and not script.killed:
         learn(model, chance)
         opt.step()
         script.look()
@@ -87,7 +87,7 @@ def locally(script: Script, run: Run, model: torch.nn.Module, chance: torch.Gene
     inner = torch.optim.SGD(model.parameters(), lr=0.01)
     with DiLoCo(run, every=4, timeout=20.0) as group:
         script.member, script.began = group.member, time.monotonic()
-        while group.epoch < EPOCHS:
+        while group.epoch < EPOCHS and not script.killed:
             inner.zero_grad()
             learn(model, chance)
             inner.step()
@@ -104,7 +104,7 @@ def in_rounds(script: Script, run: Run, model: torch.nn.Module, chance: torch.Ge
 
     training = Federated(run, fit, rounds=EPOCHS)
     script.member, script.began = training.member, time.monotonic()
-    while not training.ended:
+    while not training.ended and not script.killed:
         training.step()
         script.look()
     training.finish()
@@ -187,8 +187,10 @@ def test_there_is_one_state_though_more_peers_train_than_a_group_holds(
 
 def settle(scripts: list[Script], ends: list[Future[Any]]) -> None:
     for script, end in zip(scripts, ends, strict=True):
-        if not script.killed:  # A script whose daemon is gone goes on for itself.
+        try:
             end.result(400.0)
+        except EquipoiseError:
+            assert script.killed
 
 
 def report(scripts: list[Script], killed_at: list[int], seconds: float) -> None:
