@@ -253,9 +253,8 @@ class RunDriver:
     @property
     def waits(self) -> str:
         """Why this peer contributes to no group, one line; empty if it has a place, or if draws decide."""
-        membership, size = self._membership, self.spec.options.group_size
-        seated = not membership.crowded or self._sessions.peer in membership.seated(self._machine.round)
-        if seated or self.spec.strategy.least:
+        size = self.spec.options.group_size
+        if self.spec.strategy.least or not self._membership.waits(self._machine.round):
             return ""
         return f"{size} of {size} places are taken; this peer waits for a place and follows the state"
 

@@ -96,11 +96,10 @@ class _Other(msgspec.Struct):
 
 
 class _Made(NamedTuple):
-    """The peers that made the state of an epoch, and those that have left a place empty."""
+    """The peers that made the state of an epoch."""
 
     epoch: int = 0
     peers: frozenset[str] = frozenset()
-    vacated: frozenset[str] = frozenset()
 
 
 class _Shun(msgspec.Struct):
@@ -291,9 +290,7 @@ class Membership:
         A mean from others may be older than what this peer knows from its `own` rounds.
         """
         if own or epoch >= self._made.epoch:
-            made, before = frozenset(holders), self._made
-            vacated = (before.vacated | before.peers) - made
-            self._made = _Made(epoch, made, vacated & {self.peer, *self._others})
+            self._made = _Made(epoch, frozenset(holders))
             self._free_places()
 
     def hear_place(self, peer: str, placed: bool) -> None:
@@ -334,6 +331,12 @@ class Membership:
         """True while a run that begins may soon have more peers than a group holds: new ones are still met."""
         growing = self.places and now < self.changed_at + SETTLE_SECONDS
         return growing and 2 * len(self._there([self.peer, *self._others])) >= self._group_size
+
+    def waits(self, round: int) -> bool:
+        """True if this peer has no place in the round. A place that the last round left empty is open to all: views of
+        the next in order differ, and all that hold the state know who made it."""
+        left_empty = 0 < len(self._made.peers) < self._group_size
+        return self.crowded and not left_empty and self.peer not in self.seated(round)
 
     def seated(self, round: int) -> tuple[str, ...]:
         """The peers that a round is for: those with a place or, where all peers have one, this peer's planned group."""
@@ -409,8 +412,8 @@ class Membership:
             company = any(self._others[peer].mate for peer in alike)
             row = [self.peer, *(alike if company else near)]
             if self.places and len(row) > self._group_size:
-                key, last = str(self._made.epoch // TURN_EPOCHS), self._made.vacated
-                self._plans[round] = [seats(self._there(row), self.holders, key, self._group_size, last)]
+                key = str(self._made.epoch // TURN_EPOCHS)
+                self._plans[round] = [seats(self._there(row), self.holders, key, self._group_size)]
             else:
                 self._plans[round] = plan(row, round, self._group_size)
         return self._plans[round]

@@ -61,9 +61,7 @@ def plan(peers: Iterable[str], round: int, group_size: int) -> Groups:
     return groups
 
 
-def seats(
-    peers: Iterable[str], holders: Iterable[str], key: str, group_size: int, last: Iterable[str] = ()
-) -> tuple[str, ...]:
+def seats(peers: Iterable[str], holders: Iterable[str], key: str, group_size: int) -> tuple[str, ...]:
     """The peers that have the places of a group which goes on from a state, the holders first.
 
     Args:
@@ -71,10 +69,9 @@ def seats(
         holders: PeerIDs of the peers that made the state together: each keeps its place while it lives.
         key: Names the state, alike at all that hold it: the order in which the others take free places.
         group_size: Most peers in a group.
-        last: PeerIDs of peers that take a free place only if no other peer does: they have left a place empty.
     """
-    live, kept, late = set(peers), frozenset(holders), frozenset(last)
-    parts = ("row", live & kept), (key, live - kept - late), (key, (live & late) - kept)
+    live, kept = set(peers), frozenset(holders)
+    parts = ("row", live & kept), (key, live - kept)
     return tuple(peer for order, part in parts for peer in ranked(order, tuple(sorted(part))))[:group_size]
 
 

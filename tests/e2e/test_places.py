@@ -41,7 +41,7 @@ class Script:
         daemon: Its daemon.
         states: Epoch and lineage, each time that the script looked and was told that they are the group's.
         rounds: Epoch before each round that it saw, and the peers with a contribution to its mean.
-        began: When its first step began.
+        began: When its first step began, or the last round with its contribution ended.
         told: When it was first told that it waits for a place.
         epoch: Where it stands.
         digest: Of its last state.
@@ -69,8 +69,9 @@ class Script:
             self.states.add((self.member.id.epoch, self.member.id.lineage))
         if outcome is not None and outcome.ok and outcome.state is not None:
             given = tuple(peer for peer, weight in outcome.contributors.items() if weight >= 1)
-            if given:
+            if given and outcome.state.epoch not in self.rounds:
                 self.rounds[outcome.state.epoch] = given
+                self.began = time.monotonic() if self.peer in given and self.told is None else self.began
 
 
 def step(script: Script, run: Run, model: torch.nn.Module, chance: torch.Generator) -> None:

@@ -40,6 +40,10 @@ def placed(one: Matchmaking) -> set[str]:
     return set(one.draw(NEXT, 1.0).peers)
 
 
+def waiting(machines: dict[str, Matchmaking]) -> set[str]:
+    return {name for name, one in machines.items() if one.context.membership.waits(one.round)}
+
+
 def test_all_see_the_same_places_and_no_more_than_there_are() -> None:
     (seated,) = {frozenset(placed(one)) for one in six().values()}
     assert len(seated) == PLACES
@@ -64,15 +68,26 @@ def test_the_makers_of_the_state_keep_their_places_and_coordinate() -> None:
     assert {one.round for one in machines.values()} == {1}
 
 
-def test_the_place_of_a_lost_maker_and_of_one_that_missed_the_round_is_free() -> None:
+def test_the_place_of_a_lost_maker_is_free() -> None:
     one = machine("alice", *others_of("alice", 6))
     one.handle(made("carol", "dave", "erin", "frank"), 1.0)
     one.handle(events.PeerLost("frank"), 1.0)
     assert {"carol", "dave", "erin"} < placed(one)
     assert placed(one) & {"alice", "bob"}
-    # Nobody here knows that dave has died; it has left its place empty, so the others come first.
-    one.handle(made("carol", "erin", before=NEXT, round=1), 2.0)
-    assert placed(one) == {"alice", "bob", "carol", "erin"}
+
+
+def test_a_place_that_the_last_round_left_empty_is_open_to_all_whatever_they_know_of_earlier_rounds() -> None:
+    machines = six()
+    for name in ("alice", "frank"):  # The others have only seen the state that came after.
+        machines[name].handle(made("carol", "dave", "erin", "frank"), 1.0)
+    assert waiting(machines) >= {"alice"}
+    after = StateId(2, "2" * 64)
+    for one in machines.values():
+        one.handle(made("carol", "dave", "erin", before=NEXT, round=1), 2.0)
+    assert waiting(machines) == set()
+    for one in machines.values():
+        one.handle(made("bob", "carol", "dave", "erin", before=after, round=2), 3.0)
+    assert waiting(machines) == {"alice", "frank"}
 
 
 def test_a_mean_of_a_round_before_the_last_changes_no_places() -> None:
