@@ -184,8 +184,10 @@ class WorldLink(Connection):
             answer, error = await self.dispatcher.do(request), None
         except (EquipoiseError, ValueError) as refused:
             answer, error = None, Refused(str(refused))
-        while answer is not None and self._world.now < asked + self._world.held_back(request):
-            await passed(HELD_SECONDS)
+        while answer is not None:
+            await passed(min(HELD_SECONDS, self._world.held_back(request)))
+            if self._world.now >= asked + self._world.held_back(request):
+                break
         if reply.done():
             return
         self._world.log.append((self._world.now, self.welcome.peer_id, request, answer))
