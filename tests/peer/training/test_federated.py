@@ -13,105 +13,23 @@ import torch
 
 from equipoise.averaging.aio.round_driver import HEADER_PREFIX_BYTES, ROUND_FRAME
 from equipoise.averaging.aio.transfer import TRANSFER_FRAME
+from equipoise.averaging.matchmaking.topology import ranked
 from equipoise.averaging.replication.messages import Answer, decode
 from equipoise.peer import Refused, Run
 from equipoise.peer.training import Checkpoints, Federated
 from equipoise.peer.training.federated import Task, _returned
-from equipoise.peer.training.history import History, Record
 from equipoise.peer.training.safetensors_io import ImageError
+from fakes.federated import (
+    CURVATURES,
+    Client,
+    assert_alike,
+    assert_same_models,
+    clients,
+    federated,
+    trained,
+)
 from fakes.hostile import Frame
 from fakes.world import World
-
-CURVATURES = (1.0, 4.0, 10.0)
-
-
-def federated(strategy: str = "federated", codec: str = "fp32") -> World:
-    return World(codec, strategy=strategy)
-
-
-class Client:
-    """A peer whose loss is a/2 (w - b)^2 in each of two parameters, with steps of size 0.05."""
-
-    def __init__(self, swarm: World, index: int, seconds: float = 1.0, **options: Any) -> None:
-        self.swarm, self.index, self.seconds = swarm, index, seconds
-        self.name = f"peer{index}"
-        self.options = {"rounds": 3, "clock": swarm.clock, **options}
-        self.model: Any = {"w": torch.zeros(2), "v": torch.zeros(3)}
-        self.samples = 10.0 * (index + 1)
-        self.steps = 5
-        self.fits: list[tuple[int, float]] = []
-        self.evaluations: list[tuple[int, float]] = []
-        self.fits_at_all = True
-        self.proximal = False
-        self.stops_after: int | None = None
-        self.records: list[Record] = []
-        self.trained: Federated
-
-    def begin(self, at: float = 0.0) -> Client:
-        self.swarm.peer(self.name, self.work, at)
-        return self
-
-    def join(self) -> None:
-        self.run = self.swarm.join(self.name, "digits", self.model)
-        fit = self.fit if self.fits_at_all else None
-        self.trained = Federated(self.run, fit, self.evaluate, **self.options)
-
-    def work(self) -> None:
-        self.join()
-        while not self.trained.ended and self.trained.epoch != self.stops_after:
-            self.records.append(self.trained.step())
-        self.trained.finish()
-
-    def fit(self, task: Task) -> tuple[float, dict[str, float]]:
-        self.fits.append((task.number, self.swarm.now))
-        self.swarm.compute(self.seconds)
-        own = list(self.model.values())
-        for _ in range(self.steps):
-            for one in own:
-                one.requires_grad_()
-            losses = [CURVATURES[self.index % 3] / 2 * (one - self.index).square().sum() for one in own]
-            loss = torch.stack(losses).sum() + (task.proximal() if self.proximal else 0.0)
-            gradients = torch.autograd.grad(loss, own)
-            with torch.no_grad():
-                for one, gradient in zip(own, gradients, strict=True):
-                    one.requires_grad_(False).sub_(0.05 * gradient)
-        return self.samples, {"loss": float(loss.detach()), "number": task.number}
-
-    def evaluate(self, task: Task) -> tuple[float, dict[str, float]]:
-        value = float(self.model["w"][0])
-        self.evaluations.append((task.number, value))
-        return self.samples, {"w": value}
-
-    @property
-    def history(self) -> History:
-        return self.trained.history
-
-    def image(self) -> bytes:
-        return bytes(self.trained.member.image().numpy())
-
-
-def clients(swarm: World, count: int, **options: Any) -> list[Client]:
-    return [Client(swarm, index, **options).begin() for index in range(count)]
-
-
-def trained(swarm: World, count: int, **options: Any) -> list[Client]:
-    found = clients(swarm, count, **options)
-    swarm.run()
-    return found
-
-
-def assert_alike(peers: list[Client]) -> None:
-    for peer in peers[1:]:
-        assert peer.trained.member.id == peers[0].trained.member.id
-        assert peer.image() == peers[0].image()
-        assert peer.history == peers[0].history
-    assert_same_models(peers)
-
-
-def assert_same_models(peers: list[Client]) -> None:
-    for peer in peers[1:]:
-        for name, one in peer.model.items():
-            assert torch.equal(one, peers[0].model[name])
 
 
 def test_all_peers_make_the_same_rounds() -> None:
@@ -246,6 +164,60 @@ def test_a_dead_peer_is_replaced_and_the_round_comes_about() -> None:
         assert len(numbers) == len(set(numbers)), "nobody trains twice from one state"
     assert all(killed[0] not in record.contributors for record in left[0].history)
     assert len(left[0].history[0].contributors) == 3, "one stands in for the dead peer"
+
+
+@pytest.mark.parametrize(("place", "is_in"), [(0, False), (0, True), (-1, False)])
+def test_a_coordinator_or_another_that_is_killed_while_the_others_wait_costs_no_grace(
+    place: int, is_in: bool
+) -> None:
+    swarm = federated("federated:quorum=3,grace=120,available=7")
+    peers = clients(swarm, 7, rounds=2)
+    # The peers meet in the round before.
+    name = ranked("1", tuple(sorted(one.name for one in peers)))[place]
+    victim, others = peers[int(name[-1])], [one for one in peers if one.name != name]
+    victim.seconds, others[0].seconds = (1.0, 20.0) if is_in else (100.0, 1.0)
+
+    def kill() -> None:
+        swarm.compute(10.0)
+        swarm.kill(name)
+
+    swarm.peer("fate", kill)
+    swarm.run()
+    assert_alike(others)
+    for one in others:
+        assert set(one.records[0].contributors) == {each.name for each in others}
+        assert one.records[0].seconds < (23.0 if is_in else 13.0)
+
+
+def test_a_peer_that_stands_still_during_its_training_costs_no_more_than_the_grace_and_is_late() -> None:
+    class Still(World):
+        """Nothing comes from the first peer, nor gets to it, while its channels stay open."""
+
+        still = False
+
+        def tap(self, sender: str, receiver: str, header: bytes, body: bytes) -> list[Frame]:
+            lost = self.still and "peer0" in (sender, receiver)
+            return [] if lost else super().tap(sender, receiver, header, body)
+
+    swarm = Still(strategy="federated:quorum=3,grace=4,available=5")
+    victim, *others = peers = clients(swarm, 5, rounds=2)
+    victim.seconds = 12.0
+
+    def fate() -> None:
+        swarm.compute(1.0)
+        swarm.still = True
+        for one in others:
+            one.seconds = 20.0
+        swarm.compute(9.0)
+        swarm.still, victim.seconds = False, 1.0
+
+    swarm.peer("fate", fate)
+    swarm.run()
+    assert_alike(peers)
+    assert set(others[0].records[0].contributors) == {each.name for each in others}
+    assert others[0].records[0].seconds < 1.0 + 4.0 + 1.0
+    assert victim.records[0].late > 0
+    assert set(victim.records[-1].contributors) == {one.name for one in peers}
 
 
 def test_a_failed_round_keeps_the_contributions_and_is_tried_again() -> None:
