@@ -23,7 +23,7 @@ def main() -> None:
     from equipoise.averaging.manifest import MAX_ROUND, Join, Manifest
     from equipoise.averaging.matchmaking.coordinator import Coordinator
     from equipoise.averaging.matchmaking.events import Send, Woke
-    from equipoise.averaging.matchmaking.group_builder import GroupBuilder
+    from equipoise.averaging.matchmaking.group_builder import GroupBuilder, Parked
     from equipoise.averaging.matchmaking.machine import Matchmaking
     from equipoise.averaging.matchmaking.messages import GroupFormed, Invitation, JoinAccepted
     from equipoise.peer.cli import main as equipoise
@@ -32,16 +32,16 @@ def main() -> None:
     decide, accept, handle = GroupBuilder.decide, Coordinator._accept, Matchmaking.handle
     announce = RunDriver._announce
 
-    def deciding(gathering: GroupBuilder, *args: Any) -> Any:
-        return None if (home / "hold").exists() else decide(gathering, *args)
+    def deciding(builder: GroupBuilder, *args: Any) -> Any:
+        return None if (home / "hold").exists() else decide(builder, *args)
 
-    def accepting(convening: Coordinator, gathering: GroupBuilder, join: Join, *args: Any) -> None:
+    def accepting(coordinator: Coordinator, builder: GroupBuilder, parked: Parked, *args: Any) -> None:
         if not (home / "hold").exists():
-            accept(convening, gathering, join, *args)
+            accept(coordinator, builder, parked, *args)
             return
-        run = convening._context.run
-        convening._context.send(join.peer, JoinAccepted(run, join.ticket, 10.0, 3, 4, False))
-        convening._context.send(join.peer, Invitation(run, gathering.round))
+        run, join = coordinator._context.run, parked.join
+        coordinator._context.send(join.peer, JoinAccepted(run, join.ticket, 10.0, 3, 4, False))
+        coordinator._context.send(join.peer, Invitation(run, builder.round))
 
     def handling(machine: Matchmaking, event: Any, now: float) -> list[Any]:
         actions = handle(machine, event, now)

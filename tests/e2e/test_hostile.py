@@ -35,7 +35,7 @@ def test_two_that_hold_and_flood_cost_the_others_a_wait_and_no_round(
     monkeypatch.setenv("PYTHONPATH", str(TESTS), prepend=":")
     monkeypatch.setattr("e2e.swarm.CLI", (*CLI[:-1], "from e2e.hostile import main; main()"))
     with Fleet(swarm.daemons(4, args=LISTEN), normal(4, 100_000), codec="fp32") as fleet:
-        # They convene first, and keep what they are given.
+        # They coordinate first, and keep what they are given.
         order = sorted(range(4), key=lambda member: rank("0", fleet.clients[member].peer_id))
         for member, way in zip(order, ways, strict=False):
             (fleet.daemons[member].home / way).touch()

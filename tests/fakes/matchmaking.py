@@ -20,7 +20,7 @@ OTHER_SPEC = "0" * 64
 
 
 def in_order(round: int, names: list[str]) -> list[str]:
-    """Names in the order in which they convene the round."""
+    """Names in the order in which they coordinate the round."""
     return sorted(names, key=lambda name: rank(str(round), name))
 
 

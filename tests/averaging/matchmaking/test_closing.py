@@ -182,9 +182,9 @@ def test_a_round_still_waits_for_a_peer_that_a_newcomer_has_displaced() -> None:
         drawn = closing.draw(STATE, 1.0).peers
     assert order[0] in drawn
     assert order[5] not in drawn, "it is displaced"
-    gathering = GroupBuilder(0, Needs(8, 2))
-    gathering.park(Parked(join(first, state=STATE), 1.0, 99.0, 0))
-    expected, _ = closing.awaited(gathering, 1.0)
+    builder = GroupBuilder(0, Needs(8, 2))
+    builder.park(Parked(join(first, state=STATE), 1.0, 99.0, 0))
+    expected, _ = closing.awaited(builder, 1.0)
     assert order[5] in expected
 
 

@@ -29,7 +29,7 @@ from fakes.matchmaking import (
 )
 from simulator.matchmaking import RUN
 
-# ---- convening ----
+# ---- parking joins and closing groups ----
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_a_join_for_a_round_gone_by_is_told_the_next() -> None:
     assert refusal.round == 7
 
 
-def test_who_asks_again_after_the_closing_gets_the_manifest_again() -> None:
+def test_a_peer_that_asks_again_after_the_closing_gets_the_manifest_again() -> None:
     coordinator, second, _ = roles(2)
     one = machine(coordinator, second)
     one.handle(ready(), 1.0)
@@ -181,7 +181,7 @@ def test_rounds_gathered_at_once_are_bounded() -> None:
     assert [peer for peer, _ in refused] == NAMES[4:-1], "the furthest round makes room"
 
 
-def test_who_leaves_or_is_lost_is_not_in_the_group() -> None:
+def test_a_peer_that_leaves_or_is_lost_is_not_in_the_group() -> None:
     coordinator, second, rest = roles(4)
     for gone in (MessageReceived(second, wire.LeaveRequest(RUN, join(second).ticket)), PeerLost(second)):
         one = machine(coordinator, second, *rest)
@@ -203,7 +203,7 @@ def test_leaving_with_another_ticket_changes_nothing() -> None:
     assert formed(one.handle(asks(rest[0]), 1.3)) is not None
 
 
-def test_the_worse_convener_hands_on_what_is_parked_with_it() -> None:
+def test_the_worse_coordinator_hands_on_what_is_parked_with_it() -> None:
     coordinator, second, rest = roles(3)
     one = machine(second, *rest)
     assert sent(one.handle(asks(rest[0]), 1.0), wire.JoinAccepted)
@@ -220,7 +220,7 @@ def test_a_join_that_has_been_sent_about_is_kept() -> None:
     assert sent(one.handle(asks(rest[0], hops=wire.MAX_HOPS), 1.1), wire.JoinAccepted)
 
 
-def test_of_two_that_ask_each_other_the_lower_ranked_convenes() -> None:
+def test_of_two_that_ask_each_other_the_lower_ranked_coordinates() -> None:
     coordinator, second, _ = roles(2)
     one, other = machine(coordinator, second), machine(second, coordinator)
     one.handle(PeerLost(coordinator), 1.0)
@@ -241,7 +241,7 @@ def test_a_coordinator_closes_no_group_with_an_unknown_peer_before_its_next_look
     assert formed(one.handle(seen(second), 1.4)) is not None
 
 
-def test_one_that_is_in_no_directory_does_not_hold_up_round_after_round() -> None:
+def test_a_peer_that_is_in_no_directory_does_not_hold_up_round_after_round() -> None:
     one = machine("alice", "bob", "carol")
     one.context.membership.own_misses = 2
     delays = []
@@ -274,7 +274,7 @@ def test_joining_again_and_again_does_not_put_off_the_end() -> None:
 # ---- how long to wait ----
 
 
-def test_one_that_says_nothing_when_asked_is_not_waited_for() -> None:
+def test_a_peer_that_says_nothing_when_asked_is_not_waited_for() -> None:
     coordinator, second, rest = roles(4)
     one = machine(coordinator, second, *rest)
     for _ in range(8):
@@ -341,7 +341,7 @@ def test_standing_still_is_never_less_than_no_lateness() -> None:
     assert wire.decode(wire.encode(message)) == message
 
 
-def test_one_that_is_late_and_says_that_it_is_there_is_waited_for() -> None:
+def test_a_peer_that_is_late_and_says_that_it_is_there_is_waited_for() -> None:
     coordinator, second, rest = roles(3)
     one = machine(coordinator, second, *rest)
     for _ in range(8):
@@ -354,7 +354,7 @@ def test_one_that_is_late_and_says_that_it_is_there_is_waited_for() -> None:
     assert formed(one.handle(asks(rest[0]), 5.0)) is not None
 
 
-def test_a_convener_that_stood_still_hears_first_what_came_meanwhile() -> None:
+def test_a_coordinator_that_stood_still_hears_first_what_came_meanwhile() -> None:
     coordinator, second, rest = roles(4)
     one = machine(coordinator, second, *rest)
     for _ in range(8):
@@ -369,7 +369,7 @@ def test_a_convener_that_stood_still_hears_first_what_came_meanwhile() -> None:
     assert len(manifest.peers) == 4
 
 
-def test_a_convener_that_stood_still_closes_soon_though_its_members_have_no_patience_left() -> None:
+def test_a_coordinator_that_stood_still_closes_soon_though_its_members_have_no_patience_left() -> None:
     coordinator, second, rest = roles(3)
     one = machine(coordinator, second, *rest)
     one.handle(ready(patience=1.0), 1.0)
@@ -379,7 +379,7 @@ def test_a_convener_that_stood_still_closes_soon_though_its_members_have_no_pati
     assert formed(elapse(one, 5.0, 5.5)) is not None
 
 
-def test_a_convener_that_is_always_a_little_late_closes_all_the_same() -> None:
+def test_a_coordinator_that_is_always_a_little_late_closes_all_the_same() -> None:
     coordinator, second, rest = roles(3)
     one = machine(coordinator, second, *rest)
     one.handle(ready(), 1.0)
@@ -394,7 +394,7 @@ def test_a_convener_that_is_always_a_little_late_closes_all_the_same() -> None:
         assert now < 1.0 + INITIAL_WAIT + 2.5
 
 
-def test_a_convener_that_stood_still_for_too_long_keeps_nobody_who_has_left() -> None:
+def test_a_coordinator_that_stood_still_for_too_long_keeps_nobody_who_has_left() -> None:
     coordinator, second, rest = roles(3)
     one = machine(coordinator, second, *rest)
     one.handle(ready(), 1.0)

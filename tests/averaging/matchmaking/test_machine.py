@@ -32,7 +32,7 @@ from simulator.matchmaking import RUN, Record, verify
 # ---- the short way ----
 
 
-def test_a_ready_peer_asks_the_convener_at_once() -> None:
+def test_a_ready_peer_asks_the_coordinator_at_once() -> None:
     coordinator, second, _ = roles(4)
     actions = machine(second, *others_of(second, 4)).handle(ready(weight=3), 10.0)
     [(peer, request)] = sent(actions, wire.JoinRequest)
@@ -57,7 +57,7 @@ def test_the_last_to_ask_closes_the_group_at_once() -> None:
     assert one.state == Exchanging(4, 0)
 
 
-def test_a_convener_that_becomes_ready_last_closes_at_once() -> None:
+def test_a_coordinator_that_becomes_ready_last_closes_at_once() -> None:
     coordinator, second, rest = roles(4)
     one = machine(coordinator, *others_of(coordinator, 4))
     for name in (second, *rest):
@@ -65,7 +65,7 @@ def test_a_convener_that_becomes_ready_last_closes_at_once() -> None:
     assert formed(one.handle(ready(), 10.2)) is not None
 
 
-def test_a_convener_that_is_not_ready_closes_the_group_of_the_others() -> None:
+def test_a_coordinator_that_is_not_ready_closes_the_group_of_the_others() -> None:
     coordinator, second, rest = roles(4)
     one = machine(coordinator, *others_of(coordinator, 4))
     for name in (second, *rest):
@@ -107,7 +107,7 @@ def test_a_member_of_a_manifest_that_was_lost_before_is_expected_in_the_next_rou
 # ---- whom to ask next ----
 
 
-def test_a_convener_that_cannot_be_reached_is_left_for_the_next() -> None:
+def test_a_coordinator_that_cannot_be_reached_is_left_for_the_next() -> None:
     coordinator, second, rest = roles(4)
     one = machine(rest[0], *others_of(rest[0], 4))
     one.handle(ready(), 1.0)
@@ -115,7 +115,7 @@ def test_a_convener_that_cannot_be_reached_is_left_for_the_next() -> None:
     assert peer == second
 
 
-def test_a_convener_that_does_not_answer_is_left_for_the_next() -> None:
+def test_a_coordinator_that_does_not_answer_is_left_for_the_next() -> None:
     coordinator, second, rest = roles(4)
     one = machine(rest[0], *others_of(rest[0], 4))
     one.handle(ready(), 1.0)
@@ -124,7 +124,7 @@ def test_a_convener_that_does_not_answer_is_left_for_the_next() -> None:
     assert sent(actions, wire.JoinRequest)[0][0] == second
 
 
-def test_a_convener_that_breaks_its_promise_is_left_for_the_next() -> None:
+def test_a_coordinator_that_breaks_its_promise_is_left_for_the_next() -> None:
     coordinator, second, rest = roles(4)
     one = machine(rest[0], *others_of(rest[0], 4))
     [(_, request)] = sent(one.handle(ready(), 1.0), wire.JoinRequest)
@@ -194,7 +194,7 @@ def test_a_stranger_invites_in_vain() -> None:
     assert [peer for peer, _ in sent(actions, wire.JoinRequest)] == [second]
 
 
-def test_one_that_sends_it_round_in_circles_is_left() -> None:
+def test_a_peer_that_sends_it_round_in_circles_is_left() -> None:
     coordinator, second, rest = roles(4)
     one = machine(rest[0], *others_of(rest[0], 4))
     [(_, request)] = sent(one.handle(ready(), 1.0), wire.JoinRequest)
@@ -351,7 +351,7 @@ def test_states() -> None:
     assert state.reason
 
 
-def test_a_client_mode_peer_does_not_convene() -> None:
+def test_a_client_mode_peer_does_not_coordinate() -> None:
     one = machine("alice")
     one.handle(events.CandidatesSeen([Record("bob", dialable=False)]), 1.0)
     actions = one.handle(ready(dialable=False), 1.1)
@@ -401,7 +401,7 @@ def test_a_peer_that_was_asked_and_never_said_anything_is_mute() -> None:
     assert not one.context.membership.is_mute("carol")
 
 
-def test_one_that_is_asked_answers_and_an_answer_is_not_answered() -> None:
+def test_a_peer_that_is_asked_answers_and_an_answer_is_not_answered() -> None:
     one = machine("alice")
     actions = one.handle(events.MessageReceived("bob", wire.Whereabouts(RUN, 0, asks=True)), 1.0)
     assert sent(actions, wire.Whereabouts) == [("bob", wire.Whereabouts(RUN, 0))]
@@ -420,7 +420,7 @@ def test_a_flood_of_records_is_asked_in_turn() -> None:
     assert len({peer for peer, _ in asked}) == len(asked) == 2 * MAX_ASKED
 
 
-def test_records_of_nobody_are_in_no_group_and_convene_none() -> None:
+def test_records_of_nobody_are_in_no_group_and_coordinate_none() -> None:
     coordinator, second, rest = roles(4)
     one = machine(second)
     one.handle(seen(coordinator, *rest), 1.0)
@@ -469,7 +469,7 @@ def share_round(one: Matchmaking, *others: str) -> None:
 
 @pytest.mark.parametrize("liars", [1, 2, 20])
 @pytest.mark.parametrize("answer", [False, True], ids=["records", "peers that answer"])
-def test_what_liars_say_moves_nobody_who_has_company(liars: int, answer: bool) -> None:
+def test_liars_move_no_peer_that_has_company(liars: int, answer: bool) -> None:
     one = machine("alice", "bob", "carol")
     share_round(one, "bob", "carol")
     ghosts = [f"ghost{index}" for index in range(liars)]
@@ -500,7 +500,7 @@ def test_where_most_have_restarted_they_go_to_the_one_that_has_not() -> None:
     assert one.round == 1_000_000
 
 
-def test_who_was_away_for_long_comes_after_the_others_by_leaps() -> None:
+def test_a_peer_that_was_away_for_long_comes_after_the_others_by_leaps() -> None:
     one = machine("alice", "bob", "carol")
     share_round(one, "bob", "carol")
     one.handle(seen("bob", "carol", round=10 * LEAP), 1.0)

@@ -11,7 +11,7 @@ READY_AFTER = 20.0
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_a_convener_that_is_ready_late_meets_a_trainer_and_an_observer(seed: int) -> None:
+def test_a_coordinator_that_is_ready_late_meets_a_trainer_and_an_observer(seed: int) -> None:
     world = World(["a", "b", "c"], 4, seed=seed)
     world.run(3.0)
     coordinator = world.coordinator_of("a")

@@ -17,7 +17,7 @@ def accepts(coordinator: str, ticket: bytes, short: bool = False, wait: float = 
 
 
 @pytest.mark.parametrize("short", [False, True], ids=["as if it gathered", "as if nobody else came"])
-def test_a_convener_that_holds_a_join_for_ever_is_left_and_not_asked_again_at_once(short: bool) -> None:
+def test_a_coordinator_that_holds_a_join_for_ever_is_left_and_not_asked_again_at_once(short: bool) -> None:
     coordinator, second, rest = roles(4)
     one = machine(rest[0], *others_of(rest[0], 4))
     [(_, request)] = sent(one.handle(ready(), 1.0), wire.JoinRequest)
@@ -48,7 +48,7 @@ def test_a_convener_that_holds_a_join_for_ever_is_left_and_not_asked_again_at_on
     assert (peer, last.hops) == (second, wire.MAX_HOPS)
 
 
-def test_one_that_lures_again_and_again_is_heeded_once() -> None:
+def test_a_peer_that_lures_again_and_again_is_heeded_once() -> None:
     coordinator, _, rest = roles(4)
     one = machine(rest[0], *others_of(rest[0], 4))
     asked, now = sent(one.handle(ready(), 1.0), wire.JoinRequest), 1.0
@@ -64,7 +64,7 @@ def test_one_that_lures_again_and_again_is_heeded_once() -> None:
     assert sum(peer == coordinator for peer, _ in asked) <= 2
 
 
-def test_one_that_alone_is_ready_waits_with_its_convener_for_hours() -> None:
+def test_a_peer_that_alone_is_ready_waits_with_its_coordinator_for_hours() -> None:
     coordinator, _, rest = roles(4)
     one = machine(rest[0], *others_of(rest[0], 4))
     [(_, request)] = sent(one.handle(ready(), 1.0), wire.JoinRequest)
@@ -73,7 +73,7 @@ def test_one_that_alone_is_ready_waits_with_its_convener_for_hours() -> None:
         assert not sent(one.handle(accepts(coordinator, request.join.ticket, True), now), wire.LeaveRequest)
 
 
-def test_a_convener_that_refuses_and_lures_is_left() -> None:
+def test_a_coordinator_that_refuses_and_lures_is_left() -> None:
     coordinator, second, rest = roles(4)
     one = machine(rest[0], *others_of(rest[0], 4))
     asked = [sent(one.handle(ready(), 1.0), wire.JoinRequest)[0]]
@@ -86,7 +86,7 @@ def test_a_convener_that_refuses_and_lures_is_left() -> None:
     assert sum(peer == coordinator for peer, _ in asked) <= HOLD_SECONDS / REPLY_SECONDS + 1
 
 
-def test_a_silent_convener_holds_nobody_by_a_long_promise() -> None:
+def test_a_silent_coordinator_holds_nobody_by_a_long_promise() -> None:
     coordinator, second, rest = roles(4)
     one = machine(rest[0], *others_of(rest[0], 4))
     [(_, request)] = sent(one.handle(ready(), 1.0), wire.JoinRequest)
@@ -97,7 +97,7 @@ def test_a_silent_convener_holds_nobody_by_a_long_promise() -> None:
 # ---- a round that began without the news ----
 
 
-def test_who_hears_of_a_round_asks_for_its_group_and_begins_it() -> None:
+def test_a_peer_that_hears_of_a_round_asks_for_its_group_and_begins_it() -> None:
     coordinator, second, rest = roles(3)
     told, untold = machine(second, coordinator, *rest), machine(rest[0], coordinator, second)
     joins = [sent(one.handle(ready(), 1.0), wire.JoinRequest)[0][1].join for one in (told, untold)]

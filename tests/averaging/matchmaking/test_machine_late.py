@@ -119,7 +119,7 @@ def test_only_the_coordinator_that_was_asked_can_say_late(liar: str) -> None:
     assert one.round == 7
 
 
-def test_one_that_coordinated_the_round_itself_is_late_for_it() -> None:
+def test_a_peer_that_coordinated_the_round_itself_is_late_for_it() -> None:
     coordinator, second, [third] = roles(3)
     one = machine(coordinator, second, third)
     for name in (second, third):
@@ -150,7 +150,7 @@ def test_word_that_the_others_are_ahead_makes_it_late_only_once_its_coordinator_
     assert one.round == round
 
 
-def test_one_whose_coordinator_died_asks_the_next_for_the_same_round() -> None:
+def test_a_peer_whose_coordinator_died_asks_the_next_for_the_same_round() -> None:
     """The group may have formed with it, and the coordinator died before it told all members."""
     one, coordinator, second, _ = joining()
     one.handle(seen(coordinator, second, round=8), 1.1)
@@ -159,7 +159,7 @@ def test_one_whose_coordinator_died_asks_the_next_for_the_same_round() -> None:
     assert [(peer, request.join.round) for peer, request in sent(actions, wire.JoinRequest)] == [(second, 7)]
 
 
-def test_one_that_has_just_started_takes_the_number_of_the_others() -> None:
+def test_a_peer_that_has_just_started_takes_the_number_of_the_others() -> None:
     one = machine("alice")
     one.handle(ready(state=BEFORE), 1.0)
     one.handle(seen("bob", "carol", round=57), 1.1)
@@ -232,7 +232,7 @@ def formed_of(actions: list[events.Action]) -> list[tuple[str, ...]]:
     return [*{message.manifest.peers for _, message in sent(actions, wire.GroupFormed)}]
 
 
-def test_a_join_whose_gathering_has_just_closed_without_it_is_not_left_behind() -> None:
+def test_a_join_whose_group_has_just_closed_without_it_is_not_left_behind() -> None:
     coordinator, second, [absent] = roles(3)
     one, closed_at = closed_without(absent, coordinator, second)
     own = one.context.join(ready(state=BEFORE).join, 1)

@@ -30,7 +30,7 @@ def lie(world: World, liar: str, honest: list[str], ahead: int | None) -> None:
     ("honest", "liars"),
     [(3, 3), (2, 2), *(pytest.param(*more, marks=pytest.mark.slow) for more in ((3, 1), (2, 6)))],
 )
-def test_what_most_mates_lie_stops_nobody(honest: int, liars: int, ahead: int | None, slow: bool) -> None:
+def test_mates_that_lie_stop_no_peer(honest: int, liars: int, ahead: int | None, slow: bool) -> None:
     names = [f"honest{index}" for index in range(honest)]
     strangers = [f"liar{index}" for index in range(liars)]
     world = World([*names, *strangers], 16)

@@ -280,7 +280,7 @@ def test_client_mode_peers_alone_form_nothing() -> None:
 
 
 @pytest.mark.parametrize("count", [3, 4])
-def test_whoever_dies_at_whatever_step_the_others_form_a_group(count: int) -> None:
+def test_if_a_peer_dies_at_any_step_the_others_form_a_group(count: int) -> None:
     for victim, step in itertools.product(names(count), range(0, 4 * count)):
         world = warm(count, 8, seed=step)
         together(world, names(count), within=0.01)
@@ -299,7 +299,7 @@ def test_whoever_dies_at_whatever_step_the_others_form_a_group(count: int) -> No
 
 
 @pytest.mark.parametrize("count", [3, pytest.param(4, marks=pytest.mark.slow)])
-def test_whoever_stalls_at_whatever_step_the_others_form_a_group(count: int) -> None:
+def test_if_a_peer_stalls_at_any_step_the_others_form_a_group(count: int) -> None:
     for victim, step in itertools.product(names(count), range(0, 4 * count, 2)):
         world = warm(count, 8, seed=step)
         together(world, names(count), within=0.01)
@@ -316,7 +316,7 @@ def test_whoever_stalls_at_whatever_step_the_others_form_a_group(count: int) -> 
         check_safety(world, 8)
 
 
-def test_a_convener_that_stops_while_it_gathers_holds_nobody_for_long() -> None:
+def test_a_coordinator_that_stops_while_it_gathers_holds_nobody_for_long() -> None:
     for seed in range(20):
         world = warm(4, 8, seed)
         [coordinator] = {world.coordinator_of(name) for name in names(4)}
@@ -347,7 +347,7 @@ FOUND_OUT_SECONDS = 2.1
 
 
 @pytest.mark.parametrize("taught", [0.03, 4.0])
-def test_one_that_stops_while_a_group_is_sought_holds_nobody_for_long(taught: float) -> None:
+def test_a_peer_that_stops_while_a_group_is_sought_holds_nobody_for_long(taught: float) -> None:
     for seed, victim in itertools.product(range(8), names(4)):
         world = warm(4, 4, seed)
         for peer in world.peers.values():
@@ -366,7 +366,7 @@ def test_one_that_stops_while_a_group_is_sought_holds_nobody_for_long(taught: fl
 
 
 @pytest.mark.parametrize("pause", [0.6, 1.1, 1.5])
-def test_a_convener_that_pauses_splits_no_group(pause: float) -> None:
+def test_a_coordinator_that_pauses_splits_no_group(pause: float) -> None:
     for seed in range(20):
         world = warm(4, 4, seed)
         [coordinator] = {world.coordinator_of(name) for name in names(4)}
@@ -384,7 +384,7 @@ def test_a_convener_that_pauses_splits_no_group(pause: float) -> None:
 
 @pytest.mark.parametrize("dies", [True, False])
 @pytest.mark.parametrize("told", [1, 2])
-def test_a_convener_that_is_lost_having_told_some_leaves_nobody_out(told: int, dies: bool) -> None:
+def test_a_coordinator_that_is_lost_having_told_some_leaves_nobody_out(told: int, dies: bool) -> None:
     for seed in range(10):
         world = warm(4, 4, seed)
         [coordinator] = {world.coordinator_of(name) for name in names(4)}
@@ -423,7 +423,7 @@ class Holder:
         return [*words, *lures]
 
 
-def test_a_convener_that_never_closes_holds_its_group_once() -> None:
+def test_a_coordinator_that_never_closes_holds_its_group_once() -> None:
     world = warm(4, 4)
     [coordinator] = {world.coordinator_of(name) for name in names(4)}
     others = [name for name in names(4) if name != coordinator]

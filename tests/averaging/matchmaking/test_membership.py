@@ -55,10 +55,10 @@ def test_one_mate_that_boasts_does_not_change_the_believed_round() -> None:
 
 
 def test_a_join_after_long_waits_of_others_still_gets_in() -> None:
-    gathering = GroupBuilder(0, Needs(4))
+    builder = GroupBuilder(0, Needs(4))
     for name, arrived in (("bob", 0.0), ("carol", 0.1), ("dave", 9.0)):
-        gathering.park(Parked(join(name), arrived, 1.0, 0))
-    assert gathering.out_of_patience() == 9.0 + GRACE
+        builder.park(Parked(join(name), arrived, 1.0, 0))
+    assert builder.out_of_patience() == 9.0 + GRACE
 
 
 def test_a_member_that_comes_after_the_close_teaches_how_late_it_was() -> None:

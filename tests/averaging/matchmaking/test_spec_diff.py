@@ -69,7 +69,7 @@ def test_one_answer_names_the_tensor_that_differs() -> None:
     assert "tensor 1: here 'b' float32 [3, 4], there 'b' float32 [4, 4]" in one.reason
 
 
-def test_who_is_asked_answers() -> None:
+def test_a_peer_that_is_asked_answers() -> None:
     one, other = comparing(), SpecDiff(SHAPE, "bob", 0.0)
     events: list[tuple[SpecDiff, str, Any]] = [
         (one, "bob", seen(me=OWN, bob=SHAPE)),
@@ -85,7 +85,7 @@ def test_who_is_asked_answers() -> None:
     assert "here 'b' float32 [4, 4]" in other.reason
 
 
-def test_who_does_not_answer_is_asked_again_and_not_for_ever() -> None:
+def test_a_peer_that_does_not_answer_is_asked_again_and_not_for_ever() -> None:
     one, now, questions = comparing(), 1.0, 0
     while now <= 1.0 + MAX_QUESTIONS * (ANSWER_SECONDS + ASK_AGAIN_SECONDS):
         questions += len(one.handle(seen(bob=OTHER), now))
@@ -95,14 +95,14 @@ def test_who_does_not_answer_is_asked_again_and_not_for_ever() -> None:
     assert one.settled(now)
 
 
-def test_one_that_cannot_be_reached_is_not_waited_for() -> None:
+def test_a_peer_that_cannot_be_reached_is_not_waited_for() -> None:
     one = comparing()
     one.handle(seen(bob=OTHER), 1.0)
     one.handle(PeerLost("bob"), 1.1)
     assert one.settled(1.1)
 
 
-def test_one_that_cannot_be_dialled_is_asked_by_the_channel_it_came_by() -> None:
+def test_a_peer_that_cannot_be_dialled_is_asked_by_the_channel_it_came_by() -> None:
     one = comparing()
     hidden = CandidatesSeen([Record("bob", spec=OTHER.hash, dialable=False)])
     assert one.handle(hidden, 1.0) == []
@@ -140,7 +140,7 @@ def test_of_many_strangers_some_are_asked_and_not_the_same_by_all() -> None:
     assert first != second
 
 
-def test_who_changes_its_spec_or_goes_is_looked_at_anew() -> None:
+def test_a_peer_that_changes_its_spec_or_goes_is_looked_at_anew() -> None:
     one = comparing()
     one.handle(seen(bob=OTHER), 1.0)
     one.handle(answer("bob", OTHER), 1.1)
