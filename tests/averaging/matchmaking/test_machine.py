@@ -231,6 +231,21 @@ def test_a_round_that_is_gone_is_skipped() -> None:
         assert again.join.round == 5
 
 
+def test_a_peer_that_was_lied_into_a_far_round_comes_back_at_its_next_search_but_not_to_a_past_round() -> (
+    None
+):
+    one = machine("alice", "bob", "carol")
+    share_round(one, "bob", "carol")
+    one.handle(seen("bob", "carol", round=1), 0.5)
+    [(coordinator, request)] = sent(one.handle(ready(nonce=b"m" * NONCE_BYTES), 1.0), wire.JoinRequest)
+    refusal = wire.JoinRefused(RUN, request.join.ticket, "over", round=500)
+    one.handle(events.MessageReceived(coordinator, refusal), 1.1)
+    assert one.round == 500
+    one.handle(events.Withdrew(), 1.2)
+    one.handle(ready(nonce=b"n" * NONCE_BYTES), 1.3)
+    assert one.round == 1
+
+
 def test_one_peer_alone_cannot_make_it_skip_far() -> None:
     coordinator, second, rest = roles(4)
     one = machine(rest[0], *others_of(rest[0], 4))
