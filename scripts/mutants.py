@@ -119,7 +119,6 @@ RULES: dict[str, list[tuple[str, str]]] = {
     ],
     "averaging/matchmaking/next_round.py": [
         ("self.number = max(self.floor, believed)", "self.number = believed"),
-        (" and (alone or not parked)", ""),
         ("max(self.floor + LEAP, min(near)) if near else", "max(self.floor + LEAP, max(near)) if near else"),
         ("if believed < self.floor:", "if False:"),
         ("self.number = self._membership.outrun(self.number, self.ceiling, now)", "pass"),

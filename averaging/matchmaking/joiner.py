@@ -352,11 +352,9 @@ class Joiner:
     def _follow_others(self, search: Search, now: float) -> float:
         """Move to the round of the others; returns the seconds by which a bound contribution to the round is late."""
         bound = search.join is not None and search.bound and self._round.floor
-        if bound and (ahead := self._ahead(now)):
-            return self._heed(search, ahead, now)
-        if bound:
-            search.behind_since = NEVER
-        self._round.follow(now, alone=search.alone, parked=isinstance(self.state, Parked))
+        if bound and self._is_behind(search, now):
+            return self._heed(search, now)
+        self._round.follow(now, alone=search.alone)
         return 0.0
 
     def _hear(self, message: wire.JoinAccepted | wire.Invitation, now: float) -> None:
@@ -389,19 +387,19 @@ class Joiner:
             self._end_late(late, why)
         return late > 0
 
-    def _ahead(self, now: float) -> int:
-        """The round beyond this peer's in which the others are; 0 if they are not beyond it."""
-        number = self._round.number
-        ahead = max(self._round.believed(now) or 0, number + self._membership.is_outpaced(number, now))
-        return ahead if ahead > number else 0
+    def _is_behind(self, search: Search, now: float) -> bool:
+        """True if the others are beyond this peer's round."""
+        behind = (self._round.believed(now) or 0) > self._round.number
+        search.behind_since = min(search.behind_since, now) if behind else NEVER
+        return behind
 
-    def _heed(self, search: Search, ahead: int, now: float) -> float:
+    def _heed(self, search: Search, now: float) -> float:
         """Give up the round once the others have been beyond it for `BEHIND_SECONDS`: a contribution to it is late."""
-        search.behind_since = min(search.behind_since, now)
-        if now < search.behind_since + BEHIND_SECONDS:
+        late = now - search.behind_since
+        if late < BEHIND_SECONDS:
             return 0.0
-        late, search.behind_since = now - search.behind_since, NEVER
-        self._round.number = ahead
+        search.behind_since = NEVER
+        self._round.reach(self._round.believed(now) or 0)
         # A peer that has had no round yet only has its number wrong.
         return late if search.bound and self._round.floor else 0.0
 

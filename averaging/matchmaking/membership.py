@@ -500,15 +500,6 @@ class Membership:
         planned = self.group(self.peer, round)
         return sorted([round, *beyond.values()])[-2] if any(peer in beyond for peer in planned) else round
 
-    def is_outpaced(self, round: int, now: float) -> bool:
-        """True if all other live members of this peer's planned group have gone beyond the round."""
-        group = [
-            member
-            for member in self.group(self.peer, round)
-            if member != self.peer and self.alive(member, now)
-        ]
-        return bool(group) and all(self._others[member].round > round for member in group)
-
     def _is_met(self, other: _Other) -> bool:
         return other.met or self._out_of_reach(other)
 

@@ -76,15 +76,8 @@ class NextRound:
         """Go on to the highest round in reach: a peer that has had it cannot come back."""
         self.reach(self._membership.highest_round(self.ceiling, now) or 0)
 
-    def follow(self, now: float, *, alone: bool, parked: bool) -> None:
-        """Go on to the round in which the others are.
-
-        Args:
-            now: The time.
-            alone: Whether this peer has found no group for a while.
-            parked: Whether its join is parked. Its coordinator then tells it of the next round: the others may be ahead
-                because its group has formed.
-        """
+    def follow(self, now: float, *, alone: bool) -> None:
+        """Go on to the round in which the others are; `alone` if this peer has found no group for a while."""
         membership, believed = self._membership, self.believed(now)
         if alone and believed is not None and not membership.has_mates:
             self._start_over(believed)
@@ -92,8 +85,6 @@ class NextRound:
         asks = not alone and any(mate <= self.number for mate in membership.mates_near(self.number))
         if believed is not None and believed >= self.number + 2 and not asks:
             self.number = believed
-        elif membership.is_outpaced(self.number, now) and (alone or not parked):
-            self.number += 1
         elif alone:
             self.follow_highest(now)
 

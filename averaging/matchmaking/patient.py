@@ -114,10 +114,9 @@ class PatientJoiner(Joiner):
 
     def _follow_others(self, search: Search, now: float) -> float:
         if search.join is None:
-            self._round.follow(now, alone=False, parked=False)
-        elif ahead := self._ahead(now):
-            return self._heed(search, ahead, now)
-        search.behind_since = NEVER
+            self._round.follow(now, alone=False)
+        elif self._is_behind(search, now):
+            return self._heed(search, now)
         return 0.0
 
     def _hear(self, message: wire.JoinAccepted | wire.Invitation, now: float) -> None:
