@@ -158,20 +158,6 @@ def test_five_daemons_come_to_what_the_reference_does(
         assert record.evaluation["score"] == pytest.approx(score, rel=1e-12, abs=1e-15)
 
 
-def test_half_of_the_peers_are_drawn_alike_by_all(places: list[DaemonProcess]) -> None:
-    strategy = f"federated:fraction=0.5,available={PEERS}"
-    trainers = trained(places, "half", strategy=strategy, rounds=6)
-    assert_alike(trainers)
-    for record in trainers[0].history:
-        records = [one for trainer in trainers for one in trainer.records if one.number == record.number]
-        drawn = {one.drawn for one in records}
-        assert len(drawn) == 1
-        assert set(record.contributors) == set(*drawn)
-        assert len(record.contributors) == 2
-        # A peer that falls silent for a moment is replaced by the next in the order, which then has trained too.
-        assert {one.peer for one in trainers if record.number in one.fits} >= set(record.contributors)
-
-
 @pytest.mark.slow
 def test_a_late_contribution_of_local_steps_counts_never(places: list[DaemonProcess]) -> None:
     peers, steps, late = 3, 4, 2
