@@ -7,7 +7,6 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from fakes.training import FakeSwarm
 from fakes.world import World, made
 
 
@@ -21,12 +20,6 @@ def ended() -> Iterator[None]:
     yield
     while made:
         made.pop().close()
-
-
-@pytest.fixture(params=["fp32"])
-def fake(request: pytest.FixtureRequest) -> FakeSwarm:
-    """For the few tests that say what each round gives."""
-    return FakeSwarm(request.param)
 
 
 @pytest.fixture(autouse=True)
