@@ -23,7 +23,7 @@ from equipoise.averaging.outcome import FetchOutcome, Outcome
 from equipoise.averaging.ports import Candidate, Directory, FrameRefused
 from equipoise.averaging.replication import messages
 from equipoise.averaging.replication import transfer_events as events
-from equipoise.averaging.replication.answers import Request
+from equipoise.averaging.replication.answers import Request, Wish
 from equipoise.averaging.replication.chunks import MAX_IMAGE_BYTES, Image, ImageId, is_chunk
 from equipoise.averaging.replication.client import Fetch
 from equipoise.averaging.replication.messages import Ask, AskItems, Item, TransferMessage, encode
@@ -81,7 +81,7 @@ class Download:
         self._sessions = sessions
         self._room = room
         self._ticket = request.ticket
-        self._circle = request.circle
+        self._circle = request.wish.circle
         self._image: ImageId | None = None
         self._digests = b""
         self._memory = memoryview(b"")
@@ -273,28 +273,22 @@ class Transfer:
         # Not within the task: a task that is cancelled before its first step runs no line of it.
         self._tasks.spawn(self._digest(state, image)).add_done_callback(lambda _: self._offering.release())
 
-    async def fetch(
-        self,
-        at_least: int,
-        limit: int,
-        timeout: float,
-        room: Room,
-        among: frozenset[str] = frozenset(),
-        barred: frozenset[str] = frozenset(),
-    ) -> FetchOutcome:
-        """Download a snapshot of epoch `at_least` or later from all peers that have it.
+    async def fetch(self, wish: Wish, timeout: float, room: Room) -> FetchOutcome:
+        """Get a snapshot from all peers that have it, or a mean that this peer missed.
 
-        `Request` describes the other arguments; `among` is its circle.
+        Unless the mean is `proved`, this peer stands at the state before it.
 
         Args:
             timeout: Seconds for everything; the outcome fails with a reason when they are over.
-            room: Makes memory for the image.
+            room: Makes memory for the image, or for the encoded mean.
 
         Raises:
             ValueError: A download of this run is going on already.
         """
+        if wish.after is not None:
+            return await self._recover(wish, wish.after, timeout, room)
         run, ticket = self._spec.name, self._sessions.chance.randbytes(TICKET_BYTES)
-        request = Request(run, self._spec.hash, ticket, at_least, limit, circle=among, barred=barred)
+        request = Request(run, self._spec.hash, ticket, wish)
         got = await self._get(request, timeout, room)
         if got.state is None:
             log.info("run %s: no state fetched: %s", run, got.reason)
@@ -320,27 +314,8 @@ class Transfer:
         """Note that the round of this run has ended."""
         self._driver.tell(events.RoundOver())
 
-    async def recover(
-        self,
-        after: StateId,
-        timeout: float,
-        room: Room,
-        circle: frozenset[str] = frozenset(),
-        proved: bool = False,
-        patient: bool = False,
-    ) -> FetchOutcome:
-        """Get the mean that the group applied to the state `after`, where this peer missed it.
-
-        `Request` describes the other arguments. Unless the mean is `proved`, this peer stands at that state.
-
-        Args:
-            timeout: Seconds for everything.
-            room: Makes memory for the encoded mean, once it is here.
-
-        Raises:
-            ValueError: A download of this run is going on already.
-        """
-        if not proved:
+    async def _recover(self, wish: Wish, after: StateId, timeout: float, room: Room) -> FetchOutcome:
+        if not wish.proved:
             self.reach(after.epoch)
         memory = memoryview(b"")
 
@@ -350,13 +325,12 @@ class Transfer:
             return memory
 
         spec = self._spec
-        request = self._question(after, circle, proved, patient)
-        got = await self._get(request, timeout, image)
+        got = await self._get(self._question(wish, after), timeout, image)
         if got.ok:
             try:
                 args = memory, spec, after, self._verify, room
                 mean, found = await self._loop.run_in_executor(None, unpack, *args)
-                if not proved:  # What its digest may yet disprove goes to no other peer.
+                if not wish.proved:  # What its digest may yet disprove goes to no other peer.
                     self.keep(mean, got.age)
                 got = msgspec.structs.replace(got, reason=found.reason, size=self.size, round=found)
             except (ValueError, FrameRefused) as error:
@@ -366,20 +340,20 @@ class Transfer:
         self.on_mean(got)
         return got
 
-    def _question(self, after: StateId, circle: frozenset[str], proved: bool, patient: bool) -> Request:
+    def _question(self, wish: Wish, after: StateId) -> Request:
         """The question for the mean after a state."""
-        spec, ticket = self._spec, self._sessions.chance.randbytes(TICKET_BYTES)
+        spec, ticket, circle = self._spec, self._sessions.chance.randbytes(TICKET_BYTES), wish.circle
         quorum = spec.strategy.quorum if spec.strategy.least else 0
-        limit = spec.layout.encoded_size + MAX_MANIFEST_BYTES
         membership, drawn = self._membership, frozenset(self.draw(after).peers)
-        follows = not (proved or patient) and membership.crowded and not membership.observes
+        follows = not (wish.proved or wish.patient) and membership.crowded and not membership.observes
         follows = follows and self._sessions.peer not in drawn
         if quorum:  # Its last group may have nobody in common with the next.
             circle |= drawn
         elif follows:  # The others of its circle follow the state as it does.
             circle = circle & membership.holders or circle
-        given = spec.name, spec.hash, ticket, 0, limit, after, circle, patient, proved, quorum
-        return Request(*given, follows=follows)
+        limit = spec.layout.encoded_size + MAX_MANIFEST_BYTES
+        wish = msgspec.structs.replace(wish, circle=circle, limit=limit)
+        return Request(spec.name, spec.hash, ticket, wish, quorum, follows)
 
     def withdraw(self, reason: str) -> None:
         """End the download that is going on, if any."""
@@ -523,7 +497,7 @@ class Transfer:
     async def _get(self, request: Request, timeout: float, room: Room) -> FetchOutcome:
         if self._download is not None:
             raise ValueError(f"a state of run {self._spec.name!r} is being fetched already: wait for it")
-        self._driver.tell(events.FetchChanged(request.after is None))
+        self._driver.tell(events.FetchChanged(request.wish.after is None))
         download = self._download = Download(request, self._sessions, timeout, room)
         if self._left:
             self.withdraw(self._left)

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Set
 from dataclasses import dataclass
 from statistics import median_low
+from typing import Annotated
+
+import msgspec
 
 from equipoise.averaging.counts import count
 from equipoise.averaging.replication.messages import Answer, Offer
@@ -17,6 +20,34 @@ LONE_SECONDS = 3 * ANSWER_SECONDS
 """Longest time to wait for the others if only one has answered: a channel may have to be opened first."""
 
 
+Peers = Annotated[frozenset[str], msgspec.Meta(max_length=256)]
+"""PeerIDs: as many as a follower remembers."""
+
+
+class Wish(msgspec.Struct, frozen=True):
+    """What a newcomer looks for: a snapshot or, given `after`, a mean that it missed.
+
+    Attributes:
+        at_least: The first epoch that is of use, 0 to `MAX_EPOCH`.
+        limit: Most bytes of a snapshot.
+        after: The state to which the group applied the mean.
+        circle: PeerIDs of the peers that vouch for that state: they held it in a round with this peer, or had a vote on
+            its snapshot. More than half of them must offer the same mean, as far as they can be reached. For a
+            snapshot: PeerIDs of the only peers to take it from, while any is there.
+        barred: PeerIDs of the peers whose last snapshot did not fit the newcomer's model: they are not asked.
+        proved: Whether the newcomer will know that mean by its digest, so that it can take it from any donor.
+        patient: Whether to wait for the peers that are not as far, if no other peer has that mean.
+    """
+
+    at_least: int = 0
+    limit: int = 0
+    after: StateId | None = None
+    circle: Peers = frozenset()
+    barred: Peers = frozenset()
+    proved: bool = False
+    patient: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """A newcomer's request.
@@ -25,14 +56,7 @@ class Request:
         run: The run's name.
         spec: Hash of its RunSpec.
         ticket: 8 random bytes.
-        at_least: The first epoch that is of use.
-        limit: Most bytes of the image.
-        after: A state: the newcomer looks for the mean that the group applied to it, not for a snapshot.
-        circle: PeerIDs of the peers that vouch for that state, of which more than half must offer the same mean, as
-            far as they can be reached. For a snapshot: PeerIDs of the only peers to take it from, while any is there.
-        patient: Whether to wait for the peers that are not as far, if no other peer has that mean.
-        proved: Whether the asking peer will know that mean by its digest, so that it can take it from any donor.
-        barred: PeerIDs of the peers whose last snapshot did not fit the newcomer's model: they are not asked.
+        wish: What it looks for.
         quorum: Fewest members that make a round without the others, where a draw decides who contributes; 0: no
             minority does.
         follows: Whether the asking peer has no place in the group, and waits for the mean until others are beyond it.
@@ -41,14 +65,8 @@ class Request:
     run: str
     spec: str
     ticket: bytes
-    at_least: int
-    limit: int
-    after: StateId | None = None
-    circle: frozenset[str] = frozenset()
-    patient: bool = False
-    proved: bool = False
+    wish: Wish
     quorum: int = 0
-    barred: frozenset[str] = frozenset()
     follows: bool = False
 
 

@@ -47,10 +47,10 @@ class Fetch:
         self.ended = False
         self._request = request
         self._began, self._expires = now, now + timeout
-        self._poll: SnapshotQuorum | UpdateQuery = SnapshotQuorum(request.at_least, request.circle)
-        if request.after is not None:
+        self._poll: SnapshotQuorum | UpdateQuery = SnapshotQuorum(request.wish.at_least, request.wish.circle)
+        if request.wish.after is not None:
             self._poll = UpdateQuery(request)
-        self._poll.barred |= dict.fromkeys(request.barred, "its last image did not fit")
+        self._poll.barred |= dict.fromkeys(request.wish.barred, "its last image did not fit")
         self._agreement: Agreement | None = None
         self._sources = ChunkScheduler(())
         self._image: ImageId | None = None
@@ -70,7 +70,7 @@ class Fetch:
     @property
     def standing(self) -> str:
         """The present activity, in one line."""
-        what = "state" if self._request.after is None else "mean"
+        what = "state" if self._request.wish.after is None else "mean"
         if self._agreement is None:
             return f"fetching a {what}: {self._poll.standing}"
         offer, donors = self._agreement.offer, count(len(self._sources.donors), "peer")
@@ -187,7 +187,7 @@ class Fetch:
             elif self._poll.wish(now):
                 self._ask_at = now
             return
-        size, limit = agreement.offer.image.size, self._request.limit
+        size, limit = agreement.offer.image.size, self._request.wish.limit
         if size <= limit:
             self._begin(agreement, now)
         else:
@@ -236,7 +236,7 @@ class Fetch:
     def _ask(self, peers: list[str]) -> None:
         one = self._request
         wanted = self._poll.wanted if self._agreement is None else ()
-        ask = messages.Ask(one.run, one.ticket, one.spec, one.at_least, wanted, one.after)
+        ask = messages.Ask(one.run, one.ticket, one.spec, one.wish.at_least, wanted, one.wish.after)
         self._out += [events.Send(peer, ask) for peer in peers]
 
     # ---- the end ----

@@ -29,14 +29,14 @@ from equipoise.averaging.replication.messages import Answer, Offer
 
 
 class UpdateQuery(Answers):
-    """The answers on the mean that the group applied to the state `request.after`."""
+    """The answers on the mean that the group applied to the state `request.wish.after`."""
 
     def __init__(self, request: Request) -> None:
         super().__init__()
-        assert request.after is not None, "it asks for a mean"
-        self._after = request.after
+        assert request.wish.after is not None, "it asks for a mean"
+        self._after = request.wish.after
         self._request = request
-        self._circle = request.circle
+        self._circle = request.wish.circle
         self._doubted: set[Offer] = set()
 
     def doubt(self, offer: Offer) -> None:
@@ -73,14 +73,14 @@ class UpdateQuery(Answers):
         gone = len(self._circle) - len(voters)
         if quorum and near and tally[offer] + gone >= quorum:
             voters = voters - {peer for peer in voters if self._waits(peer)}
-        if 2 * near <= len(voters) and not (self._request.proved and self._settled(now)):
+        if 2 * near <= len(voters) and not (self._request.wish.proved and self._settled(now)):
             return None
         return self._agreed(offer, f"{tally[offer]} of {count(len(self.peers), 'peer')} offer it")
 
     def hopeless(self, now: float) -> str:
         """Why the mean cannot come, one line; empty while it may come."""
         request = self._request
-        comes = not self.beyond if request.follows else request.patient and self.behind > 0
+        comes = not self.beyond if request.follows else request.wish.patient and self.behind > 0
         return "" if comes or not self._settled(now, LONE_SECONDS) else self.standing
 
     def wish(self, now: float) -> bool:
@@ -104,7 +104,7 @@ class UpdateQuery(Answers):
         """The peers of the circle that are there, unless any donor will do: other peers are asked too, but anybody can
         write records of peers that never answer, and those must not delay every question."""
         near = self._circle & self.peers.keys()
-        return self.peers.keys() if self._request.proved or not near else near
+        return self.peers.keys() if self._request.wish.proved or not near else near
 
     @property
     def standing(self) -> str:
@@ -114,7 +114,7 @@ class UpdateQuery(Answers):
         tally, what = self._tally, f"the mean after epoch {self._after.epoch}"
         if not tally:
             return f"none of {count(len(self._answers), 'peer')} that answered keeps {what}"
-        if self._request.proved:
+        if self._request.wish.proved:
             return f"{tally.total()} of {count(len(self.peers), 'peer')} offer {what}"
         near = max(self.rank(offer)[-1] for offer in tally)
         circle = count(len(self._circle), "peer")
@@ -123,7 +123,9 @@ class UpdateQuery(Answers):
     def _offer_in(self, answer: Answer) -> Offer | None:
         """The mean that an answer offers."""
         fits = (
-            one for one in answer.offers if one.state == self._after and one.image.size <= self._request.limit
+            one
+            for one in answer.offers
+            if one.state == self._after and one.image.size <= self._request.wish.limit
         )
         return next(fits, None)
 

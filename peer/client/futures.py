@@ -176,7 +176,7 @@ class PendingRound(Pending[Outcome]):
 
 
 class Download(Pending[FetchOutcome]):
-    """A download by the daemon into memory of this process; see `Run.fetch` and `Run.recover`.
+    """A download by the daemon into memory of this process; see `Run.fetch`.
 
     Attributes:
         content: After an ok `result`: the image, or the encoded mean for `Run.decode`, u8 [`size`] in shared memory,

@@ -26,6 +26,7 @@ from equipoise.averaging.outcome import (
     RunState,
     check_weight,
 )
+from equipoise.averaging.replication.answers import Wish
 from equipoise.averaging.schema import Schema
 from equipoise.averaging.spec import check_terms
 from equipoise.averaging.state import StateId
@@ -401,57 +402,20 @@ class JoinedRun:
             shared.view(size, writable=True)[:] = content
             self._link.ask(messages.OfferState(self.name, state, size), OFFER_SECONDS, [shared.fd])
 
-    def fetch(
-        self,
-        at_least: int,
-        limit: int,
-        timeout: float = 60.0,
-        among: tuple[str, ...] = (),
-        barred: tuple[str, ...] = (),
-    ) -> Download:
-        """Download a snapshot of the run's state from all peers that offer the same one, verified; one at a time.
+    def fetch(self, wish: Wish, timeout: float = 60.0) -> Download:
+        """Download a snapshot of the run's state, verified, or a mean that this peer missed, for `decode`.
+
+        One download goes on at a time. Daemons keep the last few means of a run whose `step` is given states.
 
         Args:
-            at_least: The first epoch that is of use.
-            limit: Most bytes of the image.
-            timeout: Seconds after which the download has ended, with or without success.
-            among: PeerIDs, at most 256, of the only peers to take it from, while any of them is there.
-            barred: PeerIDs, at most 256, of peers to take nothing from.
+            timeout: Seconds after which the download has ended; if no peer has the mean, it ends soon.
 
         Raises:
             ValueError: The timeout is out of range.
             Refused: The limit is too large for this machine; or, when `result` is called, a download was going on.
         """
-        request = messages.Fetch(self.name, limit, timeout, at_least, circle=among, barred=barred)
-        return Download(self._link, request)
-
-    def recover(
-        self,
-        after: StateId,
-        timeout: float = 60.0,
-        circle: tuple[str, ...] = (),
-        proved: bool = False,
-        patient: bool = False,
-    ) -> Download:
-        """Fetch from other peers the mean that the group applied to a state, if this peer missed it, for `decode`.
-
-        Daemons keep the last few means of a run whose `step` is given states. One download at a time, by this call or
-        by `fetch`.
-
-        Args:
-            after: The state.
-            timeout: Seconds after which the download has ended; if no peer has the mean, it ends soon.
-            circle: PeerIDs, at most 256, of the peers that vouch for the state: they held it in a round with this peer,
-                or had a vote on its snapshot.
-            proved: Whether the caller will check the state after the mean. If not, more than half of those of
-                the circle that can be reached must offer the same mean.
-            patient: Whether to wait for peers that are not as far, if no peer has the mean.
-
-        Raises:
-            ValueError, Refused: As `fetch`.
-        """
-        vouchers = circle, (), proved, patient
-        return Download(self._link, messages.Fetch(self.name, self.mean_bytes, timeout, 0, after, *vouchers))
+        size = wish.limit if wish.after is None else self.mean_bytes
+        return Download(self._link, messages.Fetch(self.name, size, timeout, wish))
 
     @property
     def mean_bytes(self) -> int:
@@ -463,7 +427,7 @@ class JoinedRun:
         return memoryview(bytes(self._region.mean[: self.mean_bytes]))
 
     def decode(self, mean: memoryview) -> None:
-        """Let `mean` hold the values of a mean that `recover` has fetched, and averaged buffers their part of it."""
+        """Let `mean` hold the values of a mean that `fetch` has brought, and averaged buffers their part of it."""
         self._binding.read_step(mean, self._binding.stepped(), self.mean, hand_back=False)
 
     def take(self) -> Accumulator | None:

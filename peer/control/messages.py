@@ -21,6 +21,7 @@ from equipoise.averaging.draw import Drawn
 from equipoise.averaging.metrics import Report, Values
 from equipoise.averaging.options import RunOptions, Terms
 from equipoise.averaging.outcome import FetchOutcome, Outcome, RunState
+from equipoise.averaging.replication.answers import Wish
 from equipoise.averaging.schema import Dtype, Schema
 from equipoise.averaging.state import StateId
 from equipoise.peer.errors import ControlError
@@ -47,9 +48,6 @@ Weight = Annotated[float, msgspec.Meta(ge=0, le=sys.float_info.max)]
 
 Timeout = Annotated[float, msgspec.Meta(gt=0, le=MAX_TIMEOUT)]
 """Seconds; what is decoded needs no other check."""
-
-Peers = Annotated[tuple[str, ...], msgspec.Meta(max_length=256)]
-"""PeerIDs: as many as a replica remembers."""
 
 
 class Request(msgspec.Struct, Generic[Answer], frozen=True, tag=True):
@@ -179,20 +177,11 @@ class OfferState(RunRequest[None], frozen=True):
 
 
 class Fetch(RunRequest[FetchOutcome], frozen=True):
-    """Download into the `size` bytes of shared memory beside this frame a snapshot of epoch `at_least` or later.
-
-    Given the state `after`, download the encoded mean that the group applied to it. `Run.fetch`, whose `among` is the
-    circle here, and `Run.recover` describe the other fields.
-    """
+    """Download a snapshot, or an encoded mean, into the `size` bytes of shared memory beside this frame."""
 
     size: int
     timeout: Timeout
-    at_least: int = 0
-    after: StateId | None = None
-    circle: Peers = ()
-    barred: Peers = ()
-    proved: bool = False
-    patient: bool = False
+    wish: Wish
 
 
 class StopRound(RunRequest[None], frozen=True):

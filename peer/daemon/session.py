@@ -224,8 +224,8 @@ class Session:
             Refused: The epoch is out of range, or the memory too small for the mean.
             ValueError: A download of this run is going on already.
         """
-        if not 0 <= request.at_least <= MAX_EPOCH:
-            raise Refused(f"expected an epoch of 0 to {MAX_EPOCH}, got {request.at_least}")
+        if not 0 <= request.wish.at_least <= MAX_EPOCH:
+            raise Refused(f"expected an epoch of 0 to {MAX_EPOCH}, got {request.wish.at_least}")
 
         def room(size: int) -> memoryview:
             if size > memory.capacity:
@@ -233,11 +233,8 @@ class Session:
             memory.allocate(size)  # For gigabytes the kernel takes seconds to provide the pages.
             return memory.view(size, writable=True)
 
-        transfer, circle = await self.transfer(), frozenset(request.circle)
-        what = request.timeout, room, circle
-        if request.after is not None:
-            return await transfer.recover(request.after, *what, request.proved, request.patient)
-        return await transfer.fetch(request.at_least, memory.capacity, *what, frozenset(request.barred))
+        wish = msgspec.structs.replace(request.wish, limit=memory.capacity)
+        return await (await self.transfer()).fetch(wish, request.timeout, room)
 
     def status(self) -> RunStatus:
         """The run's part of the daemon's status."""

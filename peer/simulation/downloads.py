@@ -96,10 +96,10 @@ class SnapshotDownload(Download):
     _seconds = SNAPSHOT_SECONDS
 
     def _find(self) -> Callable[[], FetchOutcome] | str:
-        others = [one for one in self._others if one.peer not in self.request.barred]
-        voters = [one for one in others if one.peer in self.request.circle] or others
+        others = [one for one in self._others if one.peer not in self.request.wish.barred]
+        voters = [one for one in others if one.peer in self.request.wish.circle] or others
         offers = [one.offered for one in voters if one.offered is not None]
-        fitting = Counter(offer for offer in offers if offer[0].epoch >= self.request.at_least)
+        fitting = Counter(offer for offer in offers if offer[0].epoch >= self.request.wish.at_least)
         if not fitting:
             return "" if others else "no other peer of this run is known"
         chosen = max(fitting, key=lambda offer: (fitting[offer], offer[0].epoch))
@@ -134,14 +134,14 @@ class MeanDownload(Download):
 
     @property
     def _after(self) -> StateId:
-        assert self.request.after is not None, "it is no snapshot"
-        return self.request.after
+        assert self.request.wish.after is not None, "it is no snapshot"
+        return self.request.wish.after
 
     def _find(self) -> Callable[[], FetchOutcome] | str:
         kept = self._run.kept.get(self._after)
         if kept is not None and not all(one.dead or one is self.member for one in kept.holders):
             return lambda: self._taken(kept)
-        if self._in_round or (self.request.patient and self._behind):
+        if self._in_round or (self.request.wish.patient and self._behind):
             return ""
         return f"none of {len(self._others)} peers keeps the mean after epoch {self._after.epoch}"
 

@@ -90,7 +90,7 @@ class Part:
             one for one in run.downloads if isinstance(one, SnapshotDownload) and one.member is not member
         )
         return Progress(
-            member.accumulated, swarm, min((one.request.at_least for one in others), default=None)
+            member.accumulated, swarm, min((one.request.wish.at_least for one in others), default=None)
         )
 
     def leave(self, reason: str, dead: bool = False) -> None:
@@ -235,11 +235,11 @@ class SimulatedLink(Connection):
         if any(download.member is member for download in run.downloads):
             raise Refused(f"a state of run {run.spec.name!r} is being fetched already: wait for it")
         given = run, member, self._time, request, reply, SharedMemory.attach(os.dup(fd), request.size)
-        if request.after is None:
+        if request.wish.after is None:
             SnapshotDownload(*given)
             return
-        if not request.proved:
-            member.epoch = request.after.epoch
+        if not request.wish.proved:
+            member.epoch = request.wish.after.epoch
         MeanDownload(*given)
         run.serve()
 

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-from typing import Any
-
 import torch
 
 from equipoise.averaging.outcome import FetchOutcome
 from equipoise.averaging.replication import events
-from equipoise.averaging.state import StateId
+from equipoise.averaging.replication.answers import Wish
 from equipoise.peer.client.futures import Download
 from equipoise.peer.client.run import JoinedRun
 from equipoise.peer.errors import Refused
@@ -60,17 +56,14 @@ class Downloads:
         return self._going is not None or self._refused is not None
 
     def fetch(self, at_least: int, limit: int, among: tuple[str, ...] = ()) -> None:
-        """Begin to fetch a snapshot; see `Run.fetch`. It leaves out the donors of an image that did not fit, once."""
-        self._begin(False, partial(self._run.fetch, at_least, limit, FETCH_SECONDS, among, self._barred))
+        """Begin to fetch a snapshot; it leaves out the donors of an image that did not fit, once."""
+        self.begin(Wish(at_least, limit, None, frozenset(among), frozenset(self._barred)), FETCH_SECONDS)
 
-    def recover(self, after: StateId, timeout: float, *how: Any) -> None:
-        """Begin to fetch the mean that the group applied to the state `after`; see `Run.recover`."""
-        self._begin(True, partial(self._run.recover, after, timeout, *how))
-
-    def _begin(self, recovering: bool, start: Callable[[], Download]) -> None:
+    def begin(self, wish: Wish, timeout: float) -> None:
+        """Begin a download; see `Run.fetch`."""
         self.stop()
         try:
-            self._going, self.recovering = start(), recovering
+            self._going, self.recovering = self._run.fetch(wish, timeout), wish.after is not None
         except Refused as error:
             self._refused = events.DownloadFailed(str(error))
 

@@ -14,6 +14,7 @@ from equipoise.averaging.counts import count
 from equipoise.averaging.metrics import Evaluation
 from equipoise.averaging.outcome import Exchanging, Idle, NoPeers, Outcome
 from equipoise.averaging.replication import events
+from equipoise.averaging.replication.answers import Wish
 from equipoise.averaging.replication.follower import ATTENDANCE, FIRST_SNAPSHOT, MEETING_WEIGHT, Follower
 from equipoise.averaging.replication.lineage import beginning
 from equipoise.averaging.replication.log import HELD_MEANS, Entry
@@ -633,7 +634,8 @@ class Member:
         if self._ends_at is not None:
             left = max(self._ends_at - self.clock(), LEAST_SECONDS)
             patient = not astray and self.has_company()
-        self._downloads.recover(after, left, self._follower.circle, astray, patient)
+        wish = Wish(0, 0, after, frozenset(self._follower.circle), proved=astray, patient=patient)
+        self._downloads.begin(wish, left)
         self._asks = True
 
     def _await_mean(self) -> None:

@@ -11,6 +11,7 @@ import torch
 
 from contracts.run import OPTIONS, SOON, Peers, join_all
 from e2e.swarm import eventually
+from equipoise.averaging.replication.answers import Wish
 from equipoise.averaging.state import StateId
 from equipoise.peer import Refused
 
@@ -41,7 +42,7 @@ class StateContract:
         for donor in donors:
             donor.offer(state_of(4), IMAGE)
 
-        download = newcomer.fetch(at_least=4, limit=LIMIT, timeout=SOON)
+        download = newcomer.fetch(Wish(4, LIMIT), timeout=SOON)
         fetched = download.result()
 
         assert fetched.ok, fetched.reason
@@ -60,7 +61,7 @@ class StateContract:
         for donor in donors:
             donor.offer(state_of(4), IMAGE[:1000])
 
-        pending = newcomer.fetch(at_least=7, limit=LIMIT, timeout=2 * SOON)
+        pending = newcomer.fetch(Wish(7, LIMIT), timeout=2 * SOON)
 
         for donor in donors:
             eventually(lambda donor=donor: donor.progress().wanted == 7, "the wish")
@@ -78,7 +79,7 @@ class StateContract:
         (peer,) = peers(1)
         run = peer.join("digits", [torch.zeros(2)])
 
-        download = run.fetch(at_least=0, limit=LIMIT, timeout=0.3)
+        download = run.fetch(Wish(0, LIMIT), timeout=0.3)
         fetched = download.result()
 
         assert not fetched.ok
@@ -89,23 +90,23 @@ class StateContract:
         clients = peers(2)
         peer = clients[0]
         run, _ = step_all(lambda _: clients, 2)
-        pending = run.fetch(at_least=0, limit=LIMIT, timeout=SOON)
+        pending = run.fetch(Wish(0, LIMIT), timeout=SOON)
         eventually(lambda: peer.status().runs[0].transfer, "that the status tells of it")
         with pytest.raises(Refused, match="already"):
-            run.fetch(at_least=0, limit=LIMIT, timeout=SOON).result()
+            run.fetch(Wish(0, LIMIT), timeout=SOON).result()
         with pytest.raises(TimeoutError, match="again"):
             pending.result(0.01)
 
         pending.cancel()
 
         assert "cancelled" in pending.result().reason
-        assert not run.fetch(at_least=0, limit=LIMIT, timeout=0.1).result().ok
+        assert not run.fetch(Wish(0, LIMIT), timeout=0.1).result().ok
 
     def test_more_than_the_limit_is_not_fetched(self, peers: Peers) -> None:
         donor, newcomer = step_all(peers, 2)
         donor.offer(state_of(1), IMAGE)
 
-        fetched = newcomer.fetch(at_least=0, limit=len(IMAGE) - 1, timeout=SOON).result()
+        fetched = newcomer.fetch(Wish(0, len(IMAGE) - 1), timeout=SOON).result()
 
         assert not fetched.ok
         assert f"at most {len(IMAGE) - 1} bytes" in fetched.reason
@@ -123,7 +124,7 @@ class StateContract:
         late = last.join("digits", [torch.zeros(2)], **OPTIONS)
 
         def recovered() -> Any:
-            download = late.recover(state_of(4), SOON, proved=True)
+            download = late.fetch(Wish(after=state_of(4), proved=True), SOON)
             return download if download.result().ok else None
 
         download = eventually(recovered, "the mean, from peers that know the late one by then")
@@ -134,18 +135,18 @@ class StateContract:
         late.decode(download.content)
         assert {name: value.tolist() for name, value in late.mean.items()} == {"0": [1.0, 1.0]}
         assert found.sources
-        again = members[0].recover(state_of(4), SOON, proved=True).result()
+        again = members[0].fetch(Wish(after=state_of(4), proved=True), SOON).result()
         assert again.round is not None
         assert again.round.counted(members[0].peer)
         # Whoever knows nobody by whom it has its state cannot tell whose round it was.
-        alone = late.recover(state_of(4), SOON).result()
+        alone = late.fetch(Wish(after=state_of(4)), SOON).result()
         assert not alone.ok
         assert alone.reason
 
     def test_a_mean_that_nobody_keeps_is_not_waited_for(self, peers: Peers) -> None:
         run, _ = step_all(peers, 2)
 
-        found = run.recover(state_of(4), 100 * SOON).result()
+        found = run.fetch(Wish(after=state_of(4)), 100 * SOON).result()
 
         assert not found.ok
         assert found.reason
@@ -158,15 +159,15 @@ class StateContract:
         with pytest.raises(ValueError, match="1 byte or more"):
             run.offer(state_of(1), b"")
         with pytest.raises(ValueError, match="timeout"):
-            run.fetch(at_least=0, limit=LIMIT, timeout=0)
+            run.fetch(Wish(0, LIMIT), timeout=0)
         with pytest.raises(Refused, match="an epoch of 0"):
-            run.fetch(at_least=-1, limit=LIMIT).result()
+            run.fetch(Wish(-1, LIMIT)).result()
         with pytest.raises(Refused, match="shared memory"):
-            run.fetch(at_least=0, limit=0).result()
+            run.fetch(Wish(0, 0)).result()
 
     def test_a_fetch_ends_with_its_run(self, peers: Peers) -> None:
         run, _ = step_all(peers, 2)
-        pending = run.fetch(at_least=0, limit=LIMIT, timeout=SOON)
+        pending = run.fetch(Wish(0, LIMIT), timeout=SOON)
         run.leave()
 
         assert "left" in pending.result().reason

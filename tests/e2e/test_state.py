@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from e2e.swarm import DaemonProcess, eventually
+from equipoise.averaging.replication.answers import Wish
 from equipoise.averaging.state import StateId
 from equipoise.peer import Client, Outcome, Run, connect
 
@@ -67,7 +68,7 @@ def test_status_tells_who_fetches_and_who_serves(places: list[DaemonProcess]) ->
     for one in (run, fetching):
         one.accumulate([torch.ones(STEP_VALUES)], weight=1)
     eventually(lambda: fetching.progress().swarm == 2, "that the other peer steps, too")
-    pending = fetching.fetch(at_least=3, limit=1000, timeout=60.0)
+    pending = fetching.fetch(Wish(3, 1000))
 
     eventually(lambda: run.progress().wanted, "the wish")
     assert "1 peer wants the state of epoch 3" in daemons[0].cli("status").stdout
@@ -94,7 +95,7 @@ def test_an_image_of_120_mb_from_three_of_which_one_is_killed_while_rounds_go_on
         run.offer(STATE, image)
     eventually(lambda: all(trainer.outcomes for trainer in trainers), "a first round")
 
-    pending = fetching.fetch(at_least=STATE.epoch, limit=2 * len(image), timeout=60.0)
+    pending = fetching.fetch(Wish(STATE.epoch, 2 * len(image)))
     eventually(lambda: pending.done() or "from 3 peers" in newcomer.status().runs[0].transfer, "three donors")
     places[1].kill()
     cut = not pending.done()

@@ -12,6 +12,7 @@ import torch
 from e2e.swarm import DaemonProcess, eventually
 from e2e.threads import together
 from equipoise.averaging.outcome import FetchOutcome
+from equipoise.averaging.replication.answers import Wish
 from equipoise.peer import Run, connect
 from equipoise.peer.client.futures import Download
 from equipoise.peer.training import DiLoCo, SwarmOptimizer
@@ -35,13 +36,14 @@ class Watched:
         self.model: Any = run.source
         self.offers: list[object] = []
         self._asked: list[Download] = []
-        recover = run.recover
+        fetch = run.fetch
 
-        def watched(*args: Any, **options: Any) -> Download:
-            self._asked.append(recover(*args, **options))
-            return self._asked[-1]
+        def watched(wish: Wish, timeout: float) -> Download:
+            going = fetch(wish, timeout)
+            self._asked += [going] if wish.after is not None else []
+            return going
 
-        monkeypatch.setattr(run, "recover", watched)
+        monkeypatch.setattr(run, "fetch", watched)
         monkeypatch.setattr(run, "offer", lambda *args: self.offers.append(args))
 
     @property

@@ -12,6 +12,7 @@ from equipoise.averaging.aio.transfer import Transfer
 from equipoise.averaging.manifest import Join, Manifest
 from equipoise.averaging.metrics import Report, values_of
 from equipoise.averaging.outcome import Outcome
+from equipoise.averaging.replication.answers import Wish
 from equipoise.averaging.replication.update import EncodedMean
 from equipoise.averaging.spec import RunSpec
 from equipoise.averaging.state import StateId
@@ -59,7 +60,8 @@ async def recovered(
 ) -> tuple[Outcome, torch.Tensor, dict[str, int]]:
     """What comes of the mean after that state."""
     stored = memoryview(bytearray(transfer.size))
-    got = await transfer.recover(after, 20.0, lambda size: stored, frozenset(circle), proved)
+    wish = Wish(after=after, circle=frozenset(circle), proved=proved)
+    got = await transfer.fetch(wish, 20.0, lambda size: stored)
     outcome = got.round or Outcome(ok=False, reason=got.reason)
     return outcome, decoded(transfer._spec.layout, stored), got.sources
 

@@ -339,7 +339,7 @@ class World:
     def held_back(self, request: Request[Any]) -> float:
         """The seconds for which the answer is held back."""
         if isinstance(request, Fetch):
-            return self.fetch_seconds if request.after is None else self.recover_seconds
+            return self.fetch_seconds if request.wish.after is None else self.recover_seconds
         return 0.0
 
     # ---- what has happened ----
@@ -349,7 +349,9 @@ class World:
         """Who had which missed mean."""
         asked = [(peer, request, got) for _, peer, request, got in self.log if isinstance(request, Fetch)]
         return [
-            (peer, asked.after) for peer, asked, got in asked if asked.after and got is not None and got.ok
+            (peer, asked.wish.after)
+            for peer, asked, got in asked
+            if asked.wish.after and got is not None and got.ok
         ]
 
     @property

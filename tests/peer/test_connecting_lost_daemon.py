@@ -15,6 +15,7 @@ import torch
 from contracts.run import OPTIONS, SOON, together
 from e2e.swarm import eventually
 from equipoise.averaging.outcome import Idle, NoPeers
+from equipoise.averaging.replication.answers import Wish
 from equipoise.averaging.state import StateId
 from equipoise.peer import Client, DaemonLost, Refused, Run, connect, connecting
 from equipoise.peer.config import load
@@ -204,8 +205,8 @@ def test_what_a_daemon_would_do_is_weather_without_one(machines: list[Machine]) 
 
     run.tell("training", "it goes on")
     run.offer(STATE, b"image")
-    assert run.fetch(1, 1000, timeout=SOON).result().reason == reason
-    recovered = run.recover(STATE, timeout=SOON)
+    assert run.fetch(Wish(1, 1000), SOON).result().reason == reason
+    recovered = run.fetch(Wish(after=STATE), SOON)
     recovered.cancel()
     assert recovered.result().reason == reason
     assert not run.wait_for(1, timeout=0.1)

@@ -75,7 +75,7 @@ def right(scenario: Scenario, world: World, name: str, result: Result) -> bool:
         and result.image == image_of(state, scenario.chunks)
         and outcome.size == result.image.size
         and set(result.chunks) == set(range(1, scenario.chunks + 1))
-        and state.epoch >= world.newcomers[name].request.at_least
+        and state.epoch >= world.newcomers[name].request.wish.at_least
         and sum(-(-size // CHUNK_BYTES) for size in outcome.sources.values()) == scenario.chunks
     )
 
@@ -167,7 +167,7 @@ def test_of_two_donors_one_that_stops_does_not_hold_the_newcomer_up_for_ever() -
 
 
 def has_the_mean(scenario: Scenario, world: World, name: str, result: Result) -> bool:
-    after = world.newcomers[name].request.after
+    after = world.newcomers[name].request.wish.after
     return (
         after is not None
         and result.outcome.ok

@@ -15,7 +15,7 @@ from blake3 import blake3
 from equipoise.averaging.outcome import FetchOutcome
 from equipoise.averaging.replication import messages
 from equipoise.averaging.replication import transfer_events as events
-from equipoise.averaging.replication.answers import Request
+from equipoise.averaging.replication.answers import Request, Wish
 from equipoise.averaging.replication.chunks import CHUNK_BYTES, ImageId
 from equipoise.averaging.replication.client import Fetch
 from equipoise.averaging.replication.server import KEPT_MEANS, Server
@@ -311,16 +311,14 @@ class SimNewcomer(Driver):
     def __init__(self, world: World, name: str) -> None:
         scenario = world.scenario
         present = max((donor.epoch for donor in world.donors.values() if not donor.dead), default=0)
-        self.request = Request(
-            RUN,
-            SPEC,
-            name.encode().ljust(8, b"."),
+        wish = Wish(
             present + scenario.at_least,
             scenario.chunks * CHUNK_BYTES,
             state_of(max(present - scenario.missed, 0)) if scenario.missed else None,
             frozenset(world.donors),
             proved=scenario.proved,
         )
+        self.request = Request(RUN, SPEC, name.encode().ljust(8, b"."), wish)
         super().__init__(world, Fetch(self.request, world.now, scenario.timeout), events.Woke())
         self._world = world
         self._name = name

@@ -12,6 +12,7 @@ from equipoise.averaging.aio import router as router_module
 from equipoise.averaging.aio.router import MAX_LEFTOVERS, Router
 from equipoise.averaging.options import RunOptions
 from equipoise.averaging.outcome import Idle, NoPeers
+from equipoise.averaging.replication.answers import Wish
 from equipoise.averaging.replication.messages import Answer
 from equipoise.averaging.replication.server import Server
 from equipoise.averaging.replication.snapshot_quorum import SnapshotQuorum
@@ -69,10 +70,10 @@ async def test_the_last_snapshot_is_served_too(cluster: Cluster) -> None:
     await until(lambda: donor._held)
     await leave(cluster, "a")
     memory = Memory()
-    outcome = await newcomer.fetch(7, LIMIT, 20.0, memory.room)
+    outcome = await newcomer.fetch(Wish(7, LIMIT), 20.0, memory.room)
     assert outcome.ok, outcome.reason
     assert memory.image == IMAGE
-    later = await newcomer.fetch(8, LIMIT, 600.0, memory.room)
+    later = await newcomer.fetch(Wish(8, LIMIT), 600.0, memory.room)
     assert not later.ok, "no trainer is left to take one"
 
 

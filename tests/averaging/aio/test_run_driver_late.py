@@ -10,6 +10,7 @@ import torch
 
 from equipoise.averaging.options import RunOptions
 from equipoise.averaging.outcome import Outcome
+from equipoise.averaging.replication.answers import Wish
 from equipoise.averaging.schema import Schema
 from equipoise.averaging.spec import RunSpec
 from equipoise.averaging.state import StateId
@@ -42,9 +43,8 @@ async def search(
     if not trains:
         seeks = asyncio.ensure_future(seeks)
         await cluster.net.ready(spec.name, "d")
-    got = await late.transfer.recover(
-        BEFORE, 20.0, lambda size: memoryview(bytearray(size)), frozenset("abc")
-    )
+    wish = Wish(after=BEFORE, circle=frozenset("abc"))
+    got = await late.transfer.fetch(wish, 20.0, lambda size: memoryview(bytearray(size)))
     assert got.ok, got.reason
     return await seeks
 

@@ -11,6 +11,7 @@ import torch
 from equipoise.averaging.aio.transfer import ASKS_SECONDS, MAX_ASKS_OF_ONE
 from equipoise.averaging.options import RunOptions
 from equipoise.averaging.ports import Candidate
+from equipoise.averaging.replication.answers import Wish
 from equipoise.averaging.schema import Schema
 from equipoise.averaging.spec import RunSpec
 from equipoise.averaging.state import StateId
@@ -29,7 +30,7 @@ async def test_an_image_comes_from_all_who_have_it(cluster: Cluster) -> None:
         await donor.offer(STATE, memoryview(IMAGE))
     await until(lambda: all(donor._held for donor in donors))
     memory = Memory()
-    outcome = await newcomer.fetch(7, LIMIT, 20.0, memory.room)
+    outcome = await newcomer.fetch(Wish(7, LIMIT), 20.0, memory.room)
     assert outcome.ok, outcome.reason
     assert outcome.state == STATE
     assert memory.image == IMAGE
@@ -43,7 +44,7 @@ async def test_a_wish_reaches_the_trainers_and_their_snapshots_the_newcomer(clus
     for donor in donors:
         donor.reach(6)
     memory = Memory()
-    fetching = asyncio.create_task(newcomer.fetch(3, LIMIT, 20.0, memory.room))
+    fetching = asyncio.create_task(newcomer.fetch(Wish(3, LIMIT), 20.0, memory.room))
     await until(lambda: all(donor.wanted == 7 for donor in donors))
     assert "1 peer wants the state of epoch 7" in donors[0].standing
     assert "fetching a state" in newcomer.standing
@@ -61,7 +62,7 @@ async def test_a_peer_that_is_only_a_record_is_no_donor_that_might_have_it(clust
     run = cluster.routers["new"]._runs[SPEC.name]
     await directory.announce(SPEC.name, spec=SPEC.hash, ready=True, round=0, accumulated=0.0)
     await until(lambda: run._membership.is_mute("ghost"))
-    outcome = await newcomer.fetch(7, LIMIT, 20.0, Memory().room)
+    outcome = await newcomer.fetch(Wish(7, LIMIT), 20.0, Memory().room)
     assert outcome.reason == "no other peer of this run is known"
 
 
@@ -70,7 +71,7 @@ async def test_a_donor_that_is_killed_in_mid_download_costs_nothing_but_its_chun
     for donor in donors:
         await donor.offer(STATE, memoryview(IMAGE))
     memory = Memory()
-    fetching = asyncio.create_task(newcomer.fetch(7, LIMIT, 20.0, memory.room))
+    fetching = asyncio.create_task(newcomer.fetch(Wish(7, LIMIT), 20.0, memory.room))
     await until(lambda: memory.image)
     cluster.net.kill("b")
     outcome = await fetching
@@ -85,7 +86,7 @@ async def test_a_channel_that_breaks_beside_another_bars_no_donor(cluster: Clust
     donor, newcomer = await cluster.add("a", "new")
     await donor.offer(STATE, memoryview(image))
     memory = Memory()
-    fetching = asyncio.create_task(newcomer.fetch(7, 4 * LIMIT, 20.0, memory.room))
+    fetching = asyncio.create_task(newcomer.fetch(Wish(7, 4 * LIMIT), 20.0, memory.room))
     sessions = cluster.routers["new"]._sessions
     await until(lambda: memory.image and sessions._peers["a"].channels)
     link = sessions._peers["a"]
@@ -109,7 +110,7 @@ async def test_bytes_that_were_changed_bar_their_donor_and_come_from_another(clu
     (held,) = liar._held.values()
     liar._held[held.name.digest] = held._replace(data=memoryview(bytes(len(IMAGE))))
     memory = Memory()
-    outcome = await newcomer.fetch(7, LIMIT, 20.0, memory.room)
+    outcome = await newcomer.fetch(Wish(7, LIMIT), 20.0, memory.room)
     assert outcome.ok, outcome.reason
     assert memory.image == IMAGE
     assert "a: chunk" in outcome.reason
@@ -137,7 +138,7 @@ async def test_what_is_too_large_is_not_fetched(cluster: Cluster) -> None:
     donor, newcomer = await cluster.add("a", "new")
     await donor.offer(STATE, memoryview(IMAGE))
     memory = Memory()
-    outcome = await newcomer.fetch(7, len(IMAGE) - 1, 20.0, memory.room)
+    outcome = await newcomer.fetch(Wish(7, len(IMAGE) - 1), 20.0, memory.room)
     assert not outcome.ok
     assert f"at most {len(IMAGE) - 1} bytes" in outcome.reason
     assert not memory.image
@@ -149,7 +150,7 @@ async def test_memory_that_cannot_be_had_fails_the_fetch(cluster: Cluster) -> No
 
     donor, newcomer = await cluster.add("a", "new")
     await donor.offer(STATE, memoryview(IMAGE))
-    outcome = await newcomer.fetch(7, LIMIT, 20.0, none)
+    outcome = await newcomer.fetch(Wish(7, LIMIT), 20.0, none)
     assert not outcome.ok
     assert f"no room for {len(IMAGE)} bytes" in outcome.reason
 
@@ -161,7 +162,7 @@ async def test_peers_of_another_spec_are_neither_asked_nor_answered(cluster: Clu
     (donor,) = await cluster.add("a", spec=other)
     (newcomer,) = await cluster.add("new")
     await donor.offer(STATE, memoryview(IMAGE))
-    outcome = await newcomer.fetch(0, LIMIT, 0.1, Memory().room)
+    outcome = await newcomer.fetch(Wish(0, LIMIT), 0.1, Memory().room)
     assert not outcome.ok
     assert "no other peer of this run is known" in outcome.reason
 
@@ -172,11 +173,11 @@ async def test_what_comes_late_for_a_cancelled_fetch_is_no_fault_in_the_next(clu
         await donor.offer(STATE, memoryview(IMAGE))
     await until(lambda: all(donor._held for donor in donors))
     memory = Memory()
-    fetching = asyncio.create_task(newcomer.fetch(7, LIMIT, 20.0, memory.room))
+    fetching = asyncio.create_task(newcomer.fetch(Wish(7, LIMIT), 20.0, memory.room))
     await until(lambda: memory.image)
     newcomer.withdraw("cancelled")
     assert not (await fetching).ok
-    outcome = await newcomer.fetch(7, LIMIT, 20.0, memory.room)
+    outcome = await newcomer.fetch(Wish(7, LIMIT), 20.0, memory.room)
     assert outcome.ok, outcome.reason
     assert set(outcome.sources) == {"a", "b"}
     assert memory.image == IMAGE
@@ -185,16 +186,16 @@ async def test_what_comes_late_for_a_cancelled_fetch_is_no_fault_in_the_next(clu
 async def test_where_nobody_is_no_fetch_waits_for_anybody(cluster: Cluster) -> None:
     (newcomer,) = await cluster.add("new")
     async with asyncio.timeout(20.0):
-        outcome = await newcomer.fetch(0, LIMIT, 600.0, Memory().room)
+        outcome = await newcomer.fetch(Wish(0, LIMIT), 600.0, Memory().room)
     assert (outcome.ok, outcome.reason) == (False, "no other peer of this run is known")
 
 
 async def test_leaving_the_run_ends_a_fetch(cluster: Cluster) -> None:
     _, newcomer = await cluster.add("a", "new")
-    fetching = asyncio.create_task(newcomer.fetch(0, LIMIT, 20.0, Memory().room))
+    fetching = asyncio.create_task(newcomer.fetch(Wish(0, LIMIT), 20.0, Memory().room))
     await until(lambda: newcomer.standing)
     with pytest.raises(ValueError, match="already"):
-        await newcomer.fetch(0, LIMIT, 20.0, Memory().room)
+        await newcomer.fetch(Wish(0, LIMIT), 20.0, Memory().room)
     await cluster.routers["new"].stop()
     outcome = await fetching
     assert not outcome.ok
@@ -205,7 +206,7 @@ async def test_an_image_of_one_byte(cluster: Cluster) -> None:
     donor, newcomer = await cluster.add("a", "new")
     await donor.offer(STATE, memoryview(b"x"))
     memory = Memory()
-    assert (await newcomer.fetch(0, LIMIT, 20.0, memory.room)).ok
+    assert (await newcomer.fetch(Wish(0, LIMIT), 20.0, memory.room)).ok
     assert memory.image == b"x"
     with pytest.raises(ValueError, match="image of 1 to"):
         await donor.offer(STATE, memoryview(b""))

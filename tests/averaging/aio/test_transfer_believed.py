@@ -9,7 +9,7 @@ import pytest
 
 from equipoise.averaging.aio.transfer import Transfer, unpack
 from equipoise.averaging.outcome import FetchOutcome
-from equipoise.averaging.replication.answers import ANSWER_SECONDS, LONE_SECONDS, Request
+from equipoise.averaging.replication.answers import ANSWER_SECONDS, LONE_SECONDS, Request, Wish
 from equipoise.averaging.replication.chunks import CHUNK_BYTES
 from equipoise.averaging.replication.client import Fetch
 from equipoise.averaging.replication.messages import Ask, AskItems, Offer
@@ -102,7 +102,9 @@ async def test_one_liar_in_a_circle_of_three_is_not_believed_however_many_strang
 async def test_half_of_a_circle_are_not_enough(cluster: Cluster) -> None:
     a, _, away = await cluster.add(*"abp")
     keep(mean_of("abp", BEFORE), a)
-    got = await away.recover(BEFORE, 20.0, lambda size: memoryview(bytearray(size)), frozenset("ab"))
+    got = await away.fetch(
+        Wish(after=BEFORE, circle=frozenset("ab")), 20.0, lambda size: memoryview(bytearray(size))
+    )
     assert "1 of the 2 peers that vouch" in got.reason
     assert got.unheard == 1
 
@@ -133,7 +135,7 @@ async def test_who_copies_the_offer_of_a_snapshot_outvotes_nobody_who_had_a_say_
         one.reach(BEFORE.epoch)
     for one in (*others[:3], *others[5:]):
         await one.offer(BEFORE, memoryview(b"a state"))
-    fetched = await me.fetch(BEFORE.epoch, 100, 20.0, Memory().room)
+    fetched = await me.fetch(Wish(BEFORE.epoch, 100), 20.0, Memory().room)
     assert fetched.ok, fetched.reason
     assert set(fetched.voters) == set("abcdewxyz")
     keep(mean_of("wxyz", BEFORE), *others[5:])
@@ -178,7 +180,7 @@ async def test_where_there_is_no_room_there_is_none_for_any(cluster: Cluster) ->
     def none(size: int) -> memoryview:
         raise ValueError("no memory for it")
 
-    got = await me.recover(NEXT, 20.0, none, frozenset("a"))
+    got = await me.fetch(Wish(after=NEXT, circle=frozenset("a")), 20.0, none)
     assert got.reason == "no memory for it"
     assert got.unheard == 1, "it may ask again"
 
@@ -203,8 +205,8 @@ class Fetching:
     """The machine of one that missed a mean, of which all chunks come as soon as they are asked for."""
 
     def __init__(self, *peers: str, circle: str = "", proved: bool = False, quorum: int = 0) -> None:
-        given = (RUN, HASH, TICKET, 0, 10 * CHUNK_BYTES, GENUINE.state, frozenset(circle))
-        request = Request(*given, proved=proved, quorum=quorum)
+        wish = Wish(0, 10 * CHUNK_BYTES, GENUINE.state, frozenset(circle), proved=proved)
+        request = Request(RUN, HASH, TICKET, wish, quorum)
         self.machine = Fetch(request, 0.0, timeout=60.0)
         self.done: list[object] = []
         self.asked: list[tuple[str, int]] = []

@@ -8,7 +8,7 @@ from typing import cast
 
 from equipoise.averaging.aio.sessions import Sessions
 from equipoise.averaging.aio.transfer import MAX_DONORS, TRANSFER_FRAME, Download
-from equipoise.averaging.replication.answers import Request
+from equipoise.averaging.replication.answers import Request, Wish
 from equipoise.averaging.replication.messages import Ask, decode
 from equipoise.averaging.replication.transfer_events import Withdrew
 from fakes.transfer import RUN, SPEC, TICKET
@@ -36,7 +36,7 @@ def no_room(size: int) -> memoryview:
 
 async def test_a_flooded_directory_has_no_more_peers_dialled_than_a_group_has() -> None:
     wire = Wire()
-    download = Download(Request(RUN, SPEC, TICKET, 0, 1), cast(Sessions, wire), 60.0, no_room)
+    download = Download(Request(RUN, SPEC, TICKET, Wish(0, 1)), cast(Sessions, wire), 60.0, no_room)
     names = {f"peer{index}": b"credential" for index in range(1000)}
     download.see(names)
     download.see({**{f"flood{index}": b"credential" for index in range(1000)}, **names})

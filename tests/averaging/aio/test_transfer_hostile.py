@@ -9,6 +9,7 @@ import pytest
 from equipoise.averaging.aio.transfer import TRANSFER_FRAME
 from equipoise.averaging.ports import Channel
 from equipoise.averaging.replication import chunk_scheduler
+from equipoise.averaging.replication.answers import Wish
 from equipoise.averaging.replication.chunks import Image
 from equipoise.averaging.replication.messages import (
     Answer,
@@ -104,7 +105,7 @@ async def fetch_beside(cluster: Cluster, deed: Deed) -> tuple[Hostile, str]:
     donor, newcomer = await cluster.add("honest", "new")
     await donor.offer(STATE, memoryview(IMAGE))
     memory = Memory()
-    outcome = await newcomer.fetch(STATE.epoch, LIMIT, 60.0, memory.room)
+    outcome = await newcomer.fetch(Wish(STATE.epoch, LIMIT), 60.0, memory.room)
     assert outcome.ok, outcome.reason
     assert memory.image == IMAGE
     assert evil.asked, "it had its chance"

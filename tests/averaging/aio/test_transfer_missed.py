@@ -10,7 +10,7 @@ import torch
 from equipoise.averaging.aio.transfer import Transfer, unpack
 from equipoise.averaging.manifest import ManifestError
 from equipoise.averaging.ports import FrameRefused
-from equipoise.averaging.replication.answers import LONE_SECONDS, Request
+from equipoise.averaging.replication.answers import LONE_SECONDS, Request, Wish
 from equipoise.averaging.replication.chunks import ImageId
 from equipoise.averaging.replication.messages import Answer, Ask, AskItems, Offer
 from equipoise.averaging.replication.server import KEPT_MEANS, Server
@@ -113,7 +113,7 @@ async def test_it_tells_how_many_are_behind(cluster: Cluster) -> None:
     one, other, last = await cluster.add("a", "b", "c", spec=SPEC)
     one.reach(7)
     other.reach(6)
-    got = await last.recover(BEFORE, 20.0, room)
+    got = await last.fetch(Wish(after=BEFORE), 20.0, room)
     assert got.behind == 1
 
 
@@ -257,8 +257,8 @@ LIMIT = offer_of(7).image.size
 
 def query(circle: str = "", *, patient: bool = False, proved: bool = False) -> UpdateQuery:
     state = offer_of(7).state
-    request = Request(RUN, SPEC.hash, TICKET, 0, LIMIT, state, frozenset(circle), patient, proved)
-    return UpdateQuery(request)
+    wish = Wish(0, LIMIT, state, frozenset(circle), proved=proved, patient=patient)
+    return UpdateQuery(Request(RUN, SPEC.hash, TICKET, wish))
 
 
 def seen(*peers: str, patient: bool = False) -> UpdateQuery:
@@ -376,7 +376,7 @@ async def test_a_mean_comes_with_the_seconds_since_its_group_closed(cluster: Clu
     await rounds(cluster, "abc", BEFORE, SPEC)
     (late,) = await cluster.add("d", spec=SPEC)
     before = asyncio.get_running_loop().time()
-    got = await late.recover(BEFORE, 20.0, room, frozenset("abc"))
+    got = await late.fetch(Wish(after=BEFORE, circle=frozenset("abc")), 20.0, room)
     assert got.ok, got.reason
     assert got.age >= asyncio.get_running_loop().time() - before
 

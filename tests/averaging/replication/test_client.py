@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from equipoise.averaging.ports import FrameRefused
 from equipoise.averaging.replication import answers, messages, snapshot_quorum
-from equipoise.averaging.replication.answers import Request
+from equipoise.averaging.replication.answers import Request, Wish
 from equipoise.averaging.replication.chunk_scheduler import (
     LONG_SECONDS,
     MAX_REST_SECONDS,
@@ -102,10 +102,10 @@ def test_any_bytes_are_a_message_or_refused(data: bytes) -> None:
 
 
 def test_barred_peers_are_asked_for_nothing() -> None:
-    fetch = Fetch(Request(RUN, SPEC, TICKET, 0, 100, barred=frozenset("b")), 0.0, 60.0)
+    fetch = Fetch(Request(RUN, SPEC, TICKET, Wish(0, 100, barred=frozenset("b"))), 0.0, 60.0)
     asked = [one.to for one in fetch.handle(PeersSeen(("a", "b", "c")), 0.0) if isinstance(one, Send)]
     assert asked == ["a", "c"]
-    fetch = Fetch(Request(RUN, SPEC, TICKET, 0, 100, barred=frozenset("b")), 0.0, 60.0)
+    fetch = Fetch(Request(RUN, SPEC, TICKET, Wish(0, 100, barred=frozenset("b"))), 0.0, 60.0)
     (end,) = [one for one in fetch.handle(PeersSeen(("b",)), 0.0) if isinstance(one, Finish)]
     assert "b: its last image did not fit" in end.outcome.reason
 
@@ -149,7 +149,7 @@ class Newcomer:
 
     def __init__(self, *peers: str, at_least: int = 5, limit: int = 10 * CHUNK_BYTES) -> None:
         self.now = 0.0
-        self.machine = Fetch(Request(RUN, SPEC, TICKET, at_least, limit), 0.0, 60.0)
+        self.machine = Fetch(Request(RUN, SPEC, TICKET, Wish(at_least, limit)), 0.0, 60.0)
         self.said: list[tuple[str, messages.TransferMessage]] = []
         self.others: list[object] = []
         self.tell(PeersSeen(peers))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from equipoise.averaging.replication.answers import Request
+from equipoise.averaging.replication.answers import Request, Wish
 from equipoise.averaging.replication.chunks import CHUNK_BYTES
 from equipoise.averaging.replication.update_query import UpdateQuery
 from equipoise.averaging.state import StateId
@@ -13,7 +13,7 @@ MAKERS = ("a", "b", "c")
 
 
 def query(follows: bool) -> UpdateQuery:
-    request = Request(RUN, SPEC, TICKET, 0, 1 << 20, AFTER, circle=frozenset(MAKERS), follows=follows)
+    request = Request(RUN, SPEC, TICKET, Wish(0, 1 << 20, AFTER, frozenset(MAKERS)), follows=follows)
     one = UpdateQuery(request)
     one.see(MAKERS, 0.0)
     for maker in MAKERS:
@@ -36,7 +36,7 @@ def test_it_waits_while_the_makers_are_no_further_and_gives_up_once_they_are() -
 def test_a_mean_that_most_of_its_circle_do_not_offer_holds_it_up_no_longer() -> None:
     offer = offer_of(7)
     one = UpdateQuery(
-        Request(RUN, SPEC, TICKET, 0, 10 * CHUNK_BYTES, offer.state, frozenset("abc"), follows=True)
+        Request(RUN, SPEC, TICKET, Wish(0, 10 * CHUNK_BYTES, offer.state, frozenset("abc")), follows=True)
     )
     one.see((*"abc",), 0.0)
     one.hear("a", answer(8, offer), 0.0)
@@ -52,9 +52,8 @@ def test_a_mean_that_most_of_its_circle_do_not_offer_holds_it_up_no_longer() -> 
 def test_the_first_answer_does_not_end_the_wait_for_the_answers_of_the_others() -> None:
     """The first question may have been lost everywhere: then all answer the second one, a second later."""
     offer = offer_of(7)
-    one = UpdateQuery(
-        Request(RUN, SPEC, TICKET, 0, 10 * CHUNK_BYTES, offer.state, frozenset("abc"), follows=True)
-    )
+    wish = Wish(0, 10 * CHUNK_BYTES, offer.state, frozenset("abc"))
+    one = UpdateQuery(Request(RUN, SPEC, TICKET, wish, follows=True))
     one.see((*"abc",), 0.0)
     one.hear("a", answer(8, offer), 1.1)
     assert not one.hopeless(1.1)

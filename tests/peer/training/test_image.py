@@ -16,6 +16,7 @@ from torch import nn
 
 from equipoise.averaging.outcome import FetchOutcome
 from equipoise.averaging.outer import OuterStep, parse_outer
+from equipoise.averaging.replication.answers import Wish
 from equipoise.averaging.replication.events import DownloadFailed, SnapshotFetched
 from equipoise.averaging.state import StateId
 from equipoise.peer.training.downloads import Downloads
@@ -309,11 +310,11 @@ def test_donors_of_an_image_that_does_not_fit_are_left_out_of_the_next_download(
         "liar": hostile(lambda tensors, about: state_of(about).append([7, 8])),
         "peer": Trained().train(2).state.image(ID),
     }
-    asked: list[tuple[str, ...]] = []
+    asked: list[frozenset[str]] = []
 
-    def fetch(at_least: int, limit: int, seconds: float, among: object, barred: tuple[str, ...]) -> Any:
-        asked.append(barred)
-        left = [name for name in images if name not in barred]
+    def fetch(wish: Wish, timeout: float) -> Any:
+        asked.append(wish.barred)
+        left = [name for name in images if name not in wish.barred]
         found = FetchOutcome(ok=bool(left), reason="", state=ID, sources=dict.fromkeys(left[:1], 1))
         content = images[left[0]].numpy().data if left else memoryview(b"")
         return SimpleNamespace(done=lambda: True, result=lambda: found, content=content)
@@ -324,7 +325,7 @@ def test_donors_of_an_image_that_does_not_fit_are_left_out_of_the_next_download(
     for _ in range(3):
         downloads.fetch(0, 10**9)
         ends.append(type(downloads.ended()))
-    assert asked == [(), ("liar",), ()]
+    assert asked == [frozenset(), {"liar"}, frozenset()]
     assert ends == [DownloadFailed, SnapshotFetched, DownloadFailed]
 
 

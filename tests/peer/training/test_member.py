@@ -13,6 +13,7 @@ import torch
 
 from equipoise.averaging.outcome import NoPeers, Outcome
 from equipoise.averaging.replication import lineage, log
+from equipoise.averaging.replication.answers import Wish
 from equipoise.averaging.replication.lineage import CHECK_EVERY
 from equipoise.averaging.state import StateId
 from equipoise.peer import Run
@@ -474,14 +475,14 @@ def test_who_waits_for_others_that_have_ended_finds_out_that_they_are_further(wo
     world.fails = lambda number, peer: number == 7 and peer == "peer2"
     trainers = [Finisher(world, index, 6) for index in range(4)]
     nobody = StateId(0, "f" * 64)
-    asked: list[StateId] = []
+    asked: list[StateId | None] = []
 
     class Deaf(Run):
         """The first time it asks, nobody answers."""
 
-        def recover(self, after: StateId, *args: Any, **options: Any) -> Any:
-            asked.append(after)
-            return super().recover(after if len(asked) > 1 else nobody, *args, **options)
+        def fetch(self, wish: Wish, timeout: float = 60.0) -> Any:
+            asked.append(wish.after)
+            return super().fetch(wish if len(asked) > 1 else Wish(after=nobody), timeout)
 
     def deafen() -> None:
         world.compute(0.1)
