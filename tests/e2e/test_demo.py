@@ -25,15 +25,6 @@ def finish(demo: ChildProcess) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_gossip_beats_a_peer_alone_and_ends_with_one_model(swarm: Swarm) -> None:
-    summary = finish(swarm.command("demo", "--strategy", "gossip", "--json"))
-    assert summary["ok"], summary
-    assert summary["bit_identical"]
-    assert summary["accuracy"] > summary["accuracy_alone"]
-    assert summary["bytes_sent"] > 0
-
-
-@pytest.mark.slow
 def test_federated_rounds_learn_what_no_peer_has_alone(swarm: Swarm, tmp_path: Path) -> None:
     plot = tmp_path / "accuracy.svg"
     words = (
@@ -52,15 +43,6 @@ def test_federated_rounds_learn_what_no_peer_has_alone(swarm: Swarm, tmp_path: P
     assert [number for number, _ in summary["curve"]] == list(range(1, 21))
     assert f"accuracy by round: {plot}" in demo.errors
     assert "<svg" in plot.read_text()
-
-
-@pytest.mark.slow
-def test_the_others_finish_when_the_first_peer_is_killed(swarm: Swarm) -> None:
-    summary = finish(swarm.command("demo", "--kill", "1", "--rounds", "40", "--json"))
-    assert summary["ok"]
-    assert summary["bit_identical"]
-    assert summary["accuracy"] > summary["accuracy_alone"]
-    assert (summary["killed"], summary["rounds"]) == (1, 40)
 
 
 def test_people_see_rounds_and_a_verdict(swarm: Swarm) -> None:

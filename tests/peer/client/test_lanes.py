@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from pathlib import Path
@@ -356,37 +354,6 @@ def test_a_run_names_the_kernels_of_each_device_once() -> None:
         *kernels_of(devices[1]).split("; "),
     }
     assert run.kernels.count("by the CPU, for mps") == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("tests", "which"),
-    [
-        ("test_lanes.py", "(bytes_and_values and 3.7 and (int8 or bf16)) or (not_finite and half)"),
-        ("test_encoding.py", "(every_kind and half and (4096 or fp16)) or (divided and 4096)"),
-    ],
-)
-def test_tritons_interpreter_does_the_same(tests: str, which: str) -> None:
-    pytest.importorskip("triton")
-    chosen = f"({which}) and not interpreter"  # Or this test would run itself.
-    ran = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            "-k",
-            chosen,
-            Path(__file__).with_name(tests),
-        ],
-        env={**os.environ, "EQUIPOISE_KERNELS": "triton", "TRITON_INTERPRET": "1"},
-        cwd=Path(__file__).parents[3],
-        capture_output=True,
-        text=True,
-    )
-    assert ran.returncode == 0, ran.stdout[-3000:]
 
 
 @pytest.mark.parametrize("queued", [False, True])
