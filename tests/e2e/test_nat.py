@@ -75,6 +75,14 @@ def settled(daemon: DaemonProcess, state: str) -> str:
     return str(reach(daemon)["reason"])
 
 
+def behind_nats(network: Network, start: Start, relay: DaemonProcess) -> list[DaemonProcess]:
+    """Daemons on the hosts behind NATs, once a relay, on the first host, gives each a place."""
+    hidden = [start(host, [public_address(relay, network.hosts[0])]) for host in network.hosts[1:3]]
+    for daemon in hidden:
+        assert "gives a place" in settled(daemon, "relayed")
+    return hidden
+
+
 def average(fleet: Fleet, rounds: int) -> None:
     """Rounds of everybody, each checked against the float64 mean, each from new tensors."""
     for number in range(rounds):
@@ -89,10 +97,7 @@ def average(fleet: Fleet, rounds: int) -> None:
 @pytest.mark.parametrize("network", [{"symmetric": [1, 2]}, {"nat": [1, 2]}], indirect=True)
 def test_two_behind_nats_and_a_public_one_average_exactly(network: Network, start: Start) -> None:
     public = start(network.hosts[0], args=["--relay"])
-    address = public_address(public, network.hosts[0])
-    hidden = [start(host, [address]) for host in network.hosts[1:3]]
-    for daemon in hidden:
-        assert "gives a place" in settled(daemon, "relayed")
+    hidden = behind_nats(network, start, public)
     assert "reached it at" in settled(public, "direct")
 
     with Fleet([public, *hidden], normal(3, VALUES), codec="fp32") as fleet:
@@ -113,9 +118,7 @@ def test_two_behind_nats_and_a_public_one_average_exactly(network: Network, star
 )
 def test_two_behind_nats_punch_a_hole_and_leave_the_relay_alone(network: Network, start: Start) -> None:
     relay = start(network.hosts[0], args=["--relay"])
-    hidden = [start(host, [public_address(relay, network.hosts[0])]) for host in network.hosts[1:3]]
-    for daemon in hidden:
-        settled(daemon, "relayed")
+    hidden = behind_nats(network, start, relay)
     with Fleet(hidden, normal(2, VALUES), codec="fp32") as fleet:
         average(fleet, 1)
         for daemon, other in zip(hidden, reversed(hidden), strict=True):
@@ -129,35 +132,16 @@ def test_two_behind_nats_punch_a_hole_and_leave_the_relay_alone(network: Network
     assert relayed < 0.1 * ROUNDS * 4 * VALUES * 2
 
 
-def test_where_routers_let_no_hole_be_punched_the_relay_goes_on(network: Network, start: Start) -> None:
-    relay = start(network.hosts[0], args=["--relay"])
-    hidden = [start(host, [public_address(relay, network.hosts[0])]) for host in network.hosts[1:3]]
-    for daemon in hidden:
-        settled(daemon, "relayed")
-    with Fleet(hidden, normal(2, VALUES), codec="fp32") as fleet:
-        average(fleet, 1)
-        for daemon, other in zip(hidden, reversed(hidden), strict=True):
-            eventually(
-                lambda d=daemon, o=other: "punching failed because" in said_of(d, o)["why"], "it to fail"
-            )
-            row = said_of(daemon, other)
-            print(row["why"])
-            assert row["reach"] == "relayed"
-        average(fleet, ROUNDS)
-
-
 def said_of(daemon: DaemonProcess, other: DaemonProcess) -> Any:
     """What `daemon` says of how it reaches `other`."""
     return next(row for row in daemon.json("peers") if row["peer"] == other.json("status")["swarm"]["peer"])
 
 
-def test_two_behind_nats_alone_average_through_a_relay_that_is_no_member(
+def test_two_behind_nats_that_cannot_be_punched_average_through_a_relay_that_is_no_member(
     network: Network, start: Start
 ) -> None:
     relay = start(network.hosts[0], args=["--relay", "--relay-bandwidth", "4e6"])
-    hidden = [start(host, [public_address(relay, network.hosts[0])]) for host in network.hosts[1:3]]
-    for daemon in hidden:
-        settled(daemon, "relayed")
+    hidden = behind_nats(network, start, relay)
 
     # Their very first call: they do not know each other yet, nor that nobody else is there who could be dialled.
     with contextlib.ExitStack() as stack:
@@ -167,6 +151,12 @@ def test_two_behind_nats_alone_average_through_a_relay_that_is_no_member(
         assert all(one.result().ok for one in pending), [one.result() for one in pending]
 
     with Fleet(hidden, normal(2, VALUES), codec="fp32") as fleet:
+        average(fleet, 1)
+        for daemon, other in zip(hidden, reversed(hidden), strict=True):
+            eventually(
+                lambda d=daemon, o=other: "punching failed because" in said_of(d, o)["why"], "it to fail"
+            )
+            assert said_of(daemon, other)["reach"] == "relayed"
         before, began = reach(relay)["relaying"]["bytes"], time.monotonic()
         average(fleet, ROUNDS)
         rate = (reach(relay)["relaying"]["bytes"] - before) / (time.monotonic() - began)
@@ -180,9 +170,7 @@ def test_rounds_outlive_a_relay_that_cuts_in_their_midst(
     with monkeypatch.context() as patch:
         patch.setattr("e2e.swarm.CLI", (CLI[0], "-c", CUTTING % 4_000_000))
         relay = start(network.hosts[0], args=["--relay"])
-    hidden = [start(host, [public_address(relay, network.hosts[0])]) for host in network.hosts[1:3]]
-    for daemon in hidden:
-        settled(daemon, "relayed")
+    hidden = behind_nats(network, start, relay)
 
     with Fleet(hidden, normal(2, VALUES), codec="fp32") as fleet:
         average(fleet, ROUNDS)
@@ -192,7 +180,7 @@ def test_rounds_outlive_a_relay_that_cuts_in_their_midst(
     assert cuts >= 2
 
 
-def test_one_behind_a_nat_is_reachable_through_a_relay(network: Network, start: Start) -> None:
+def test_a_peer_behind_a_nat_is_reachable_through_a_relay(network: Network, start: Start) -> None:
     relay = start(network.hosts[0], args=["--relay"])
     hidden = start(network.hosts[1], [public_address(relay, network.hosts[0])])
     began = time.monotonic()
@@ -205,7 +193,7 @@ def test_one_behind_a_nat_is_reachable_through_a_relay(network: Network, start: 
     assert status["bootstrap"][0]["address"] == relayed
 
 
-def test_one_whose_router_forwards_its_port_is_dialled_there(network: Network, start: Start) -> None:
+def test_a_peer_whose_router_forwards_its_port_is_dialled_there(network: Network, start: Start) -> None:
     network.forward(network.hosts[1], 4001)
     public = start(network.hosts[0])
     forwarded = start(network.hosts[1], [public_address(public, network.hosts[0])])

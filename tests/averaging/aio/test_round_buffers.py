@@ -108,25 +108,6 @@ def test_a_mean_over_others_alone_needs_none_of_ours(codec: Codec) -> None:
         reduce(others[0], 0, 0b111)  # Nothing else may stand for what has not come.
 
 
-@codecs
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_a_device_makes_the_same_bytes_and_so_does_one_that_fails(codec: Codec, device: str) -> None:
-    reducer = DeviceReducer(
-        torch.device(device)
-    )  # On meta, tensors have no values: torch raises its own error.
-    stores = [store_of(codec, ME, reducer=one) for one in (None, reducer)]
-    for part in range(len(group().parts)):
-        digests = set()
-        for store, _ in stores:
-            for member in (0, 2):
-                other = store_of(codec, member)[0].contribution(part)
-                store.keep_contribution(part, member, received(store, part, other))
-            digests |= {reduce(store, part, contributors) for contributors in (0b111, 0b101)}
-        assert len(digests) == 2
-    assert stores[0][1].memory == stores[1][1].memory
-    assert bool(reducer.trouble) == (device == "meta")
-
-
 def ruled(
     rule: Rule, weights: tuple[float, ...], values: list[float], reducer: DeviceReducer | None = None
 ) -> torch.Tensor:
@@ -206,7 +187,7 @@ def test_a_fault_of_a_rule_is_an_error_of_one_line(values: object, said: str) ->
 
 
 @codecs
-def test_what_does_not_decode_is_not_kept(codec: Codec) -> None:
+def test_a_payload_that_does_not_decode_is_not_kept(codec: Codec) -> None:
     store, _ = store_of(codec, ME)
     bad = store.take(0)
     bad[:] = b"\xff" * len(bad)
@@ -218,7 +199,7 @@ def test_what_does_not_decode_is_not_kept(codec: Codec) -> None:
 
 
 @codecs
-def test_what_does_not_decode_takes_the_place_of_nothing(codec: Codec) -> None:
+def test_a_payload_that_does_not_decode_replaces_no_mean(codec: Codec) -> None:
     (giver, given), (store, result) = store_of(codec, 0), store_of(codec, ME)
     reduce(giver, 0, 0b001)
     good = giver.mean(0, 0b001)
@@ -234,7 +215,7 @@ def test_what_does_not_decode_takes_the_place_of_nothing(codec: Codec) -> None:
 
 
 @codecs
-def test_what_a_script_writes_while_its_round_goes_on_is_sent_only_if_it_is_sound(codec: Codec) -> None:
+def test_values_written_while_their_round_goes_on_are_sent_only_if_sound(codec: Codec) -> None:
     result = Result(codec)
     memory = encoded(result.layout, values_of(ME))
     store = RoundBuffers(group(), ME, result.layout, Vectors(memory, result.memory), BufferPool(), Mean())

@@ -6,14 +6,12 @@ import asyncio
 import dataclasses
 import itertools
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from concurrent.futures import Executor, Future
 from typing import Any, cast
 
 import pytest
 import torch
 
 from equipoise.averaging.aio import run_driver
-from equipoise.averaging.aio.round_buffers import Reduction
 from equipoise.averaging.aio.round_driver import ROUND_FRAME, RoundDriver, Rounds, Task
 from equipoise.averaging.aio.router import Router
 from equipoise.averaging.aio.run_driver import RunDriver
@@ -330,26 +328,6 @@ async def test_a_search_that_is_stopped_ends_at_once_with_its_reason_and_the_run
     assert all(outcome.ok for outcome in both), both
 
 
-async def test_survivors_of_a_kill_in_mid_round_end_with_an_exact_mean(cluster: Cluster) -> None:
-    weights = {"a": 1.0, "b": 2.0, "c": 3.0, "d": 4.0}
-    for name in weights:
-        cluster.add(name)
-    spec = spec_of(400_000, part_values=1024)
-    work = asyncio.create_task(average(cluster, spec, weights))
-    await cluster.net.transports["c"].received(40)
-    cluster.net.kill("c")
-    values, results, outcomes = await work
-    survivors = ["a", "b", "d"]
-    for name in survivors:
-        outcome = outcomes[name]
-        assert outcome.ok, outcome
-        assert outcome.contributors == outcomes["a"].contributors
-        assert torch.equal(results[name], results["a"])
-        torch.testing.assert_close(
-            results[name].double(), expected_mean(values, outcome), rtol=1e-6, atol=1e-6
-        )
-
-
 @pytest.mark.parametrize(
     ("begins", "bytes_", "said"),
     [
@@ -395,35 +373,6 @@ async def test_parts_may_be_reduced_on_a_device_also_on_one_that_fails(cluster: 
         assert torch.equal(results[name], results["loop"])
     assert reducers["cpu"].trouble == ""
     assert reducers["meta"].trouble.startswith("meta failed, so the CPU reduced the part: ")
-
-
-async def test_a_job_that_ends_after_its_round_changes_no_result(
-    cluster: Cluster, rounds: list[tuple[Router, RoundDriver, Manifest]]
-) -> None:
-    asked: list[tuple[Callable[[], Reduction], Future[Reduction]]] = []
-
-    class Slow(Executor):
-        def submit(self, job, /, *args, **kwargs) -> Future:
-            asked.append((job, Future()))
-            begun.set()
-            return asked[-1][1]
-
-    begun = asyncio.Event()
-    for name in "ab":
-        reducer = DeviceReducer(torch.device("cpu"))
-        reducer.executor = Slow()
-        cluster.add(name, reducer=reducer)
-    runs = await joined(cluster, spec_of(1000), "ab")
-    ending = asyncio.gather(*(averaged(run, torch.ones(1000), torch.zeros(1000), 1.0, 20.0) for run in runs))
-    await begun.wait()
-    for _, driver, _ in rounds:
-        driver.withdraw("the test says so")
-    assert not any(await ending)
-    for job, future in asked:
-        future.set_result(job())
-    await asyncio.sleep(0)
-    for _, driver, _ in rounds:
-        assert not any(driver.task.vectors.mean)
 
 
 async def test_nothing_waits_twice_for_a_member_that_has_not_greeted(
