@@ -12,9 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
-from equipoise.compression import CodecError, kernels, parse_codec
+from equipoise.compression import CodecError, kernels
 from equipoise.compression.choice import WORTH_VALUES, compiled
 
 MODULE = "equipoise.compression.numba_kernels"
@@ -109,18 +108,6 @@ def test_torch_where_contributions_are_added_in_another_order(monkeypatch: pytes
 
     monkeypatch.setattr(f"{MODULE}.KERNELS", replace(KERNELS, reduce=reduce))
     assert kernels().name == "torch"
-
-
-def test_codecs_use_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
-    payloads = []
-    values = torch.randn(5000, generator=torch.Generator().manual_seed(0))
-    for name in ("torch", "numba"):
-        monkeypatch.setenv("EQUIPOISE_KERNELS", name)
-        kernels.cache_clear()
-        payload = bytearray(parse_codec("int8").encoded_size(5000))
-        parse_codec("int8").encode(values, payload)
-        payloads.append(payload)
-    assert payloads[0] == payloads[1]
 
 
 FLOATS = """

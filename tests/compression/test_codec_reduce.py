@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from equipoise.compression import Codec, CodecError, NonFiniteError, kernels, parse_codec
 from equipoise.compression.blockwise import payload_size, pieces
-from equipoise.compression.int8 import Int8Codec
 
 SPECS = ("fp32", "fp16", "bf16", "int8:block=32", "int8", "int8:block=4096")
 
@@ -162,19 +161,12 @@ def test_payloads_take_the_short_way_to_compiled_kernels(monkeypatch: pytest.Mon
     assert (scratch == 1).all()
 
 
-@pytest.mark.parametrize("name", ["torch", "numba"])
 @pytest.mark.parametrize("scale", [float("nan"), float("inf"), 1e-40, -1.0])
-def test_unsound_scales_and_codes_are_seen(name: str, scale: float) -> None:
-    def sound(payload: torch.Tensor, count: int, block: int) -> bool:
-        if name == "torch":
-            try:
-                Codec.check(Int8Codec(block), payload, count)
-            except CodecError:
-                return False
-            return True
-        pytest.importorskip("numba")
-        from equipoise.compression.numba_kernels import KERNELS
+def test_compiled_kernels_see_unsound_scales_and_codes(scale: float) -> None:
+    pytest.importorskip("numba")
+    from equipoise.compression.numba_kernels import KERNELS
 
+    def sound() -> bool:
         return KERNELS.sound(payload.numpy(), count, block)
 
     count, block = 3 * 32 + 5, 32
@@ -182,8 +174,8 @@ def test_unsound_scales_and_codes_are_seen(name: str, scale: float) -> None:
     (_, scales, _), (_, last, codes) = pieces(payload, count, block, count, torch)
     scales.copy_(torch.tensor([[0.0], [1.0], [1e-3]]))
     last[0, 0], codes[0, -3:] = -0.0, torch.tensor([-127, 0, 127])
-    assert sound(payload, count, block)
+    assert sound()
     codes[0, -1] = -128
-    assert not sound(payload, count, block)
+    assert not sound()
     codes[0, -1], scales[2] = 0, scale
-    assert not sound(payload, count, block)
+    assert not sound()

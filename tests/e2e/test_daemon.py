@@ -177,48 +177,6 @@ def test_a_call_ends_in_time_when_the_daemon_does_not_answer(daemon: DaemonProce
         assert run.accumulated == 3.0
 
 
-NOTEBOOK = """
-import os, signal, sys, threading, torch
-from equipoise.peer import connect
-
-def interrupt(when):
-    while not when():
-        threading.Event().wait(0.05)
-    os.kill(os.getpid(), signal.SIGINT)
-
-def cell(name, work, when):
-    threading.Thread(target=interrupt, args=[when]).start()
-    try:
-        work()
-    except KeyboardInterrupt:
-        print("interrupted", name, flush=True)
-
-model = torch.nn.Linear(2, 2)
-sgd = torch.optim.SGD(model.parameters(), 0.1)
-before = [one.clone() for one in model.parameters()]
-peer = connect(sys.argv[1])
-run = peer.join("notebook", model)
-cell("average", lambda: run.average(timeout=300), lambda: run.pending)
-assert not run.average(timeout=0.2)
-peer = connect(sys.argv[1])
-run = peer.join("notebook", model)
-cell("optimizer", lambda: run.optimizer(sgd, target_batch_size=8, wait_for=1), lambda: run.trained_by)
-run.optimizer(sgd, target_batch_size=8)
-assert all(map(torch.equal, before, model.parameters()))
-print("the end", flush=True)
-"""
-
-
-@pytest.mark.slow
-def test_ctrl_c_in_a_notebook_leaves_nothing_behind(swarm: Swarm, shared: DaemonProcess) -> None:
-    script = swarm.script(NOTEBOOK, str(shared.home))
-
-    assert script.wait(120) == 0, script.errors
-    cells = ["interrupted average", "interrupted optimizer", "the end"]
-    assert script.output.splitlines() == cells
-    assert "run notebook: this process joins it again" in script.errors
-
-
 def test_a_forked_child_does_not_keep_a_dead_script_alive(swarm: Swarm, shared: DaemonProcess) -> None:
     code = "import os, signal\n" + TRAINER.replace("run.average", "os.fork() or signal.pause()\nrun.average")
     trainer = swarm.script(code, str(shared.home))
