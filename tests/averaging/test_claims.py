@@ -31,7 +31,7 @@ def test_a_claim_counts_up_to_twice_what_its_peer_contributed_last() -> None:
     assert claims.count({"bob": 10.0}, TARGET) == 10.0
 
 
-def test_one_that_claims_and_does_not_come_counts_no_more_and_is_named() -> None:
+def test_a_peer_that_claims_and_does_not_come_counts_no_more_and_is_named() -> None:
     claims = Claims(group_size=32)
     for number in range(3):
         counted = claims.count({"bob": 1000.0, "liar": 1e12}, TARGET)

@@ -36,7 +36,7 @@ def test_the_mean_is_exact(rows: list[tuple[float, float]]) -> None:
 
 
 @given(st.permutations([(1.0, 0.1), (2.0, 0.2), (3.0, 1e-17), (1e12, -5.0), (0.5, 1e300)]))
-def test_it_does_not_depend_on_the_order(rows: list[tuple[float, float]]) -> None:
+def test_the_mean_does_not_depend_on_the_order(rows: list[tuple[float, float]]) -> None:
     reports = [(weight, {"loss": value}) for weight, value in rows]
     assert averaged(reports, False) == averaged(sorted(reports), False)
 
@@ -90,7 +90,7 @@ def test_numbers_of_any_kind_become_floats_sorted_by_name() -> None:
         (["loss"], r"at most 8 numbers by name, got \['loss'\]"),
     ],
 )
-def test_what_is_not_valid_is_named(metrics: Any, says: str) -> None:
+def test_an_invalid_metric_is_named(metrics: Any, says: str) -> None:
     with pytest.raises(ValueError, match=says) as refused:
         values_of(metrics)
     assert "\n" not in str(refused.value)
@@ -151,7 +151,7 @@ def test_the_evaluation_of_another_state_does_not_count() -> None:
     assert metrics_of(SPEC, group, dict.fromkeys(group.peers, 1.0)) == ({}, {"accuracy": 2.0})
 
 
-def test_what_is_too_light_to_contribute_to_a_federated_round_counts_as_an_observer() -> None:
+def test_a_peer_too_light_to_contribute_to_a_federated_round_counts_as_an_observer() -> None:
     options = RunOptions(strategy="federated")
     spec = RunSpec.create("digits", SPEC.schema, options)
     light = {"weight": ATTENDANCE_LIMIT, "evaluation": score(1.0, 3.0), "fit": {"loss": 9.0}}

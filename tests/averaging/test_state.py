@@ -52,7 +52,7 @@ def test_an_outcome_says_its_groups_state() -> None:
 
 
 @given(states)
-def test_it_survives_the_wire(state: StateId) -> None:
+def test_a_state_id_survives_the_wire(state: StateId) -> None:
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(state), type=StateId) == state
 
 
@@ -63,6 +63,6 @@ HEX = ["", "0" * 63, "0" * 65, "A" * 64, "0" * 64 + "\n", "g" * 64, None, b"0" *
 @pytest.mark.parametrize(
     "wire", [*([epoch, "0" * 64] for epoch in EPOCHS), *([1, text] for text in HEX), [1]]
 )
-def test_what_is_out_of_range_does_not_decode(wire: list[object]) -> None:
+def test_a_state_id_out_of_range_does_not_decode(wire: list[object]) -> None:
     with pytest.raises(msgspec.ValidationError):
         msgspec.msgpack.decode(msgspec.msgpack.encode(wire), type=StateId)

@@ -39,7 +39,7 @@ def test_a_longer_link_has_longer_spans_within_bounds() -> None:
     assert timing.silence(60.0) == timing.MAX_SILENCE_SECONDS
 
 
-def test_whoever_waits_is_told_before_it_gives_up() -> None:
+def test_a_waiting_member_is_told_before_it_gives_up() -> None:
     assert timing.WAITING_SECONDS < timing.STALL_SECONDS <= timing.SILENCE_SECONDS
     assert timing.HEARTBEAT_SECONDS < timing.DIRECT_SECONDS < timing.SILENCE_SECONDS
     assert timing.LINGER_SECONDS > 2 * timing.STALL_SECONDS

@@ -50,7 +50,9 @@ def test_the_median_is_of_the_contributors_alone() -> None:
 
 
 @given(weights, st.data(), st.integers(1, 100))
-def test_it_is_what_the_slow_reference_says(claimed: list[float], data: st.DataObject, cap: int) -> None:
+def test_counted_weights_are_those_of_the_slow_reference(
+    claimed: list[float], data: st.DataObject, cap: int
+) -> None:
     contributors = data.draw(st.integers(1, (1 << len(claimed)) - 1))
     assert list(counted_weights(claimed, contributors, float(cap))) == counted(
         claimed, contributors, cap, ATTENDANCE_LIMIT
@@ -66,7 +68,7 @@ def test_the_rule_is_a_term_of_the_run() -> None:
 @pytest.mark.parametrize(
     "rule", ["", "capped", "capped:0", "capped:010", "capped:1.5", "capped:-1", "Any", None]
 )
-def test_what_is_no_rule_is_refused(rule: str) -> None:
+def test_text_that_is_no_rule_is_refused(rule: str) -> None:
     with pytest.raises(
         SpecError, match="expected weights as 'capped:10', with any whole number, or 'any', got"
     ):

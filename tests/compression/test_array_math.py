@@ -53,7 +53,7 @@ def numpy_alone(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.mark.usefixtures("numpy_alone")
 @pytest.mark.parametrize("spec", SPECS)
-def test_what_no_encoder_writes_is_refused(spec: str) -> None:
+def test_a_payload_that_no_encoder_writes_is_refused(spec: str) -> None:
     codec, out = parse_codec(spec), np.empty(100, np.float32)
     payload = memoryview(bytearray(codec.encoded_size(100)))
     codec.check(payload, 100)

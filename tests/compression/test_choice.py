@@ -122,7 +122,7 @@ for spec in ("fp32", "fp16", "bf16"):
 
 
 @pytest.mark.parametrize("then", ["parse_codec('int8')", FLOATS], ids=["parsing", "plain values"])
-def test_what_no_kernels_serve_loads_no_numba(then: str) -> None:
+def test_codecs_without_kernels_load_no_numba(then: str) -> None:
     code = (
         f"import sys\nfrom equipoise.compression import parse_codec\n{then}\nsys.exit('numba' in sys.modules)"
     )

@@ -55,7 +55,7 @@ def chosen(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     magnitude=st.sampled_from([1e-38, 1e-3, 1.0, 1e20]),
     seed=st.integers(0, 2**32),
 )
-def test_it_equals_the_steps_in_turn(
+def test_a_reduction_equals_the_steps_in_turn(
     spec: str, count: int, weights: list[float], arrays: bool, magnitude: float, seed: int
 ) -> None:
     codec, generator = parse_codec(spec), torch.Generator().manual_seed(seed)
@@ -126,7 +126,7 @@ def test_a_sum_that_is_not_finite_is_no_fault_of_our_values(spec: str) -> None:
 
 @pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.usefixtures("chosen")
-def test_what_does_not_fit_is_refused(spec: str) -> None:
+def test_payloads_and_weights_that_do_not_fit_are_refused(spec: str) -> None:
     codec, scratch = parse_codec(spec), np.empty(100, np.float32)
     payload, mean = encoded(codec, torch.ones(100)), room(codec, 100)
     for weight in (float("inf"), float("nan"), 1e39):

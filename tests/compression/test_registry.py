@@ -117,7 +117,7 @@ def test_peers_with_other_versions_do_not_meet(install: Install) -> None:
         RunSpec.create("run", first.schema, first.options)
 
 
-def test_what_is_here_comes_before_what_packages_offer(install: Install) -> None:
+def test_own_rules_come_before_those_of_packages(install: Install) -> None:
     install(entries="[equipoise.rules]\nmean = THING:Gone\n")
     assert parse_rule("mean").spec == "mean"
 

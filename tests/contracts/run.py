@@ -164,7 +164,7 @@ class RunContract:
         assert run.progress().local == 5.0
         assert run.mean == {}
 
-    def test_one_that_averages_never_meets_one_that_steps(self, peers: Peers) -> None:
+    def test_a_peer_that_averages_never_meets_one_that_steps(self, peers: Peers) -> None:
         tensors = [[torch.ones(2)], [torch.ones(2)]]
         runs = join_all(peers(2), tensors)
         runs[1].accumulate([torch.ones(2)], weight=1)
@@ -188,7 +188,7 @@ class RunContract:
         assert torch.equal(tensors[0][0], torch.full((2,), 0.5))
         assert runs[0].pending is None
 
-    def test_what_is_accumulated_during_a_step_belongs_to_the_next(self, peers: Peers) -> None:
+    def test_gradients_accumulated_during_a_step_belong_to_the_next(self, peers: Peers) -> None:
         runs = join_all(peers(2), [[torch.zeros(2)], [torch.zeros(2)]])
         runs[0].accumulate([torch.ones(2)], weight=1)
         pending = runs[0].step(timeout=SOON, wait=False)
@@ -311,7 +311,7 @@ class RunContract:
             with pytest.raises(SchemaError, match=said):
                 run.accumulate(gradients, weight=1)
 
-    def test_what_cannot_be_joined_is_said(self, peers: Peers) -> None:
+    def test_a_join_that_cannot_be_says_why(self, peers: Peers) -> None:
         (peer,) = peers(1)
         good = [torch.zeros(2)]
         for arguments, options, error, said in [
@@ -371,7 +371,7 @@ class RunContract:
         with pytest.raises(DaemonLost, match="connect again"):
             peer.status()
 
-    def test_what_a_script_tells_is_in_the_status(self, peers: Peers) -> None:
+    def test_lines_that_a_script_tells_are_in_the_status(self, peers: Peers) -> None:
         (client,) = peers(1)
         run = client.join("digits", [torch.zeros(2)])
         run.tell("training", "first")

@@ -37,7 +37,7 @@ def step_all(peers: Peers, count: int) -> list[Any]:
 class StateContract:
     """Tests that ask for `peers(n)`: clients of n daemons of one swarm."""
 
-    def test_what_is_offered_is_fetched(self, peers: Peers) -> None:
+    def test_an_offered_state_is_fetched(self, peers: Peers) -> None:
         *donors, newcomer = step_all(peers, 3)
         for donor in donors:
             donor.offer(state_of(4), IMAGE)
@@ -152,7 +152,7 @@ class StateContract:
         assert found.reason
         assert found.round is None
 
-    def test_what_cannot_be_offered_or_fetched_is_said(self, peers: Peers) -> None:
+    def test_a_wrong_offer_or_fetch_says_why(self, peers: Peers) -> None:
         (peer,) = peers(1)
         run = peer.join("digits", [torch.zeros(2)])
 

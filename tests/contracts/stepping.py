@@ -157,9 +157,7 @@ class SteppingContract:
             run.step(timeout=0.1)
         assert run.pending is None
 
-    def test_what_is_raised_for_a_result_is_raised_again_and_the_round_is_settled_once(
-        self, peers: Peers
-    ) -> None:
+    def test_an_error_of_a_result_is_raised_again_and_the_round_is_settled_once(self, peers: Peers) -> None:
         tensors = [[torch.full((4,), float(index))] for index in range(2)]
         runs = join_all(peers(2), tensors)
         pending = [run.average(timeout=SOON, wait=False) for run in runs]
@@ -219,7 +217,7 @@ class SteppingContract:
             means.append(models[0].running_var)
         torch.testing.assert_close(means[1], means[0], rtol=1e-6, atol=1e-6)
 
-    def test_whoever_comes_with_other_terms_hears_which_and_turns_nobody_away(self, peers: Peers) -> None:
+    def test_a_peer_with_other_terms_hears_which_and_turns_no_other_away(self, peers: Peers) -> None:
         clients = peers(2)
         first, second = join_all(clients, [[torch.zeros(1)] for _ in range(2)])
         first.agree({"target batch size": "4096", "clip": "1.0"})

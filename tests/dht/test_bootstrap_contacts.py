@@ -98,7 +98,7 @@ async def test_a_peer_that_calls_or_is_reported_unreachable_is_not_given_up(worl
     assert await world.look(world.now) == []
 
 
-async def test_nobody_is_asked_twice_at_a_time(world: World) -> None:
+async def test_no_peer_is_asked_twice_at_a_time(world: World) -> None:
     world.hear("a", 0.0)
     world.answer = never
     world.contacts._look(10.0)

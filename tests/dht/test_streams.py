@@ -44,7 +44,7 @@ async def test_segments_behind_a_lost_one_are_delivered() -> None:
 
 
 @pytest.mark.parametrize("told", [None, info()[:104]], ids=["not TCP", "an old kernel"])
-async def test_what_the_kernel_does_not_tell_counts_as_sent(told: bytes | None) -> None:
+async def test_bytes_of_which_the_kernel_tells_nothing_count_as_sent(told: bytes | None) -> None:
     stream = Stream(_Connection(told), 0)  # type: ignore[arg-type]
     stream.sent = 5
     assert stream.delivered == 5

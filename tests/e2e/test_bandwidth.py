@@ -8,7 +8,7 @@ from e2e.swarm import Swarm, eventually
 from equipoise.peer import connect
 
 
-def test_what_the_user_says_is_what_peers_hear(swarm: Swarm) -> None:
+def test_the_users_bandwidth_is_the_one_that_peers_hear(swarm: Swarm) -> None:
     daemon = swarm.daemon(
         args=["--listen", "/ip4/127.0.0.1/tcp/0", "--bandwidth", "5e6", "--tag", "gpu", "--tag", "a100"]
     )

@@ -63,7 +63,7 @@ def test_two_that_hold_and_flood_cost_the_others_a_wait_and_no_round(
     ],
     ids=["1", "2", "1 silent", "2 silent", "3 that took part"],
 )
-def test_what_others_say_of_round_and_progress_stops_nobody(
+def test_lies_about_round_and_progress_stop_no_peer(
     swarm: Swarm, monkeypatch: pytest.MonkeyPatch, ways: tuple[str, ...], liars: int, mates: bool
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(TESTS), prepend=":")

@@ -75,20 +75,20 @@ def within(what: str, seconds: float, limit: float) -> None:
     assert seconds <= limit
 
 
-def test_one_that_leaves(party: Party) -> None:
+def test_a_peer_that_leaves_is_gone_from_the_list(party: Party) -> None:
     began = time.monotonic()
     party.clients[2].close()
     party.daemons[2].stop()
     within("graceful leave", party.seconds_until_gone(began), LEFT_SECONDS)
 
 
-def test_one_that_is_killed(party: Party) -> None:
+def test_a_killed_peer_is_gone_from_the_list(party: Party) -> None:
     began = time.monotonic()
     party.daemons[2].kill()
     within("SIGKILL", party.seconds_until_gone(began), KILLED_SECONDS)
 
 
-def test_one_whose_cable_is_pulled_and_that_comes_back(party: Party) -> None:
+def test_a_peer_whose_cable_is_pulled_comes_back(party: Party) -> None:
     began = time.monotonic()
     party.network.cut(party.hosts[2])
     eventually(lambda: party.clients[2].status().swarm.state == "searching", "it to notice")
@@ -98,7 +98,7 @@ def test_one_whose_cable_is_pulled_and_that_comes_back(party: Party) -> None:
     party.until_all_see_all(65.0)
 
 
-def test_one_whose_address_changes(party: Party) -> None:
+def test_a_peer_whose_address_changes_is_found_there(party: Party) -> None:
     host, began = party.hosts[2], time.monotonic()
     before, after = host.address, f"{host.address}7"
     move(host, before, after)

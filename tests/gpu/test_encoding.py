@@ -103,7 +103,7 @@ def test_same_as_on_a_cpu(spec: str, devices: list[str], inference: bool, pinned
 
 
 @pytest.mark.parametrize("spec", ["fp32", "int8"])
-def test_what_is_not_finite_is_named(spec: str) -> None:
+def test_a_value_that_is_not_finite_is_named(spec: str) -> None:
     named = moved(tensors(), DEVICES)
     named["half"][70] = torch.inf
     with pytest.raises(SchemaError, match="tensor 'half' holds inf at flat index 70: "):

@@ -44,7 +44,7 @@ def test_values_lost_with_one_of_two_channels_are_sent_again_at_once(seeds: rang
         assert not [note for note in notes if "no progress" in note or "opened" in note], (seed, notes)
 
 
-def test_who_holds_another_mean_than_the_others_chose_without_it_fetches_theirs_at_once() -> None:
+def test_a_member_with_another_mean_than_the_chosen_one_fetches_that_at_once() -> None:
     """The leader loses sight of one owner during gather for 2.2 s, and decides again without it.
 
     That owner held the first mean, waited 2 s more than it had to, and then asked the leader, which had let go.
@@ -135,7 +135,7 @@ def cut_off_at(step: int) -> World:
     return world
 
 
-def test_one_that_is_cut_off_for_a_moment_gets_the_mean() -> None:
+def test_a_member_that_is_cut_off_for_a_moment_gets_the_mean() -> None:
     for step in range(60):
         for process in cut_off_at(step).processes.values():
             assert isinstance(process.member.ended, Finish), step

@@ -59,7 +59,7 @@ def test_the_survivors_succeed_within_seconds(kind: str, seeds: range) -> None:
     assert struck > 2 / 3 * len(seeds)
 
 
-def test_who_was_stopped_for_long_ends_as_the_others_or_untouched() -> None:
+def test_a_member_stopped_for_long_ends_as_the_others_or_untouched() -> None:
     ends = []
     for seed in range(60):
         made, victim = scenario(seed, "it is stopped")

@@ -50,7 +50,7 @@ def test_groups_of_up_to_sixteen(seeds: range, live: bool) -> None:
         pytest.param(4085, (2, 7), id="a mean that another had replaced was never reduced again"),
     ],
 )
-def test_what_once_failed(seed: int, sizes: tuple[int, int]) -> None:
+def test_seeds_that_once_failed_succeed(seed: int, sizes: tuple[int, int]) -> None:
     simulate(seed, sizes, live=True)
 
 

@@ -38,7 +38,7 @@ def test_little_is_lent_beyond_what_was_asked_for(size: int) -> None:
     assert size <= pool.idle_bytes <= max(size * 9 / 8, MIN_GRAIN_BYTES)
 
 
-def test_what_comes_back_is_kept_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_returned_buffers_are_kept_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("equipoise.averaging.aio.buffer_pool.MAX_IDLE_BYTES", 3 * SIZE)
     pool = BufferPool()
     lent = [pool.take(size) for size in (SIZE, 2 * SIZE, SIZE)]

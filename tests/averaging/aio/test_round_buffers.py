@@ -72,7 +72,7 @@ def reduce(store: RoundBuffers, part: int, contributors: int) -> bytes:
 
 
 @codecs
-def test_whoever_reduces_gets_the_mean_and_the_same_bytes(codec: Codec) -> None:
+def test_every_member_reduces_to_the_mean_and_the_same_bytes(codec: Codec) -> None:
     stores = [store_of(codec, member) for member in range(MEMBERS)]
     for part in range(len(group().parts)):
         digests = set()

@@ -426,7 +426,7 @@ def test_public_members_wait_for_clients_to_speak_first() -> None:
     assert run_at_once(act()) == []
 
 
-def test_what_was_said_before_its_round_and_is_no_message_costs_only_its_sender(
+def test_noise_before_its_round_costs_only_its_sender(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def tap(_: str, header: bytes, body: bytes) -> list[Frame]:

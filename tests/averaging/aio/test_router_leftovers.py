@@ -167,7 +167,7 @@ def test_no_snapshot_is_wished_of_a_trainer_that_has_left() -> None:
     assert donor.wanted is None
 
 
-def test_one_that_has_left_has_no_say_in_snapshots_that_it_does_not_hold() -> None:
+def test_a_peer_that_has_left_has_no_say_in_snapshots_that_it_does_not_hold() -> None:
     poll = SnapshotQuorum(4)
     poll.see(("a", "gone"), 0.0)
     poll.hear("gone", Answer(RUN, TICKET, 3, left=True), 0.1)

@@ -81,7 +81,7 @@ def test_means_are_not_sent_before_the_decision() -> None:
     ]
 
 
-def test_who_holds_the_whole_mean_votes() -> None:
+def test_a_member_with_the_whole_mean_votes() -> None:
     table = gathering(owners=(A, A))
     assert table.mean(ALL, 0) == []
     assert voters(table.mean(ALL, 1)) == {A: 1 << B, C: 1 << B}
@@ -156,7 +156,7 @@ def test_leader_lost_after_a_proposal_that_another_holds_it_is_inherited_and_fet
     assert sent(actions, wire.Fetch) == [(C, wire.Fetch(ALL, b"\x01"))]
 
 
-def test_who_is_not_next_in_line_waits_for_who_is() -> None:
+def test_a_member_waits_for_the_one_before_it_in_line() -> None:
     table = Table(C)
     assert sent(table.lose(A), wire.Prepare) == []
     assert sent(table.lose(B), wire.Prepare) == []
@@ -231,7 +231,7 @@ def test_a_lost_majority_may_come_back_within_a_stall() -> None:
     assert recipients(table.tell(PeerReturned(B)), wire.Propose) == [B]
 
 
-def test_who_is_alone_neither_plans_nor_opens_ballots() -> None:
+def test_a_member_left_alone_neither_plans_nor_opens_ballots() -> None:
     leader, follower = Table(A, weights=(1, 1)), Table(B, weights=(1, 1))
     assert not sent(leader.lose(B), wire.Plan)
     assert not sent(follower.lose(A), wire.Prepare)
@@ -255,13 +255,13 @@ def test_a_contribution_of_an_observer_is_not_wanted() -> None:
     assert not Table(A, weights=(1, 1, 0)).machine.wants_contribution(C, 0)
 
 
-def test_who_cannot_be_dialled_speaks_only_to_those_who_can() -> None:
+def test_an_undialable_member_speaks_only_to_dialable_ones() -> None:
     table = Table(C, weights=(1, 1, 1, 1), dialable=0b0011)
     table.says(A, wire.Propose(0, Decision(0b1111, 0b0011)))
     assert voters(table.mean(0b1111)) == {A: 1 << C, B: 1 << C}
 
 
-def test_who_cannot_be_dialled_does_not_lead() -> None:
+def test_an_undialable_member_does_not_lead() -> None:
     table = Table(B, dialable=0b101)
     assert sent(table.lose(A), wire.Prepare) == []
     assert Table(C, dialable=0b101).lose(A)
@@ -383,7 +383,7 @@ def holding_all_four() -> Table:
 # ---- ending ----
 
 
-def test_who_gives_up_says_why_and_is_not_waited_for() -> None:
+def test_a_member_that_gives_up_says_why_and_is_not_waited_for() -> None:
     table = Table(A)
     table.contributes(B)
     actions = table.says(C, wire.GiveUp("cancelled"))
@@ -393,14 +393,14 @@ def test_who_gives_up_says_why_and_is_not_waited_for() -> None:
     assert "c is back" not in table.machine.notes
 
 
-def test_who_withdraws_tells_the_others() -> None:
+def test_a_member_that_withdraws_tells_the_others() -> None:
     table = Table(B)
     actions = table.tell(Withdrew("cancelled"))
     assert sent(actions, wire.GiveUp) == [(A, wire.GiveUp("cancelled")), (C, wire.GiveUp("cancelled"))]
     assert actions[-3:] == [Fail("cancelled"), Release(), Close()]
 
 
-def test_who_fails_with_the_mean_in_hand_still_serves_it() -> None:
+def test_a_member_that_fails_with_the_mean_in_hand_still_serves_it() -> None:
     table = holding()
     table.tell(Withdrew("cancelled"))
     assert table.says(C, wire.Fetch(ALL, b"\x01")) == [SendMean(C, 0, ALL)]

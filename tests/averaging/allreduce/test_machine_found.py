@@ -34,18 +34,18 @@ from fakes.one_member import (
 )
 
 
-def test_who_has_finished_speaks_for_a_leader_that_is_lost() -> None:
+def test_a_finished_member_speaks_for_a_lost_leader() -> None:
     table = finished(B)
     assert voters(table.lose(A)) == {A: 0b011, C: 0b011}
 
 
-def test_who_has_finished_speaks_for_a_lost_leader_even_to_those_who_hold_the_mean() -> None:
+def test_a_finished_member_speaks_for_a_lost_leader_even_to_holders_of_the_mean() -> None:
     table = finished(B)
     assert table.votes(C, table.vote(Decision(ALL, ALL))) == [Release()]
     assert voters(table.lose(A)) == {A: ALL, C: ALL}
 
 
-def test_who_lingers_shows_signs_of_life_until_it_closes() -> None:
+def test_a_lingering_member_shows_signs_of_life_until_it_closes() -> None:
     table = finished(B)
     table.votes(C, table.vote(Decision(ALL, ALL)))
     assert not table.machine.closed
@@ -53,13 +53,13 @@ def test_who_lingers_shows_signs_of_life_until_it_closes() -> None:
     assert table.machine.closed
 
 
-def test_who_refused_a_successor_promises_once_it_finds_the_leader_lost_too() -> None:
+def test_a_member_that_refused_a_successor_promises_once_the_leader_is_lost_to_it_too() -> None:
     table = Table(C)
     assert sent(table.says(B, wire.Prepare(1)), wire.Refuse) == [(B, wire.Refuse(0))]
     assert sent(table.lose(A), wire.Promise) == [(B, wire.Promise(1))]
 
 
-def test_who_refused_a_successor_that_is_lost_as_well_leads_itself() -> None:
+def test_a_member_that_refused_a_successor_leads_once_that_is_lost_as_well() -> None:
     table = Table(C, weights=(1, 1, 1, 1, 1))
     table.says(B, wire.Prepare(1))
     table.lose(B)
@@ -76,7 +76,7 @@ def test_retries_to_lead_come_at_growing_intervals() -> None:
     assert opened[:3] == [2.0, 6.0, 12.0]
 
 
-def test_who_has_finished_answers_a_fetch_of_nothing_with_the_commit() -> None:
+def test_a_finished_member_answers_a_fetch_of_nothing_with_the_commit() -> None:
     assert voters(finished(B).says(C, wire.Fetch(0, b""))) == {C: 0b011}
 
 
@@ -140,7 +140,7 @@ def test_a_mean_that_was_replaced_is_reduced_again_when_it_is_wanted_again() -> 
 
 
 @pytest.mark.parametrize("message", [wire.Prepare, wire.Refuse])
-def test_nobody_makes_a_member_run_out_of_ballots(message: type[wire.Prepare | wire.Refuse]) -> None:
+def test_no_message_makes_a_member_run_out_of_ballots(message: type[wire.Prepare | wire.Refuse]) -> None:
     table = Table(B)
     table.says(C, message(3 * MAX_BALLOT_LEAP + C))
     table.lose(A)
@@ -159,7 +159,7 @@ def test_a_reason_with_control_characters_is_refused() -> None:
         wire.decode(wire.encode(wire.GiveUp("red\x1b[31m")))
 
 
-def test_what_a_lost_member_is_told_waits_for_it_and_is_not_said_again() -> None:
+def test_messages_to_a_lost_member_wait_and_are_not_sent_again() -> None:
     table = Table(A)
     table.lose(C)
     table.contributes(C)
@@ -168,7 +168,7 @@ def test_what_a_lost_member_is_told_waits_for_it_and_is_not_said_again() -> None
     assert not sent(table.tell(PeerReturned(C)), wire.RoundMessage)
 
 
-def test_who_is_gone_is_sent_nothing_and_does_not_come_back() -> None:
+def test_a_member_that_is_gone_is_sent_nothing_and_does_not_come_back() -> None:
     table = Table(A)
     table.tell(PeerLost(C, "it has begun another session", gone=True))
     assert recipients(table.contributes(B), wire.Propose) == [B]

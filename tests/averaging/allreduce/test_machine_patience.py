@@ -28,14 +28,14 @@ def waiting_for_c(me: int, count: int = ENOUGH) -> Table:
     return table
 
 
-def test_who_delivers_is_neither_late_nor_a_stall() -> None:
+def test_a_member_that_delivers_is_neither_late_nor_a_stall() -> None:
     table = waiting_for_c(B)
     assert table.stall() == []
     assert table.machine._attendance.late == 0
     assert table.machine.deadline == 2 * STALL_SECONDS
 
 
-def test_who_trickles_is_late() -> None:
+def test_a_member_that_trickles_is_late() -> None:
     table = waiting_for_c(B, ENOUGH // 2)
     assert sent(table.stall(), wire.Report) == [(A, wire.Report(0, 0, 0b011))]
 
@@ -67,7 +67,7 @@ def test_a_leader_does_not_replace_an_owner_that_waits_and_passes_its_word_on() 
     assert sent(table.says(B, wire.Report(0, 0, ALL)), wire.Propose)
 
 
-def test_who_waits_for_a_leader_that_waits_does_not_unseat_it_for_half_of_its_time() -> None:
+def test_a_leader_that_waits_is_not_unseated_for_half_of_the_timeout() -> None:
     table = Table(B, owners=(A,))
     opened = []
     while table.now < TIMEOUT - STALL_SECONDS:

@@ -55,7 +55,7 @@ def refused(data: bytes) -> bool:
 
 
 @given(every_message)
-def test_what_is_encoded_is_decoded(message: RoundMessage) -> None:
+def test_an_encoded_message_is_decoded(message: RoundMessage) -> None:
     data = encode(message)
     assert decode(data) == message
     assert len(data) <= MAX_HEADER_BYTES
@@ -113,7 +113,7 @@ def raw(kind: str, **fields: object) -> bytes:
         pytest.param(encode(wire.Heartbeat()) + b"\x00", id="more behind"),
     ],
 )
-def test_what_does_not_fit_is_refused(data: bytes) -> None:
+def test_a_message_that_does_not_fit_is_refused(data: bytes) -> None:
     assert refused(data)
 
 

@@ -114,7 +114,7 @@ def test_whole_is_what_all_own_parts_have(came: list[tuple[int, int]], assigned:
         assert mine.whole == sum(1 << member for member in expected)
 
 
-def test_what_is_kept_of_others_contributions_is_about_one_vector() -> None:
+def test_kept_contributions_of_another_member_are_about_one_vector() -> None:
     mine = part_table(A, (A, A, *[B] * 6))
     taken = 0
     for part in range(8):

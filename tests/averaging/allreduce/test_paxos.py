@@ -51,7 +51,7 @@ def test_the_decision_held_in_the_highest_ballot_is_inherited() -> None:
     assert inherited(promises, 5) == (OTHER, 0b10010, True)
 
 
-def test_what_too_few_can_hold_binds_nobody() -> None:
+def test_a_decision_that_too_few_can_hold_binds_no_member() -> None:
     promises = {0: Promise(9, 3, ONE), 1: Promise(9), 2: Promise(9)}
     assert inherited(promises, 4) == (ONE, 0b1, False)
     assert inherited(promises, 5) == (ONE, 0b1, True)

@@ -89,7 +89,7 @@ def test_a_vote_that_convinces_nobody_else_does_not_count_here_either(signature:
     assert believed(listener, A, own(A)) == 1 << A, "it may yet say so truly"
 
 
-def test_what_was_learnt_from_a_commit_can_be_proved_to_others() -> None:
+def test_votes_learnt_from_a_commit_can_be_proved_to_others() -> None:
     second = vote_signatures(C)
     second.check(A, commit([A, B]))
     told = second.seal(Votes(VOTE, 0b0111))
@@ -97,7 +97,7 @@ def test_what_was_learnt_from_a_commit_can_be_proved_to_others() -> None:
     assert believed(vote_signatures(D), C, told) == 0b0111
 
 
-def test_who_only_says_so_speaks_for_itself() -> None:
+def test_a_member_without_proofs_speaks_for_itself() -> None:
     assert believed(vote_signatures(D), A, commit([A], claimed=0b1111)) == 0b0001
 
 
@@ -126,7 +126,7 @@ def test_strangers_hold_nothing() -> None:
     assert believed(vote_signatures(D), A, Votes(VOTE, 2**64 - 1, proofs)) == 0
 
 
-def test_what_one_member_makes_us_check_and_keep_is_bounded() -> None:
+def test_checks_and_memory_for_one_member_are_bounded() -> None:
     listener = vote_signatures(D)
     for ballot in range(10 * MAX_BAD_SIGNATURES):
         vote = Vote(ballot, DECISION, DIGEST)
@@ -137,7 +137,7 @@ def test_what_one_member_makes_us_check_and_keep_is_bounded() -> None:
     assert believed(listener, B, commit([B, C])) == 0b0110
 
 
-def test_who_tells_of_too_many_votes_is_no_longer_heard_and_silences_nobody_else() -> None:
+def test_a_member_with_too_many_votes_is_no_longer_heard_and_silences_no_other() -> None:
     listener = vote_signatures(D)
 
     def heard(voter: int, ballot: int) -> bool:

@@ -83,7 +83,7 @@ def test_two_that_propose_to_each_other_make_one_pair(name: str, other: str) -> 
         assert one.ready
 
 
-def test_who_is_not_free_says_for_how_long() -> None:
+def test_a_busy_peer_says_for_how_long() -> None:
     one = pairing("alice", "bob", "carol")
     ((_, refusal),) = sent(one.handle(asks("bob"), 1.0), JoinRefused)
     assert refusal.wait == BUSY_SECONDS
@@ -105,7 +105,7 @@ def test_a_declined_peer_listens_and_then_asks_another() -> None:
     assert second != first
 
 
-def test_who_does_not_answer_is_left_and_not_asked_for_a_while() -> None:
+def test_a_silent_partner_is_left_and_not_asked_for_a_while() -> None:
     one = pairing("alice", "bob", "carol")
     ((first, _),) = sent(one.handle(ready(), 1.0), JoinRequest)
     asked: list[str] = []

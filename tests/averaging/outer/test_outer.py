@@ -125,7 +125,7 @@ def test_client_drift_comes_to_its_closed_form() -> None:
 
 
 @every_step
-def test_it_goes_on_from_a_state(spec: str) -> None:
+def test_an_outer_step_goes_on_from_a_state(spec: str) -> None:
     first, whole = parse_outer(spec), parse_outer(spec)
     agreed, other = {"w": torch.ones(7)}, {"w": torch.ones(7)}
     for at, mean in enumerate(means()):

@@ -45,7 +45,7 @@ def test_the_canonical_form_spells_out_every_option() -> None:
 
 @rules
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 6, 9, 11, 20])
-def test_it_is_its_reference(spec: str, count: int) -> None:
+def test_a_rule_is_its_reference(spec: str, count: int) -> None:
     rows, weights = contributions(count), weights_of(count)
     values, scores = parse_rule(spec).reduce(rows, weights)
     name, _, beta = spec.partition(":beta=")
@@ -137,7 +137,7 @@ def test_a_share_may_be_empty(spec: str) -> None:
 
 
 @pytest.mark.parametrize("beta", ["0.5", "1", "600"])
-def test_who_drops_half_at_each_end_has_nothing_left(beta: str) -> None:
+def test_a_rule_that_drops_half_at_each_end_has_nothing_left(beta: str) -> None:
     with pytest.raises(ValueError, match=r"\Atrimmed: expected beta from 0 to below 0\.5, got .*\Z"):
         parse_rule(f"trimmed:beta={beta}")
 

@@ -37,7 +37,7 @@ def test_flows_take_turns_however_much_each_has_queued() -> None:
     assert not queue
 
 
-def test_what_is_no_longer_wanted_costs_nobody_a_turn() -> None:
+def test_unwanted_bulk_costs_no_flow_a_turn() -> None:
     queue = Outbox(bytes(8))
     queue.add_bulk(b"a", lambda: None)
     queue.add_bulk(b"a", frame(b"a2"))
@@ -60,7 +60,7 @@ def test_flows_of_small_and_large_frames_get_equal_bytes(queued: int) -> None:
         queue.add_bulk(name, frame(name, sizes[name]))
 
 
-def test_who_comes_late_or_pauses_catches_up_with_nobody() -> None:
+def test_a_flow_that_comes_late_or_pauses_catches_up_with_none() -> None:
     queue = Outbox(bytes(8))
     for _ in range(50):
         for name in (b"a", b"b"):
@@ -76,7 +76,7 @@ def test_who_comes_late_or_pauses_catches_up_with_nobody() -> None:
 
 
 @pytest.mark.parametrize("end", ["dropped", "emptied"])
-def test_what_a_flow_has_had_is_forgotten_with_it_and_when_nothing_waits(end: str) -> None:
+def test_bytes_of_a_flow_are_forgotten_with_it_and_when_nothing_waits(end: str) -> None:
     queue = Outbox(bytes(8))
     queue.add_bulk(b"a", frame(b"a", 999))
     for _ in range(3):
@@ -106,7 +106,7 @@ def test_one_flow_or_all_but_some_are_dropped() -> None:
     assert list(queue.control) == [(b"b", b"goodbye")]
 
 
-def test_what_can_wait_comes_after_all_rounds_and_is_dropped_like_them() -> None:
+def test_late_bulk_comes_after_all_rounds_and_is_dropped_like_them() -> None:
     queue = Outbox(bytes(8))
     queue.add_bulk(b"download", frame(b"chunk 1"), late=True)
     queue.add_bulk(b"download", frame(b"chunk 2"), late=True)

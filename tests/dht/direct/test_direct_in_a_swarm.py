@@ -56,7 +56,7 @@ async def test_channels_work_while_p2pd_is_dead(members, until) -> None:
     assert [address.split(":")[0] for address in status.listening] == ["127.0.0.1"]
 
 
-async def test_who_is_in_client_mode_tells_no_address_and_dials(members, until) -> None:
+async def test_a_peer_in_client_mode_tells_no_address_and_dials(members, until) -> None:
     public = await members.start("public", channel="tls")
     hidden = await members.start("hidden", join=public.addresses, client_mode=True)
     await announce(public, hidden)

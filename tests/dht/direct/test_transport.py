@@ -191,7 +191,7 @@ async def test_channels_per_peer_are_bounded(peers) -> None:
         await first.open(second.peer)
 
 
-async def test_few_channels_are_opened_at_once(peers, monkeypatch) -> None:
+async def test_channels_opened_at_once_are_bounded(peers, monkeypatch) -> None:
     first, at_once, most = peers.make("first"), 0, 0
     others = [peers.make(f"other {number}") for number in range(2 * MAX_OPENING)]
     secure = handshake.secure

@@ -153,7 +153,7 @@ async def test_both_try_at_once_however_slow_the_relay_is(pair, monkeypatch, rou
     assert [await heard(other) for _ in range(3)] == [PLACES[0], Probe(), Go()]
 
 
-async def test_what_a_place_answers_here_the_other_side_learns_neither_by_words_nor_by_time(
+async def test_the_answer_of_a_place_is_hidden_from_the_other_side_in_words_and_time(
     pair, monkeypatch
 ) -> None:
     waits = []

@@ -165,7 +165,7 @@ async def test_a_relayed_member_survives_its_p2pd(members, until) -> None:
     await until(lambda: relayed(hidden))
 
 
-async def test_nobody_relays_unasked(members, until) -> None:
+async def test_no_peer_relays_unasked(members, until) -> None:
     """p2pd would: whatever it is told, it relays 128 KiB at a time for any stranger."""
     public = await members.start("public")
     hidden = await members.start("hidden", join=public.addresses, client_mode=True)
@@ -245,7 +245,7 @@ async def test_members_find_out_whether_their_direct_port_can_be_opened(members,
         assert second.status().reach.state == "direct"
 
 
-async def test_nobody_is_dialled_back_without_end(members, until) -> None:
+async def test_questions_for_a_dial_back_are_bounded(members, until) -> None:
     first = await members.start("first")
     second = await members.start("second", join=first.addresses)
     await until(lambda: second.status().reach.state == "direct")

@@ -127,7 +127,7 @@ def test_a_sparse_gradient_that_is_not_finite_or_does_not_fit_is_named() -> None
 
 
 @pytest.mark.parametrize("beginning", ["a", "nothing", "merged"])
-def test_what_was_cleared_does_not_come_back(beginning: str) -> None:
+def test_cleared_sums_do_not_come_back(beginning: str) -> None:
     accumulator, other = Accumulator(LIKE), Accumulator(LIKE)
     accumulator.add(gradients(7.0), 3)
     accumulator.clear()

@@ -98,7 +98,7 @@ def test_sums_are_divided_on_the_way(codec) -> None:
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf"), 1e300])
 @pytest.mark.parametrize("at", [0, 77_000, SPAN_VALUES + 3])
 @codecs
-def test_what_fp32_cannot_hold_is_refused_by_name(codec, at: int, value: float) -> None:
+def test_a_tensor_that_fp32_cannot_hold_is_refused_by_name(codec, at: int, value: float) -> None:
     named = {"good": values_of(300), "bad": values_of(SPAN_VALUES + 10).double()}
     named["bad"][at] = value
     layout = Layout(Schema.of(named), codec)
@@ -113,7 +113,7 @@ def test_values_beyond_the_codec_are_counted() -> None:
 
 
 @codecs
-def test_what_no_encoder_writes_is_not_decoded(codec) -> None:
+def test_bytes_that_no_encoder_writes_are_not_decoded(codec) -> None:
     named = {"w": values_of(1000)}
     layout = Layout(Schema.of(named), codec)
     with pytest.raises(CodecError):
@@ -129,7 +129,7 @@ def test_autograd_sees_that_a_tensor_was_overwritten() -> None:
         loss.backward()
 
 
-def test_it_works_in_inference_mode_and_beyond() -> None:
+def test_tensors_are_encoded_and_decoded_in_inference_mode_and_beyond() -> None:
     named = {"w": values_of(100_000), "b": values_of(10)}
     layout = Layout(Schema.of(named), parse_codec("int8"))
     with torch.inference_mode():

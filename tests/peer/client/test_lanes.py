@@ -142,7 +142,7 @@ def test_bytes_and_values_are_those_of_the_host(device, span, monkeypatch, spec:
     assert not any(lane.aside for lane in device.opened[1:])
 
 
-def test_what_changes_after_encoding_changes_no_bytes(device) -> None:
+def test_tensors_that_change_after_encoding_change_no_bytes(device) -> None:
     named = tensors()
     encoder = Encoder(layout_of(named, "int8"))
     stored = stored_by(encoder, named)
@@ -223,7 +223,7 @@ def test_an_error_in_the_middle_waits_for_what_was_queued(device, monkeypatch, w
 
 
 @pytest.mark.parametrize("spec", ["fp32", "int8"])
-def test_what_no_encoder_writes_changes_no_tensor(device, spec: str) -> None:
+def test_bytes_that_no_encoder_writes_change_no_tensor(device, spec: str) -> None:
     named = tensors()
     layout = layout_of(named, spec)
     stored = stored_by(Encoder(layout), named)

@@ -130,7 +130,7 @@ def test_garbage_is_refused(frame: bytes) -> None:
 
 
 @pytest.mark.parametrize("frame", [DEEP, msgspec.msgpack.encode((5, DEEP)), b"\x92\xa1\xff\xc0"])
-def test_what_is_too_deep_or_not_text_is_refused_and_not_raised(frame: bytes) -> None:
+def test_a_frame_that_is_too_deep_or_not_text_is_refused(frame: bytes) -> None:
     with pytest.raises(ControlError):
         decoded(frame)
 
@@ -167,7 +167,7 @@ JOIN = {
         ),
     ],
 )
-def test_what_is_out_of_its_range_does_not_reach_the_daemon(
+def test_a_field_out_of_its_range_does_not_reach_the_daemon(
     message: dict[str, object], field: str, wrong: object
 ) -> None:
     decoded(msgspec.msgpack.encode((5, message)))

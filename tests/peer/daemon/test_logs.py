@@ -16,7 +16,7 @@ from equipoise.peer.errors import HomeError
 log = logging.getLogger("equipoise.test")
 
 
-def test_what_moves_a_terminal_is_made_visible() -> None:
+def test_characters_that_move_a_terminal_are_made_visible() -> None:
     assert escaped("a\x1b[31mb\rc\x00\x9b\u202e") == r"a\x1b[31mb\rc\x00\x9b\u202e"
     assert escaped("é 你 \t") == "é 你 \t"
 
@@ -55,7 +55,7 @@ def test_the_log_is_its_users_only_whatever_the_umask(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["link", "pipe"])
-def test_what_is_no_file_is_neither_followed_nor_waited_for(tmp_path: Path, kind: str) -> None:
+def test_a_link_or_pipe_is_neither_followed_nor_waited_for(tmp_path: Path, kind: str) -> None:
     precious, path = tmp_path / "precious", tmp_path / "daemon.log"
     precious.write_text("precious")
     path.symlink_to(precious) if kind == "link" else os.mkfifo(path)

@@ -77,7 +77,7 @@ async def test_a_driver_that_has_stopped_tells_nothing_and_does_not_wake() -> No
     assert not machine.woken_at
 
 
-async def test_what_a_stopped_driver_ran_for_is_freed_at_once() -> None:
+async def test_the_owner_of_a_stopped_driver_is_freed_at_once() -> None:
     class Owner:
         def __init__(self) -> None:
             self.driver = Driver(Echo(), self.perform, self.wake)
