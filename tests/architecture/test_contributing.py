@@ -46,8 +46,8 @@ async def test_a_codec_a_rule_an_outer_step_and_a_strategy_of_thirty_lines_work_
         averaged(run, own, out, 1.0, 20.0) for run, own, out in zip(runs, given, results, strict=True)
     ]
     outcomes = await asyncio.gather(*averaging)
-    assert all(one.ok for one in outcomes), outcomes[0].reason
-    assert len({one.digest for one in outcomes}) == 1
+    assert all(outcome.ok for outcome in outcomes), outcomes[0].reason
+    assert len({outcome.digest for outcome in outcomes}) == 1
     assert all(torch.equal(out, torch.full((VALUES,), 3.0)) for out in results)
     await asyncio.gather(*(router.stop() for router in routers))
     agreed, step = {"w": torch.ones(3)}, parse_outer("signs:eta=0.5")

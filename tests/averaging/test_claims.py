@@ -58,7 +58,7 @@ def test_every_round_is_full_or_names_a_liar(liars: int, group_size: int) -> Non
         while made + everyone[0].count(claimed | {"other": made}, TARGET) < TARGET:
             made += 1.0
         everyone[1].count(claimed | {"other": made}, TARGET)
-        said = [settled(one, {"own": made, "other": made}) for one in everyone]
+        said = [settled(peer, {"own": made, "other": made}) for peer in everyone]
         assert 2 * made >= 0.95 * TARGET or all("ghost" in line for line in said)
         assert number == 0 or 2 * made >= 0.95 * TARGET
 

@@ -338,7 +338,7 @@ class RunContract:
 
         again = peer.join("digits", [torch.zeros(2)])
 
-        (said,) = [one for one in caplog.messages if "joins it again" in one]
+        (said,) = [message for message in caplog.messages if "joins it again" in message]
         assert said == "run digits: this process joins it again, and leaves it by its earlier handle"
         assert pending.result().ok is False
         with pytest.raises(Refused, match="was left"):

@@ -119,7 +119,7 @@ class StateContract:
         for run in members:
             eventually(lambda run=run: run.progress().swarm == 2, "all that step")
         pending = [run.step(timeout=SOON, wait=False, state=state_of(4)) for run in members]
-        outcome, _ = [one.result() for one in pending]
+        outcome, _ = [pending_round.result() for pending_round in pending]
         assert outcome.ok, outcome.reason
         late = last.join("digits", [torch.zeros(2)], **OPTIONS)
 

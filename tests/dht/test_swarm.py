@@ -35,7 +35,7 @@ async def announce(member: Swarm, run: str = "digits", **changes) -> None:
 
 def sees(member: Swarm, *others: Swarm, run: str = "digits"):
     async def check() -> bool:
-        return {one.peer for one in await member.directory.peers(run)} == {one.peer for one in others}
+        return {one.peer for one in await member.directory.peers(run)} == {other.peer for other in others}
 
     return check
 

@@ -90,6 +90,9 @@ def start(swarm: Swarm, places: list[DaemonProcess], first: int = 0, **task: Any
 
 def shared(learners: Sequence[Reporting]) -> dict[int, set[str]]:
     """The epochs that all of them have reached in the group, and which lineages they had then."""
-    told = [{one.epoch: one.lineage for one in learner.updates if one.contributors} for learner in learners]
+    told = [
+        {update.epoch: update.lineage for update in learner.updates if update.contributors}
+        for learner in learners
+    ]
     common = set.intersection(*(set(one) for one in told))
     return {epoch: {one[epoch] for one in told} for epoch in sorted(common)}

@@ -67,6 +67,6 @@ class TestStepping(SteppingContract):
                 run.accumulate([torch.full((300,), value)])
             assert all(together(*(run.step for run in runs)))
         for client in clients:
-            (told,) = (one for one in client.status().warnings if "equal contributions" in one)
+            (told,) = (warning for warning in client.status().warnings if "equal contributions" in warning)
             assert all(one.peer_id in told for one in clients)
             assert "another seed" in told

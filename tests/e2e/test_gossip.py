@@ -43,21 +43,21 @@ def test_every_exchange_is_of_two_and_the_sum_is_kept(places: list[DaemonProcess
                 began = time.monotonic()
                 outcomes.append(run.average(timeout=5.0))
                 assert time.monotonic() - began < 7.0, "no call lasts 2 s longer than its timeout"
-                done[places.index(place)] = sum(one.ok for one in outcomes)
+                done[places.index(place)] = sum(outcome.ok for outcome in outcomes)
                 if min(done) >= 20:
                     enough.set()
             shown = peer.status().runs[0].exchanges
             assert shown is not None
-            assert shown.ok == sum(one.ok for one in outcomes)
+            assert shown.ok == sum(outcome.ok for outcome in outcomes)
             assert shown.in_doubt == 0
         return outcomes
 
     outcomes = [one for each in together(exchange, places, tensors) for one in each]
-    ok = [one for one in outcomes if one.ok]
+    ok = [outcome for outcome in outcomes if outcome.ok]
     assert all(len(one.contributors) == 2 for one in ok)
     digests = [one.digest for one in ok]
     half = [one for one in ok if digests.count(one.digest) != 2]
-    assert not half, f"applied at both, or at neither; {[one for one in outcomes if not one.ok]}"
+    assert not half, f"applied at both, or at neither; {[outcome for outcome in outcomes if not outcome.ok]}"
     torch.testing.assert_close(torch.stack(tensors).sum(0), total, rtol=0, atol=1e-4)
     assert spread_of(tensors) < before / 50
 
@@ -79,7 +79,7 @@ def test_training_exchanges_and_ends_with_one_model(places: list[DaemonProcess])
                     pause.wait(0.005)  # What a step of a larger model takes.
                 all_here.wait(60.0)
             assert gossip.finished is not None
-            weights = torch.cat([one.detach().reshape(-1) for one in model.parameters()])
+            weights = torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
             return weights, len(gossip.finished.contributors), run
 
     exchanged = dict.fromkeys(range(PEERS), 0)

@@ -70,8 +70,8 @@ def spread_of(tensors: list[torch.Tensor]) -> float:
 
 def check(exchangers: list[Exchanger], whole: bool) -> int:
     """Hold what every exchange promises; `whole`: none of those who exchanged has died. Returns how many were ok."""
-    outcomes = [one for each in exchangers for one in each.outcomes]
-    ok = [one for one in outcomes if one.ok]
+    outcomes = [outcome for each in exchangers for outcome in each.outcomes]
+    ok = [outcome for outcome in outcomes if outcome.ok]
     assert all(len(one.contributors) == 2 for one in ok)
     applied = Counter(one.digest for one in ok)
     alone = {digest for digest, count in applied.items() if count != 2}
@@ -89,11 +89,11 @@ def test_the_sum_is_kept_and_values_come_together(swarm: Swarm) -> None:
     threading.Event().wait(SECONDS)
     for one in exchangers:
         one.finish()
-    found = [one.tensor for one in exchangers]
+    found = [exchanger.tensor for exchanger in exchangers]
     count = check(exchangers, whole=True)
     torch.testing.assert_close(torch.stack(found).sum(0), torch.stack(tensors).sum(0), rtol=0, atol=1e-4)
     before, after = spread_of(tensors), spread_of(found)
-    longest = max(one.longest for one in exchangers)
+    longest = max(exchanger.longest for exchanger in exchangers)
     print(
         f"{count} exchanges, the spread fell from {before:.3g} to {after:.3g}, the longest call took {longest:.2f} s"
     )
@@ -115,15 +115,15 @@ def test_values_come_together_while_two_are_killed_and_two_join(swarm: Swarm) ->
     ]
     for one in newcomers:
         one.start()
-    assert all(one.started.wait(60.0) for one in newcomers)
+    assert all(newcomer.started.wait(60.0) for newcomer in newcomers)
     threading.Event().wait(SECONDS)
     living = [*exchangers[2:], *newcomers]
     for one in (*living, *exchangers[:2]):
         one.finish()
     count = check([*exchangers, *newcomers], whole=False)
-    before, after = spread_of(first), spread_of([one.tensor for one in living])
+    before, after = spread_of(first), spread_of([peer.tensor for peer in living])
     print(
         f"{count} exchanges with two killed and two that joined, the spread fell from {before:.3g} to {after:.3g}"
     )
     assert after <= before / 50
-    assert all(any(one.ok for one in each.outcomes) for each in newcomers)
+    assert all(any(outcome.ok for outcome in each.outcomes) for each in newcomers)

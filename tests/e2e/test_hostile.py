@@ -83,7 +83,7 @@ def test_lies_about_round_and_progress_stop_no_peer(
                 for run in fleet.runs[:3]:
                     run.accumulate({"w": values}, weight=1.0)
                 pending = [run.step(timeout=TIMEOUT, wait=False) for run in fleet.runs[:3]]
-                for outcome in [one.result() for one in pending]:
+                for outcome in [pending_round.result() for pending_round in pending]:
                     assert outcome.ok, outcome.reason
                     assert outcome.contributors.keys() == honest
             return rounds / (time.monotonic() - began)

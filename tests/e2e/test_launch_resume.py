@@ -93,7 +93,7 @@ def start(swarm: Swarm, homes: Sequence[Path], resume: bool = False) -> list[Pee
 def shared(peers: Sequence[Peer]) -> dict[int, set[str]]:
     """The lineages of the epochs that all have been in."""
     states = [peer.states for peer in peers]
-    return {epoch: {one[epoch] for one in states} for epoch in set.intersection(*map(set, states))}
+    return {epoch: {state[epoch] for state in states} for epoch in set.intersection(*map(set, states))}
 
 
 def damage_newest(home: Path) -> None:

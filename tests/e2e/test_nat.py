@@ -148,7 +148,9 @@ def test_two_behind_nats_that_cannot_be_punched_average_through_a_relay_that_is_
         clients = [stack.enter_context(connect(daemon.home)) for daemon in hidden]
         runs = [client.join("first", {"w": torch.ones(1000)}) for client in clients]
         pending = [run.average(timeout=30.0, wait=False) for run in runs]
-        assert all(one.result().ok for one in pending), [one.result() for one in pending]
+        assert all(pending_round.result().ok for pending_round in pending), [
+            pending_round.result() for pending_round in pending
+        ]
 
     with Fleet(hidden, normal(2, VALUES), codec="fp32") as fleet:
         average(fleet, 1)
@@ -199,7 +201,9 @@ def test_a_peer_whose_router_forwards_its_port_is_dialled_there(network: Network
     forwarded = start(network.hosts[1], [public_address(public, network.hosts[0])])
     settled(forwarded, "direct")
     known = eventually(
-        lambda: next((one for one in forwarded.addresses if f"/{network.hosts[1].public}/" in one), ""),
+        lambda: next(
+            (address for address in forwarded.addresses if f"/{network.hosts[1].public}/" in address), ""
+        ),
         "the router's address",
     )
     stranger = start(network.hosts[3], [known])

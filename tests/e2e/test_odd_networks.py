@@ -31,7 +31,7 @@ def test_three_hosts_of_a_lan_with_0_6_and_12_bridges_know_each_other(swarm: Swa
             for host, count in zip(network.hosts, (0, 6, 12), strict=True):
                 network.bridge(host, count)
             first = swarm.daemon(prefix=network.hosts[0].command([]))
-            lan = [one for one in first.addresses if network.hosts[0].address in one]
+            lan = [address for address in first.addresses if network.hosts[0].address in address]
             rest = [swarm.daemon(join=lan, prefix=host.command([])) for host in network.hosts[1:]]
             clients = [connect(daemon.home) for daemon in (first, *rest)]
             began = time.monotonic()
@@ -51,7 +51,7 @@ def test_three_hosts_of_a_lan_with_0_6_and_12_bridges_know_each_other(swarm: Swa
 def test_hosts_with_ipv6_alone_meet_and_average(swarm: Swarm) -> None:
     with Network(hosts=2, lan="fd00:7") as network:
         first = swarm.daemon(prefix=network.hosts[0].command([]))
-        way = [one for one in first.addresses if f"/ip6/{network.hosts[0].address}/" in one]
+        way = [address for address in first.addresses if f"/ip6/{network.hosts[0].address}/" in address]
         second = swarm.daemon(join=way, prefix=network.hosts[1].command([]))
         clients = [connect(daemon.home) for daemon in (first, second)]
         tensors = [[torch.full((8,), value)] for value in (1.0, 3.0)]

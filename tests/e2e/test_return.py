@@ -20,7 +20,7 @@ def back(daemons: list[DaemonProcess]) -> float:
     began = time.monotonic()
     for daemon in daemons:
         eventually(
-            lambda daemon=daemon: any(one.startswith("joined: 1 ") for one in daemon.states), "joining"
+            lambda daemon=daemon: any(state.startswith("joined: 1 ") for state in daemon.states), "joining"
         )
     return time.monotonic() - began
 

@@ -22,7 +22,7 @@ def test_all_name_the_peer_that_joins_late_and_it_does_too(swarm: Swarm) -> None
             due = time.monotonic() + LATE_SECONDS
             eventually(lambda due=due: time.monotonic() >= due, "the slow peer to have computed")
             pending.append(fleet.runs[2].average(timeout=30.0, wait=False))
-            outcomes = [one.result() for one in pending]
+            outcomes = [pending_round.result() for pending_round in pending]
         slow = fleet.clients[2].peer_id
         for daemon, outcome in zip(daemons, outcomes, strict=True):
             peer, seconds = outcome.waits["matchmaking"]

@@ -273,7 +273,8 @@ def test_a_wrong_start_is_one_line_with_cause_and_next_step(
 
     ended, said = start(place)
 
-    there = next((one.address.split("/") for one in swarm.processes if isinstance(one, DaemonProcess)), None)
+    daemons = [process for process in swarm.processes if isinstance(process, DaemonProcess)]
+    there = daemons[0].address.split("/") if daemons else None
     known = {
         "home": place.home,
         "pid": os.getpid(),

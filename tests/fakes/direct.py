@@ -53,10 +53,10 @@ class Peers:
 
 def introduce(*transports: DirectTransport) -> None:
     """Have all admit all."""
-    for one in transports:
+    for transport in transports:
         for other in transports:
-            if one is not other:
-                one.admit(other.peer, other.credential)
+            if transport is not other:
+                transport.admit(other.peer, other.credential)
 
 
 def port_of(transport: DirectTransport) -> tuple[str, int]:

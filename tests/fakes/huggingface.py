@@ -74,7 +74,7 @@ class Noting(TrainerCallback):
 
 
 def flat(what: torch.nn.Module) -> torch.Tensor:
-    return torch.cat([one.detach().flatten() for one in what.parameters()])
+    return torch.cat([parameter.detach().flatten() for parameter in what.parameters()])
 
 
 def swarm_of(

@@ -56,7 +56,7 @@ def batches(*peers: int) -> DataLoader[tuple[torch.Tensor, ...]]:
 
 
 def flat(what: nn.Module) -> torch.Tensor:
-    return torch.cat([one.detach().flatten() for one in what.parameters()])
+    return torch.cat([parameter.detach().flatten() for parameter in what.parameters()])
 
 
 def swarm_of(

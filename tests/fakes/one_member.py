@@ -79,9 +79,9 @@ class Table:
 
 def sent(actions: list[events.Action], kind: type[wire.RoundMessage]) -> list[tuple[int, wire.RoundMessage]]:
     return [
-        (one.to, one.message)
-        for one in actions
-        if isinstance(one, events.Send) and isinstance(one.message, kind)
+        (action.to, action.message)
+        for action in actions
+        if isinstance(action, events.Send) and isinstance(action.message, kind)
     ]
 
 
@@ -97,7 +97,7 @@ def voters(actions: list[events.Action]) -> dict[int, int]:
 
 
 def ends(actions: list[events.Action]) -> list[events.Action]:
-    return [one for one in actions if isinstance(one, events.Finish | events.Fail)]
+    return [action for action in actions if isinstance(action, events.Finish | events.Fail)]
 
 
 def finished(me: int, **options) -> Table:

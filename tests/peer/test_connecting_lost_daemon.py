@@ -70,9 +70,9 @@ def lose(machine: Machine, run: Run) -> str:
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [
-        one.getMessage()
-        for one in caplog.records
-        if one.levelno >= logging.WARNING and one.name.startswith("equipoise.peer")
+        record.getMessage()
+        for record in caplog.records
+        if record.levelno >= logging.WARNING and record.name.startswith("equipoise.peer")
     ]
 
 

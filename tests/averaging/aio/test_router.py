@@ -132,7 +132,7 @@ async def test_equal_contributions_are_told_once_at_every_member(
         "they may train on the same data in the same order: give each peer another seed"
     )
     assert [list(run.twins.values()) for run in runs] == [[told]] * 3
-    assert [one.getMessage() for one in caplog.records if one.levelname == "WARNING"] == [told] * 3
+    assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [told] * 3
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])

@@ -131,8 +131,8 @@ class Pair:
         self.libp2p.transports.update(self.streams)
 
     async def stop(self) -> None:
-        for one in self.sessions.values():
-            await one.stop()
+        for session in self.sessions.values():
+            await session.stop()
 
 
 def stall(channel: Channel, monkeypatch: pytest.MonkeyPatch) -> tuple[asyncio.Event, asyncio.Event]:
@@ -445,7 +445,7 @@ async def test_however_many_channels_strangers_open_there_is_room_and_others_kee
         transport, _ = pair.libp2p.peer(f"stranger{stranger}")
         for _ in range(4):
             await Speaker(await transport.open("b")).greet()
-    assert sum(len(one.channels) for one in sessions._peers.values()) == 16
+    assert sum(len(peer.channels) for peer in sessions._peers.values()) == 16
     assert len(sessions._peers["idle"].channels) == 1
     pair.sessions["a"].post("b", b"first")
     assert await pair.hear(1) == [b"first"]

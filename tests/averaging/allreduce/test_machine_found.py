@@ -88,7 +88,7 @@ def test_a_leader_waits_for_a_second_contribution_while_one_may_come() -> None:
 
 def test_a_leader_gives_up_once_no_second_contribution_can_come() -> None:
     table = Table(A, weights=(1, 1, 0))
-    assert [one.reason for one in ends(table.lose(B) + table.stall()) if isinstance(one, Fail)] == [
+    assert [end.reason for end in ends(table.lose(B) + table.stall()) if isinstance(end, Fail)] == [
         "fewer than 2 contributions are whole: a"
     ]
 

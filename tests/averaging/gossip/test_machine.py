@@ -29,19 +29,19 @@ def pairing(name: str, *others: str, seed: int = 0) -> Pairing:
 
 def sent(actions: list[events.Action], kind: type) -> list[Any]:
     return [
-        (one.peer, one.message)
-        for one in actions
-        if isinstance(one, events.Send) and isinstance(one.message, kind)
+        (action.peer, action.message)
+        for action in actions
+        if isinstance(action, events.Send) and isinstance(action.message, kind)
     ]
 
 
 def formed(actions: list[events.Action]) -> list[Manifest]:
-    return [one.manifest for one in actions if isinstance(one, events.Form)]
+    return [action.manifest for action in actions if isinstance(action, events.Form)]
 
 
 def declined(actions: list[events.Action]) -> list[str]:
     assert not formed(actions)
-    return [one.peer for one in actions if isinstance(one, events.Decline)]
+    return [action.peer for action in actions if isinstance(action, events.Decline)]
 
 
 def pair(coordinator: str, *joins: Join) -> events.MessageReceived:

@@ -65,7 +65,7 @@ def opened(session: TlsSession, size: int) -> bytes:
 
 def test_each_side_sees_the_others_key(identities, sessions) -> None:
     meet(*sessions)
-    assert [one.peer for one in sessions] == [one.peer for one in identities[::-1]]
+    assert [session.peer for session in sessions] == [one.peer for one in identities[::-1]]
 
 
 @pytest.mark.parametrize("server", [False, True])
@@ -126,7 +126,7 @@ def test_an_altered_certificate_is_refused_or_of_the_same_key(identities) -> Non
 def test_keys_for_what_follows_tls_are_the_twos_own_and_differ_by_side(identities, sessions) -> None:
     meet(*sessions)
     sides = (b"dialler", b"acceptor")
-    keys = [[one.export_key(side, 32) for side in sides] for one in sessions]
+    keys = [[session.export_key(side, 32) for side in sides] for session in sessions]
     assert keys[0] == keys[1]
     again = between(*(make_context(one) for one in identities))
     meet(*again)

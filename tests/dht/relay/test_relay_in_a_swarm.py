@@ -251,10 +251,10 @@ async def test_questions_for_a_dial_back_are_bounded(members, until) -> None:
     await until(lambda: second.status().reach.state == "direct")
     asked = [second._reach.ask(first.peer) for _ in range(10)]
     answers = await asyncio.gather(*asked, return_exceptions=True)
-    refused = [str(one) for one in answers if isinstance(one, ConnectionError)]
+    refused = [str(answer) for answer in answers if isinstance(answer, ConnectionError)]
     assert 5 <= len(refused) < len(answers)
     assert all("too many questions" in one for one in refused)
-    assert all(one.reached for one in answers if isinstance(one, Answer))
+    assert all(answer.reached for answer in answers if isinstance(answer, Answer))
 
 
 async def test_a_peer_that_says_nothing_to_a_relay_is_let_go(members, until, monkeypatch) -> None:

@@ -245,7 +245,9 @@ class Campaign:
 
     def _lasting(self, member: Member) -> str:
         """The fault from which a member has not recovered yet, though it takes part."""
-        struck = [one for one in self.story.strikes if one.victim is member and one.struck.is_set()]
+        struck = [
+            strike for strike in self.story.strikes if strike.victim is member and strike.struck.is_set()
+        ]
         felt = [one.fault.kind for one in struck if time.monotonic() < one.felt_until]
         return felt[-1] if felt else ""
 
@@ -279,8 +281,8 @@ class Campaign:
 
     def _count_ok(self, member: Member, call: Call) -> None:
         member.rounds += 1
-        strikes = (one for one in self.story.strikes if one.victim is member)
-        if member.rounds == WARM_UP and all(one.over.is_set() for one in strikes):
+        strikes = (strike for strike in self.story.strikes if strike.victim is member)
+        if member.rounds == WARM_UP and all(strike.over.is_set() for strike in strikes):
             # A daemon that is stopping has let go of most. One may be killed, or end, right here.
             with contextlib.suppress(psutil.Error, OSError):
                 self.story.before[member.index] = member.usage()

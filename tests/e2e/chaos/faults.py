@@ -157,7 +157,7 @@ class Strike:
         peer, searching = self.victim.peer_id, self.phase == MATCHING
         outcomes = [call.outcome for call in self.calls if call.outcome is not None]
         # A peer that the round left out may meet the victim in a later one, once that is back.
-        round = min((one.round for one in outcomes if peer in one.group), default=0)
+        round = min((outcome.round for outcome in outcomes if peer in outcome.group), default=0)
         ends = []
         for call in self.calls:
             group = call.outcome.group if call.outcome is not None else ()

@@ -64,7 +64,7 @@ class Truth:
 
     def error(self, tensor: torch.Tensor, contributions: Sequence[Contribution]) -> Error:
         """How far a tensor is from the weighted mean of `contributions`."""
-        total = sum(one.weight for one in contributions)
+        total = sum(contribution.weight for contribution in contributions)
         mean = torch.zeros(self._size, dtype=torch.float64)
         largest = 0.0
         for one in contributions:

@@ -83,7 +83,7 @@ def test_wrappers_of_parts_of_a_module_leave_names_as_they_are() -> None:
     codec, bare = parse_codec("fp32"), model(*(lambda part: part,) * 3)
     expected = Binding(bare, codec)
     assert expected.sparse == {"embedding.weight"}
-    assert "module.0.1.running_mean" in [one.name for one in expected.buffer_schema().tensors]
+    assert "module.0.1.running_mean" in [tensor.name for tensor in expected.buffer_schema().tensors]
     for wraps in (
         (checkpoint_wrapper, nn.DataParallel, torch.compile),
         (nn.DataParallel, checkpoint_wrapper, lambda part: checkpoint_wrapper(torch.compile(part))),
@@ -153,7 +153,7 @@ def test_parts_of_one_memory_that_do_not_meet_are_tensors_like_others() -> None:
         "right": matrix[:, 10:],
         "none": flat[5:5],
     }
-    assert [one.name for one in Binding(named, parse_codec("fp32")).schema.tensors] == list(named)
+    assert [tensor.name for tensor in Binding(named, parse_codec("fp32")).schema.tensors] == list(named)
     assert len(Binding(nn.LSTM(3, 4), parse_codec("fp32")).schema.tensors) == 4
 
 

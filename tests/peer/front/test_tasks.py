@@ -130,6 +130,6 @@ async def test_a_task_that_is_kept_is_started_again_and_its_failure_is_told(
     (warning,) = noted.warnings()
     assert warning.startswith("the task test_a_task_that_is_kept")
     assert warning.endswith("failed (OSError: [Errno 24] Too many open files); see the log")
-    assert [one.levelname for one in caplog.records] == ["ERROR", "ERROR"]
+    assert [record.levelname for record in caplog.records] == ["ERROR", "ERROR"]
     monkeypatch.setattr(module, "SHOWN_SECONDS", -1.0)
     assert noted.warnings() == ()
