@@ -57,6 +57,9 @@ OPTIONS: dict[str, Any] = {"codec": "fp32", "group_size": 2}
 
 CHANNELS = 54
 
+UNFIT = (rounds.Contribution(0), rounds.GiveUp("of no use"))
+"""Messages of a round that get a body of the wrong size, and a body that they may not have."""
+
 UNASKED = 6
 """Frames that are well-formed, and unasked for, before each that is not."""
 
@@ -149,9 +152,7 @@ class Intruder:
             await speaker.send(*self._unasked())
         await speaker.send(*self._stray(STRAY_BYTES))
         with contextlib.suppress(ConnectionError):
-            # Those of the round first, and few: the daemon forgets it some seconds after its end.
-            kind = 0 if number < 27 else 1 + number % (len(self._kinds) - 1)
-            await speaker.send(*self._broken(self._kinds[kind]))
+            await speaker.send(*self._broken_by(number))
         await _closed(channel)
 
     async def break_records(self, number: int) -> None:
@@ -181,6 +182,12 @@ class Intruder:
 
     def _message(self, kind: bytes) -> Frame:
         return kind + self._rng.choice(self._messages[kind[:1]]), b""
+
+    def _broken_by(self, number: int) -> Frame:
+        """Frames of the round come first, and are few: the daemon forgets it some seconds after its end."""
+        if number < len(UNFIT):
+            return self._kinds[0] + rounds.encode(UNFIT[number]), b"no such body"
+        return self._broken(self._kinds[0 if number < 27 else 1 + number % (len(self._kinds) - 1)])
 
     def _broken(self, kind: bytes) -> Frame:
         if not kind:
