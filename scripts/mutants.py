@@ -146,8 +146,8 @@ RULES: dict[str, list[tuple[str, str]]] = {
         ("if 2 * near <= len(voters) and", "if 2 * near < len(voters) and"),
         ("voters & self.peers.keys() - self._silent", "voters & self.peers.keys()"),
         ("offer not in self._doubted", "True"),
-        ("(self._request.patient and self.behind > 0)", "False"),
-        (" and one.image.size <= self._request.limit", ""),
+        ("request.wish.patient and self.behind > 0", "False"),
+        (" and one.image.size <= self._request.wish.limit", ""),
     ],
     "averaging/replication/chunk_scheduler.py": [
         ("self._rest = min(2 * self._rest, MAX_REST_SECONDS)", "pass"),
