@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import re
 import sys
 import time
@@ -151,6 +152,7 @@ def federated(args: argparse.Namespace) -> dict[str, object]:
     Raises:
         Violation: A promise was broken; the message names the seed.
     """
+    logging.getLogger("equipoise").setLevel(logging.ERROR)  # Faults give each daemon much to warn of.
     began, totals = time.perf_counter(), Counter[str]()
     for seed in range(args.seeds) if args.seed is None else [args.seed]:
         try:
