@@ -223,7 +223,7 @@ class Attendance:
         self.progress(now)
 
     def received(self, sender: int, count: int, awaited: Awaited, now: float) -> bool:
-        """Count bytes; returns whether their sender is a member that the round waits for.
+        """Count bytes of a heartbeat's time; returns whether the round waits for their sender, and they were enough.
 
         Bytes count for the time that they take at `MIN_BYTES_PER_SECOND`, within `MAX_SILENCE_SECONDS`: of the flows
         that share a slow uplink, one may carry nothing for a while.
@@ -231,7 +231,7 @@ class Attendance:
         until = max(self._delivers_until[sender], self._progress_at) + count / MIN_BYTES_PER_SECOND
         self._delivers_until[sender] = min(until, now + MAX_SILENCE_SECONDS)
         self._measure(awaited, now)
-        return bool(awaited.members >> sender & 1)
+        return bool(awaited.members >> sender & 1) and count >= MIN_BYTES_PER_SECOND * HEARTBEAT_SECONDS
 
     def stall(self, awaited: Awaited, now: float) -> bool:
         """Raise the level if a stall is due; returns whether it was raised.

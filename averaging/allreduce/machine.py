@@ -201,20 +201,26 @@ class AllReduce:
             self._attendance.arrived(sender, now)
 
     def _on_bytes(self, sender: int, count: int, now: float) -> None:
-        if self.ended is not None or not self._attendance.received(sender, count, self._awaited, now):
-            return
-        if now >= self._said_at + WAITING_SECONDS:
-            self._said_at = now
-            leader = self._paxos.leader
-            self._broadcast(wire.Waiting(), -1 if leader == self.me else 1 << leader)
+        if self.ended is None and self._attendance.received(sender, count, self._awaited, now):
+            self._say_waiting(now)
 
     def _on_waiting(self, sender: int, now: float) -> None:
         """`sender` waits for a member that delivers, so this member, which waits for `sender`, is not stalled either.
 
         `Waiting` counts only in the first half of the round's time: no member can hold a round longer by words alone.
+        Only the leader passes it on: two members that wait for each other would else do so until then.
         """
-        if now < self._attendance.patient_until and sender != self.me and not self._awaited.dispensable:
-            self._on_bytes(sender, PLENTY, now)
+        if now >= self._attendance.patient_until or sender == self.me or self._awaited.dispensable:
+            return
+        waits = self.ended is None and self._attendance.received(sender, PLENTY, self._awaited, now)
+        if waits and self._paxos.leader == self.me:
+            self._say_waiting(now)
+
+    def _say_waiting(self, now: float) -> None:
+        if now >= self._said_at + WAITING_SECONDS:
+            self._said_at = now
+            leader = self._paxos.leader
+            self._broadcast(wire.Waiting(), -1 if leader == self.me else 1 << leader)
 
     def _on_prepare(self, sender: int, ballot: int, now: float) -> None:
         if isinstance(self.ended, Finish):
