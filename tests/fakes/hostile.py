@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import selectors
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
@@ -13,6 +14,10 @@ from fakes.memory import MemoryTransport
 
 Frame = tuple[bytes, bytes]
 
+STILL = 1000
+"""Steps of a loop without time between them, after which its clock creeps on. A machine that rounds its deadline down
+is woken too early, again and again, until the clock has moved, as real ones do."""
+
 
 class Clock(selectors.DefaultSelector):
     """A selector that never waits: it moves the clock instead."""
@@ -20,13 +25,17 @@ class Clock(selectors.DefaultSelector):
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
+        self._still = 0
 
     def select(self, timeout: float | None = None) -> list:
         found = super().select(0)
         if not found:
             if timeout is None:
                 raise RuntimeError("everybody waits, and nothing is due")
+            self._still = 0 if timeout > 0 else self._still + 1
             self.now += max(timeout, 0.0)
+            if self._still > STILL:
+                self.now = math.nextafter(self.now, math.inf)
         return found
 
 

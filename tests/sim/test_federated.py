@@ -10,7 +10,7 @@ from simulator.federated import storm
 @pytest.mark.parametrize(
     "seed",
     [
-        *(0, 2, 3, 12),
+        *(0, 2, 3, 11, 12),
         1042,  # A peer that begins again is drawn for the first round, and first sees fewer peers than that needs.
     ],
 )
