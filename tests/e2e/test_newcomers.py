@@ -105,7 +105,7 @@ def test_newcomers_with_another_state_do_not_replace_that_of_three_who_have_trai
     for stranger in strangers:
         stranger.start()
     eventually(
-        lambda: any("keeps the state" in reason for trainer in ours for reason in trainer.reasons),
+        lambda: any("keeps its own state" in reason for trainer in ours for reason in trainer.reasons),
         "that the three have met the strangers",
         120.0,
     )
