@@ -93,10 +93,7 @@ RULES: dict[str, list[tuple[str, str]]] = {
         ("row = [self.peer, *(alike if company else near)]", "row = [self.peer, *near]"),
     ],
     "averaging/matchmaking/topology.py": [
-        (
-            '("row", live & kept), (key, live - kept - late), (key, (live & late) - kept)',
-            "(key, live), (key, set())",
-        ),
+        ('("row", live & kept), (key, live - kept)', "(key, live), (key, set())"),
         ("row[1:] + row[:1] if min(sizes) == 1 else row", "row"),
         ("in range(round % PERIOD)", "in range(0)"),
     ],
