@@ -343,11 +343,11 @@ class Transfer:
     def _question(self, wish: Wish, after: StateId) -> Request:
         """The question for the mean after a state."""
         spec, ticket, circle = self._spec, self._sessions.chance.randbytes(TICKET_BYTES), wish.circle
-        quorum = spec.strategy.quorum if spec.strategy.least else 0
         membership, drawn = self._membership, frozenset(self.draw(after).peers)
         follows = not (wish.proved or wish.patient) and membership.crowded and not membership.observes
         follows = follows and self._sessions.peer not in drawn
-        if quorum:  # Its last group may have nobody in common with the next.
+        quorum = spec.strategy.quorum if spec.strategy.least or follows else 0
+        if spec.strategy.least:  # Its last group may have nobody in common with the next.
             circle |= drawn
         elif follows:  # The others of its circle follow the state as it does.
             circle = circle & membership.holders or circle

@@ -57,8 +57,8 @@ class Request:
         spec: Hash of its RunSpec.
         ticket: 8 random bytes.
         wish: What it looks for.
-        quorum: Fewest members that make a round without the others, where a draw decides who contributes; 0: no
-            minority does.
+        quorum: Fewest members that make a round without the others, where a draw or a place decides who contributes;
+            0: no minority does.
         follows: Whether the asking peer has no place in the group, and waits for the mean until others are beyond it.
     """
 

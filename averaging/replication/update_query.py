@@ -7,10 +7,10 @@ also have outvoted the others in that round or poll. Peers of the circle that ar
 count: else the mean of a group would be lost with half of its members. A peer that is silent counts, because it may
 still be in the round of that mean.
 
-Where a draw decides which peers contribute, these few make a round, and the others may all have missed it. Then the
-drawn peers belong to the circle, though they may never have met this peer. The peers of the circle that are not beyond
-the state do not count, and the quorum of such a round must offer the mean, but for its members that are gone. One
-member in the circle is enough: the others may have come to the state by a download.
+Where a draw decides which peers contribute, or too few places do, these few make a round, and the others may all have
+missed it. Drawn peers belong to the circle, though they may never have met this peer. The peers of the circle that are
+not beyond the state do not count, and the quorum of such a round must offer the mean, but for its members that are
+gone. One member in the circle is enough: the others may have come to the state by a download.
 
 A peer that will know the mean by its digest takes it from any donor. It first tries the mean that most of its circle
 offer, so that inventions of strangers cost it no time, and last a mean that its donors offer but do not deliver. The
