@@ -18,6 +18,7 @@ from equipoise.averaging.spec import RunSpec
 from equipoise.averaging.strategy import parse_strategy
 from equipoise.averaging.weights import CAPPED
 from equipoise.compression import parse_codec
+from equipoise.peer.client.interrupts import uninterrupted
 from equipoise.peer.client.run import AGREE_SECONDS
 from equipoise.peer.client.tensors import Binding, Tensors
 from equipoise.peer.config import find_home
@@ -141,11 +142,12 @@ class Client:
         if earlier is not None and earlier.is_own and isinstance(link, Link):
             log.warning("run %s: this process joins it again, and leaves it by its earlier handle", name)
             earlier.give_up()
-        run = Run(link, request, binding, _share(link, request), self._join)
-        binding.prepare()
-        _handles[key] = run
-        with self._lock:
-            self._joined = [*(one for one in self._joined if not one.left), run]
+        with uninterrupted():  # The daemon must not take part in a run without a handle that can leave it.
+            run = Run(link, request, binding, _share(link, request), self._join)
+            binding.prepare()
+            _handles[key] = run
+            with self._lock:
+                self._joined = [*(one for one in self._joined if not one.left), run]
         return run
 
     def status(self) -> Status:

@@ -480,9 +480,10 @@ class JoinedRun:
             Refused: The daemon takes part in the run already, or in too many.
             DaemonLost: The daemon has gone.
         """
-        branch = self._join(structs.replace(self.options, **changes), name, tensors, self.source)
-        branch._is_branch, branch._binding.shadows = True, self._binding.shadows
-        self._branches.append(branch)
+        with uninterrupted():  # A loop whose constructor is interrupted leaves its branches.
+            branch = self._join(structs.replace(self.options, **changes), name, tensors, self.source)
+            branch._is_branch, branch._binding.shadows = True, self._binding.shadows
+            self._branches.append(branch)
         return branch
 
     def refuse_if_trained(self) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from e2e.swarm import eventually
-from equipoise.peer import Client, RoundPending, Run, connect
+from equipoise.peer import Client, RoundPending, Run, connect, connecting
 from equipoise.peer.client.interrupts import uninterrupted
 from equipoise.peer.config import load
 from equipoise.peer.embedded import DaemonThread
@@ -147,6 +147,30 @@ def test_an_interrupted_constructor_leaves_the_run_free(clients: list[Client], l
     with pytest.raises(ValueError, match=r"stepped by .* already; end that with run.leave\(\)"):
         construct(run, 0)
     assert run.trained_by
+    run.give_up()
+
+
+@pytest.mark.parametrize("loop", [False, True])
+def test_a_join_that_is_interrupted_can_be_made_again(
+    clients: list[Client], monkeypatch: pytest.MonkeyPatch, loop: bool
+) -> None:
+    run = clients[0].join("notebook", torch.nn.Linear(2, 2))
+    share = connecting._share
+
+    def shares_at_last(*given: Any) -> Any:
+        region = share(*given)
+        signal.raise_signal(signal.SIGINT)
+        return region
+
+    def joins() -> object:
+        return LOOPS["DiLoCo"][1](run, 0) if loop else clients[0].join("other", [torch.ones(4)])
+
+    monkeypatch.setattr(connecting, "_share", shares_at_last)
+    with pytest.raises(KeyboardInterrupt):
+        joins()
+    monkeypatch.setattr(connecting, "_share", share)
+
+    assert joins() is not None
     run.give_up()
 
 
