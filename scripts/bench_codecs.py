@@ -1,8 +1,9 @@
 """Time every codec on every kernel beside a plain copy in the same run: one core, or a GPU; milliseconds.
 
 On a CPU, `torch` gets tensors, as in a script; `numpy` and `numba` get arrays, as in a daemon. On a GPU, times are
-between events of its stream. Triton's kernels are launched as codecs launch them, without the wait for their notes;
-torch's figures are those of the whole call of the codec, since it waits in between.
+between events of its stream, and `link` is of a script: a tensor on the GPU to the encoded vector in pinned memory,
+and back, beside a pinned copy of as many bytes. Triton's kernels are launched as codecs launch them, without the wait
+for their notes; torch's figures are those of the whole call of the codec, since it waits in between.
 """
 
 from __future__ import annotations
@@ -19,8 +20,13 @@ from collections.abc import Callable
 
 import torch
 
+from equipoise.averaging.layout import Layout
+from equipoise.averaging.schema import Schema
 from equipoise.compression import Codec, kernels, parse_codec
 from equipoise.compression.choice import ENVIRONMENT
+from equipoise.peer.client.encoding import Encoder
+from equipoise.peer.client.lanes import pin
+from equipoise.peer.shared_memory import Region
 
 NAMES = {"cpu": ("torch", "numpy", "numba"), "cuda": ("torch", "triton")}
 """The kernels that are compared on each kind of device."""
@@ -28,6 +34,9 @@ NAMES = {"cpu": ("torch", "numpy", "numba"), "cuda": ("torch", "triton")}
 LAUNCH_CYCLES = 2_000_000
 """Cycles that a GPU is kept busy before a timed call, about a millisecond: all of the call is queued meanwhile, so that
 times hold no launch."""
+
+LINK = LINK_COPY, *_ = ("link copy", "link encode", "link decode")
+"""What is measured of the link between a GPU and the host."""
 
 UNCOMPILED = "fp32"
 """The codec for which numba has no kernels."""
@@ -96,10 +105,38 @@ def bench_on(device: torch.device, codec: Codec, count: int, repeats: int) -> di
         for what, (call, moved) in calls.items():
             found[what] = measure_on(device, call, repeats)
             found[what]["bandwidth"] = moved / found[what]["min"] / 1e6
-    for each in found.values():
-        each["share"] = round(each["bandwidth"] / found["copy"]["bandwidth"], 2)
-        each["bandwidth"] = round(each["bandwidth"])
-    return found
+    found |= bench_link(codec, values, repeats)
+    for what, each in found.items():
+        reference = LINK_COPY if what in LINK else "copy"
+        each["share"] = round(each["bandwidth"] / found[reference]["bandwidth"], 2)
+    return {what: {**each, "bandwidth": round(each["bandwidth"])} for what, each in found.items()}
+
+
+def bench_link(codec: Codec, values: torch.Tensor, repeats: int) -> dict[str, dict[str, float]]:
+    """A tensor to its encoded vector in a run's pinned memory and back, as a script does; wall time."""
+    named, device = {"w": values}, values.device
+    layout = Layout(Schema.of(named), codec)
+    region, encoder = Region.create(layout.encoded_size), Encoder(layout)
+    region.memory.close()
+    pin(region, {device})
+    host = torch.frombuffer(region.mean, dtype=torch.uint8)
+    assert host.is_pinned()
+    there = torch.empty(layout.encoded_size, dtype=torch.uint8, device=device)
+    encoder.encode(named, region.mean)
+
+    def decode() -> None:
+        encoder.decode(region.mean, named)
+        encoder.settle()
+
+    def copy() -> None:
+        host.copy_(there, non_blocking=True)
+        torch.cuda.synchronize(device)
+
+    calls = (copy, lambda: encoder.encode(named, region.contribution), decode)
+    found = {what: measure(call, repeats) for what, call in zip(LINK, calls, strict=True)}
+    return {
+        what: {**each, "bandwidth": layout.encoded_size / each["min"] / 1e6} for what, each in found.items()
+    }
 
 
 def bench_kernels(

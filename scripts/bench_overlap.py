@@ -1,13 +1,16 @@
 """What a step of training costs where averaging goes on meanwhile, on links on which a round takes less than a step.
 
 Peers train the same transformer in three ways, in turns: without averaging, waiting for each step's round, and with
-`delay=True`, which applies a round's mean a step later. Each peer has a network namespace and a link of its own (root).
+`delay=True`, which applies a round's mean a step later. A fourth, `local`, exchanges after every 20 steps (DiLoCo).
+Each peer has a network namespace and a link of its own (root).
 
     scripts/bench_overlap.py                     # 2 peers, links of 200 Mbit/s, each trainer keeps a core busy
     scripts/bench_overlap.py --accelerator       # ... or waits for most of a step
     scripts/bench_overlap.py --mbit 0 --json     # on loopback, which needs no root
+    scripts/bench_overlap.py --mbit 0 --device cuda:0 --width 1024 --samples 512
 
-Times are medians, in ms, of the slowest peer; `x` is against training without averaging. What daemon and p2pd use is
+Times of a step are medians and means, in ms, of the slowest peer; `x` is of the means, against training without
+averaging. A mean holds what few steps take long for. What daemon and p2pd use is
 of one peer and one step; what the kernel uses for nobody in particular, packets above all, of all of them together.
 
 Where there are as many trainers as cores, a daemon and the kernel that plays the links have only what they take from
@@ -30,7 +33,7 @@ from typing import Any
 
 import msgspec
 from bench_load import Bystanders, end_cleanly_when_terminated
-from bench_overlap_peer import DELAYED, WAITING, WITHOUT, Times, Use, Work
+from bench_overlap_peer import WAYS, WITHOUT, Times, Use, Work
 from train_text import Broken, heard
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
@@ -87,9 +90,7 @@ def measure(work: Work, mbit: float) -> tuple[list[Times], float]:
 
 def summary(found: Sequence[Times]) -> list[dict[str, Any]]:
     """One entry for each way of training."""
-    steps = {
-        way: max(statistics.median(one.steps[way]) for one in found) for way in (WITHOUT, WAITING, DELAYED)
-    }
+    steps = {way: max(statistics.fmean(one.steps[way]) for one in found) for way in found[0].steps}
     rows = []
     for way, seconds in steps.items():
         rounds = [value for one in found for value in one.rounds[way]]
@@ -97,7 +98,8 @@ def summary(found: Sequence[Times]) -> list[dict[str, Any]]:
         rows.append(
             {
                 "way": way,
-                "step_ms": 1e3 * seconds,
+                "step_ms": 1e3 * max(statistics.median(one.steps[way]) for one in found),
+                "mean_ms": 1e3 * seconds,
                 "x": seconds / steps[WITHOUT],
                 "round_ms": 1e3 * statistics.median(rounds) if rounds else None,
                 "cpu_ms": {
@@ -120,7 +122,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     for name, what in (
         ("peers", "number of peers"),
         ("steps", "steps timed in each turn"),
-        ("turns", "turns of the three ways"),
+        ("turns", "turns of the ways"),
         ("width", "of the transformer: what a round sends grows with its square"),
         ("samples", "windows of 64 characters in a batch: what a step computes"),
     ):
@@ -136,9 +138,13 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         metavar="MS",
         help="a step waits for so long instead of computing (%(const)s)",
     )
+    parser.add_argument("--device", default=default.device, help="where the models are (%(default)s)")
+    parser.add_argument("--ways", nargs="*", choices=WAYS, default=default.ways, help="%(choices)s")
     parser.add_argument("--codec", default=default.codec, help="how values travel (%(default)s)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
     options = parser.parse_args(arguments)
+    if WITHOUT not in options.ways:
+        parser.error(f"--ways: {WITHOUT} must be among them: the others are compared with it")
     if options.mbit and available():
         parser.error(f"--mbit: {available()}; --mbit 0 needs none of that")
     return options
@@ -164,7 +170,8 @@ def main() -> int:
     for row in rows:
         used = ", ".join(f"{name} {ms:.0f}" for name, ms in row["cpu_ms"].items())
         rounds = "" if row["round_ms"] is None else f", a round {row['round_ms']:.0f} ms"
-        print(f"{row['way']:8} {row['step_ms']:6.0f} ms a step, {row['x']:.2f}x{rounds}; CPU ms: {used}")
+        step = f"{row['step_ms']:6.1f} / {row['mean_ms']:6.1f} ms a step, {row['x']:.2f}x"
+        print(f"{row['way']:8} {step}{rounds}; CPU ms: {used}")
     return 0
 
 

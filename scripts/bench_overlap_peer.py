@@ -1,7 +1,8 @@
-"""One peer of `bench_overlap.py`: trains in three ways, in turns, and counts what its steps take."""
+"""One peer of `bench_overlap.py`: trains in several ways, in turns, and counts what its steps take."""
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 
@@ -9,20 +10,23 @@ import msgspec
 import psutil
 import torch
 from bench_load import cpu_seconds
-from text_data import Windows, piece, read_text
+from text_data import Batch, Windows, piece, read_text
 from text_model import TextModel
 
 from equipoise.peer import Client, Run, connect
-from equipoise.peer.training import SwarmOptimizer
+from equipoise.peer.training import DiLoCo, SwarmOptimizer
 
-WITHOUT, WAITING, DELAYED = "without", "waiting", "delayed"
+WITHOUT, WAITING, DELAYED, LOCAL = WAYS = "without", "waiting", "delayed", "local"
+
+DEFAULT_WAYS = WITHOUT, WAITING, DELAYED
+
+LOCAL_STEPS = 20
+"""Steps between two exchanges of `LOCAL`."""
 
 WARM_STEPS = 2
 """Dropped of each turn: caches are cold, and peers may be half a step apart."""
 
 LEARNING_RATE = 1e-3
-MEET_SECONDS = 60.0
-LOOK_SECONDS = 0.1
 
 
 class Work(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,7 +35,9 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         peers: Number of peers.
         steps: Steps that are timed, in each turn.
-        turns: Turns of the three ways of training.
+        turns: Turns of the ways of training.
+        ways: The ways of training, of `WAYS`.
+        device: Where the models are.
         width: Of the transformer: its size grows with the square.
         samples: Windows in a batch: what a step computes grows with it, what a round sends does not.
         codec: How values travel.
@@ -41,6 +47,8 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     peers: int = 2
     steps: int = 10
     turns: int = 3
+    ways: tuple[str, ...] = DEFAULT_WAYS
+    device: str = "cpu"
     width: int = 256
     samples: int = 16
     codec: str = "int8"
@@ -98,27 +106,34 @@ class Meter:
 class Way:
     """One way of training, with a model of its own."""
 
-    def __init__(self, peer: Client, name: str, work: Work, index: int) -> None:
+    def __init__(self, peer: Client, name: str, work: Work, index: int, stack: contextlib.ExitStack) -> None:
+        """`stack` ends it."""
         self.name = name
         self.steps: list[float] = []
         self.rounds: list[float] = []
         self.uses: list[Use] = []
-        self.model = TextModel(width=work.width, layers=4)
+        self.device = torch.device(work.device)
+        self.model = TextModel(width=work.width, layers=4).to(self.device)
         self._meter = Meter(peer.status().pid)
         self._waited = work.accelerator
         computed = 1 if work.accelerator else work.samples
         self._batches = Windows(piece(read_text().training, index, work.peers), computed, 64, index)
         plain = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE)
         self._optimizer: torch.optim.Optimizer = plain
-        if name != WITHOUT:
-            run: Run = peer.join(name, self.model, codec=work.codec)
+        self.group: DiLoCo | None = None
+        if name == WITHOUT:
+            return
+        run: Run = peer.join(name, self.model, codec=work.codec)
+        if name == LOCAL:
+            self.group = stack.enter_context(DiLoCo(run, every=LOCAL_STEPS, wait_for=work.peers - 1))
+        else:
             self._optimizer = run.optimizer(
                 plain,
                 target_batch_size=work.samples * work.peers,
                 batch_size=work.samples,
                 delay=name == DELAYED,
+                wait_for=work.peers - 1,
             )
-            meet(peer, name, work.peers - 1)
 
     def train(self, steps: int) -> None:
         """Make steps and time them."""
@@ -136,35 +151,25 @@ class Way:
     def _step(self) -> None:
         until = time.perf_counter() + self._waited
         self._optimizer.zero_grad()
-        self.model(next(self._batches)).backward()
+        self.model(Batch(*(one.to(self.device) for one in next(self._batches)))).backward()
         time.sleep(max(0.0, until - time.perf_counter()))
         self._optimizer.step()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # The step was only queued.
 
     def _note_round(self) -> None:
-        last = self._optimizer.last if isinstance(self._optimizer, SwarmOptimizer) else None
+        follows = self.group or self._optimizer
+        last = follows.last if isinstance(follows, (SwarmOptimizer, DiLoCo)) else None
         if last is not None and last.ok:
             self.rounds.append(last.seconds["total"])
-
-
-def meet(peer: Client, run: str, others: int) -> None:
-    """Wait until `others` have joined.
-
-    Raises:
-        TimeoutError: They have not.
-    """
-    deadline = time.monotonic() + MEET_SECONDS
-    while len({row.peer for row in peer.peers() if row.run == run and not row.me}) < others:
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"the other {others} peers were not there in {MEET_SECONDS:g} s")
-        time.sleep(LOOK_SECONDS)
 
 
 def main() -> None:
     """Do as HOME INDEX WORK say, print `Times` as a line of JSON, stay until standard input ends."""
     home, index, work = sys.argv[1], int(sys.argv[2]), msgspec.json.decode(sys.argv[3], type=Work)
     torch.set_num_threads(1)
-    with connect(home) as peer:
-        ways = [Way(peer, name, work, index) for name in (WITHOUT, WAITING, DELAYED)]
+    with connect(home) as peer, contextlib.ExitStack() as stack:
+        ways = [Way(peer, name, work, index, stack) for name in work.ways]
         for _ in range(work.turns):
             for way in ways:
                 way.train(work.steps)

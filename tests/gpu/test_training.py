@@ -1,15 +1,17 @@
-"""A peer on a GPU and a peer on a CPU train one model."""
+"""Peers on a GPU and on a CPU in one group."""
 
 from __future__ import annotations
 
 import hashlib
+import os
 from pathlib import Path
 
 import pytest
 import torch
 
 from contracts.run import together
-from e2e.swarm import Swarm
+from e2e.fleet import Fleet, normal
+from e2e.swarm import DaemonProcess, Swarm
 from equipoise.peer import connect
 from equipoise.peer.training import DiLoCo
 from oracles.training import Batch, batch_of, loss_of, network
@@ -47,3 +49,24 @@ def test_both_end_with_the_same_parameters(swarm: Swarm) -> None:
     devices = ("cuda", "cpu")
     ends = together(*(lambda index=index: trained(homes[index], index, devices[index]) for index in (0, 1)))
     assert ends[0] == ends[1]
+
+
+def test_groups_of_a_gpu_and_all_kernels_of_a_cpu_make_equal_bits(swarm: Swarm, tmp_path: Path) -> None:
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "bare" / "numba.py").write_text("raise ImportError('numba is left out by the test')\n")
+    bare = os.pathsep.join(filter(None, (str(tmp_path / "bare"), os.environ.get("PYTHONPATH"))))
+    daemons: list[DaemonProcess] = []
+    for variable in ("EQUIPOISE_DEVICE=cuda:0", "EQUIPOISE_NAME=numba", f"PYTHONPATH={bare}"):
+        joins = [daemon.address for daemon in daemons[:1]]
+        args = ["--listen", "/ip4/127.0.0.1/tcp/0"]
+        daemons.append(swarm.daemon(join=joins, args=args, prefix=["env", variable]))
+    with Fleet(daemons, normal(3, 3_000_000), codec="int8") as fleet:
+        for _ in range(3):
+            outcomes = [pending.result() for pending in fleet.start([1.0, 2.5, 0.3])]
+            assert all(len(outcome.contributors) == 3 for outcome in outcomes), outcomes
+            fleet.check(dict(enumerate(outcomes)), 0.010)
+            for tensor, value in zip(fleet.tensors, fleet.values, strict=True):
+                tensor.copy_(value)
+    kernels = [daemon.json("status")["kernels"]["name"] for daemon in daemons]
+    assert kernels == ["numba; triton on cuda:0", "numba", "numpy"]
+    assert not daemons[0].json("status")["warnings"]
