@@ -38,7 +38,6 @@ TESTS = (
     "peer/training/test_image.py",
     "peer/training/test_checkpoint.py",
     "e2e/test_rounds.py",
-    "e2e/test_state.py",
 )
 """Files and folders of tests that use each dependency."""
 

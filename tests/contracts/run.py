@@ -398,6 +398,7 @@ class RunContract:
         assert (run.name, run.purpose, run.values, run.codec) == ("digits", "average", 2, "fp32")
         assert run.last is not None
         assert (run.rounds_ok, run.rounds_failed, run.last.digest) == (1, 0, outcomes[0].digest)
+        assert status.swarm.direct.channels >= 1, "the round travels on a direct channel"
         assert status.kernels.reason
         assert {setting.key: setting.origin for setting in status.settings}["log_level"] == "default"
         rows = clients[0].peers()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from e2e.swarm import DaemonProcess, eventually
-from equipoise.averaging.outcome import Exchanging, Idle, Outcome
+from equipoise.averaging.outcome import Idle, Outcome
 from equipoise.peer import Client, Run, connect
 
 
@@ -43,32 +43,9 @@ class Fleet(contextlib.ExitStack):
             for run, weight in zip(self.runs, weights, strict=True)
         ]
 
-    def start_whole(self, weights: Sequence[float], member: int) -> list[Any]:
-        """Start a round, again until the member is in the midst of one of everyone.
-
-        On busy cores the first group may close before all have begun to seek it.
-        """
-        while True:
-            pending = self.start(weights)
-            eventually(
-                lambda begun=pending: self.exchanging(member) or any(one.done() for one in begun),
-                "the round to begin",
-            )
-            state = self.runs[member].state
-            if isinstance(state, Exchanging) and state.members == len(self.runs):
-                return pending
-            for one, tensor, value in zip(pending, self.tensors, self.values, strict=True):
-                one.stop_search("the group closed without this member")
-                one.result()
-                tensor.copy_(value)
-
     def _knows_all(self, run: Run) -> bool:
         state = run.state
         return len(self.runs) == 1 or (isinstance(state, Idle) and state.peers == len(self.runs) - 1)
-
-    def exchanging(self, member: int) -> bool:
-        """Whether a member is in the midst of a round."""
-        return isinstance(self.runs[member].state, Exchanging)
 
     def error(self, member: int, outcome: Outcome) -> float:
         """Relative error, in the 2-norm, of a member's tensor against the float64 mean over the named contributors."""

@@ -10,7 +10,6 @@ import torch
 
 from e2e.swarm import DaemonProcess, eventually
 from e2e.threads import together
-from equipoise.averaging.timing import INITIAL_WAIT
 from equipoise.peer import Idle, Outcome, Run, connect
 from equipoise.peer.training import Gossip
 from oracles.training import batch_of, loss_of, network
@@ -89,26 +88,6 @@ def test_training_exchanges_and_ends_with_one_model(places: list[DaemonProcess])
     assert all(torch.equal(weights, ends[0][0]) for weights, _, _ in ends), "with one model"
 
 
-def test_a_straggler_ends_with_the_others(places: list[DaemonProcess]) -> None:
-    def end(place: DaemonProcess) -> Outcome | None:
-        model = network()
-        with (
-            connect(place.home) as peer,
-            peer.join("stragglers", model, strategy="gossip") as run,
-            Gossip(run, every=5, wait_for=PEERS - 1) as gossip,
-        ):
-            all_here.wait(60.0)
-            if place is places[0]:
-                threading.Event().wait(
-                    INITIAL_WAIT + 1.5
-                )  # Its last steps take longer than a group's first wait.
-        return gossip.finished
-
-    all_here = threading.Barrier(PEERS)
-    ends = together(end, places)
-    assert all(one is not None and len(one.contributors) == PEERS for one in ends), ends
-
-
 def test_shift_moves_tensors_by_the_difference_and_keeps_changes_made_meanwhile(
     places: list[DaemonProcess],
 ) -> None:
@@ -128,21 +107,3 @@ def test_shift_moves_tensors_by_the_difference_and_keeps_changes_made_meanwhile(
         assert sorted(outcome.contributors.values()) == weights, outcome
         mean = (weights[0] * values[0] + weights[1] * values[1]) / sum(weights)
         torch.testing.assert_close(tensor, mean + added[at])
-
-
-def test_a_search_that_is_stopped_as_soon_as_it_is_asked_for_ends(places: list[DaemonProcess]) -> None:
-    with (
-        connect(places[0].home) as peer,
-        peer.join("stopped", [torch.ones(10)], strategy="gossip") as run,
-    ):
-        for _ in range(20):
-            pending = run.shift(1.0, timeout=60.0)
-            pending.stop_search("it ends")
-            assert pending.wait(20.0), "it does not wait for its timeout"
-            assert pending.result().reason == "it ends"
-
-
-def test_the_command_line_shows_exchanges(places: list[DaemonProcess]) -> None:
-    with connect(places[0].home) as peer, peer.join("shown", [torch.ones(10)], strategy="gossip") as run:
-        assert run.options.codec == "fp16"
-        eventually(lambda: "spread unknown" in places[0].cli("status", "--all").stdout, "the run", 30.0)

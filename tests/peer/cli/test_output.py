@@ -14,7 +14,7 @@ from equipoise.dht.state import BootstrapStatus, DirectStatus, ReachStatus, Swar
 from equipoise.peer.cli import output
 from equipoise.peer.cli.output import print_lines, print_peers, print_rounds, print_status, settings_lines
 from equipoise.peer.config import Setting
-from equipoise.peer.status import Kernels, PeerRow, RunStatus, Status
+from equipoise.peer.status import Exchanges, Kernels, PeerRow, RunStatus, Status
 
 PEER = "12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
 OTHER = "12D3KooWQNv4Kzx1MXpfjHUVvMnxwVKxC7xGxDzYzsQvJ9rjNG5a"
@@ -169,6 +169,18 @@ def test_all_of_the_status_has_identifiers_whole(
         "8 h ahead",
     ):
         assert whole in text.replace("\x1b[1m", "").replace("\x1b[0m", "")
+
+
+@pytest.mark.parametrize(("spread", "told"), [(None, "unknown"), (0.123, "0.12")])
+def test_a_gossip_run_shows_its_exchanges(
+    capsys: pytest.CaptureFixture[str], spread: float | None, told: str
+) -> None:
+    status = a_status(runs=1)
+    run = msgspec.structs.replace(status.runs[0], exchanges=Exchanges(3, 40, 2, 1, spread))
+    print_status(msgspec.structs.replace(status, runs=(run,)))
+
+    expected = f"3 partners; exchanges: 40 ok, 2 failed, 1 in doubt; spread {told}"
+    assert expected in capsys.readouterr().out
 
 
 def test_a_rate_is_shown_as_people_say_it(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from equipoise.averaging.outcome import Idle, Outcome
+from equipoise.averaging.timing import INITIAL_WAIT
 from equipoise.averaging.weights import ATTENDANCE_LIMIT
 from equipoise.peer.training import Gossip
 from fakes.world import World
@@ -63,3 +64,28 @@ def test_an_end_without_some_of_the_peers_says_how_many_end_with_its_model(world
     assert gossip.finish().reason == "all contributed; 2 of 3 peers end with this model"
     end.state = Idle(peers=1)
     assert gossip.finish() == outcome
+
+
+def test_a_straggler_ends_with_the_others(world: World) -> None:
+    """The straggler's last steps take longer than a group's first wait."""
+    ends: list[Outcome | None] = []
+
+    def train(index: int) -> None:
+        run = world.join(f"peer{index}", "digits", [torch.nn.Parameter(torch.zeros(4))], strategy="gossip")
+        with Gossip(run, every=5, wait_for=3) as gossip:
+            world.compute((INITIAL_WAIT + 1.5) * (index == 0))
+        ends.append(gossip.finished)
+
+    for index in range(4):
+        world.peer(f"peer{index}", lambda index=index: train(index))
+    world.run()
+    assert [end and len(end.contributors) for end in ends] == [4] * 4
+
+
+def test_a_search_that_is_stopped_as_soon_as_it_is_asked_for_ends(world: World) -> None:
+    run = world.join("peer", "digits", [torch.ones(4)], strategy="gossip")
+    for _ in range(20):
+        pending = run.shift(1.0, timeout=60.0)
+        pending.stop_search("it ends")
+        assert pending.result().reason == "it ends"
+    assert world.now < 20.0, "no search waits for its timeout"
