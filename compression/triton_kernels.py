@@ -28,8 +28,11 @@ from equipoise.compression.blockwise import Kind, TensorKernels
 OPTIONS = {"enable_fp_fusion": False, "num_warps": 4}
 """Options of every launch."""
 
-TILE = 4096
-"""Values of one program, at least a block: 32 for each of its 128 threads."""
+TILE = 1024
+"""Values of one program, at least a block: 8 for each of its 128 threads."""
+
+TOGETHER = 4
+"""Contributions whose values a program loads before it adds the first of them: else it would wait for each in turn."""
 
 _SCALE_BYTES = tl.constexpr(blockwise.SCALE_BYTES)
 _LEVELS = tl.constexpr(blockwise.LEVELS)
@@ -78,15 +81,27 @@ def _decode_int8(out, count, scales, codes, BLOCK: tl.constexpr, ROWS: tl.conste
 
 @triton.jit(do_not_specialize=["members"])
 def _reduce_int8(
-    notes, count, addresses, weights, members, scales, codes, BLOCK: tl.constexpr, ROWS: tl.constexpr
+    notes,
+    count,
+    addresses,
+    weights,
+    members,
+    scales,
+    codes,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    TOGETHER: tl.constexpr,
 ):
     tile = tl.program_id(0).to(tl.int64)
     left = count - tile * (ROWS * BLOCK)
     total = tl.zeros([ROWS, BLOCK], tl.float32)
-    for member in range(members):
-        address = tl.multiple_of(tl.load(addresses + member), _SCALE_BYTES)
-        theirs = address.to(tl.pointer_type(tl.float32)), address.to(tl.pointer_type(tl.int8))
-        total += tl.load(weights + member) * _load(theirs[0], theirs[1], left, BLOCK, ROWS)
+    for first in range(0, members, TOGETHER):
+        for member in tl.static_range(TOGETHER):
+            there = first + member < members
+            address = tl.multiple_of(tl.load(addresses + first + member, mask=there, other=0), _SCALE_BYTES)
+            weight = tl.load(weights + first + member, mask=there, other=0.0)
+            theirs = address.to(tl.pointer_type(tl.float32)), address.to(tl.pointer_type(tl.int8))
+            total += weight * _load(theirs[0], theirs[1], tl.where(there, left, 0), BLOCK, ROWS)
     scale, code, faulty = _quantise(total)
     _store(scales, codes, scale, code, left, BLOCK, ROWS)
     tl.store(notes + tile, -tl.max(faulty.to(tl.int32), 0))
@@ -155,6 +170,15 @@ def _encode_float(values, count, encoded, notes, limit, TILE: tl.constexpr):
     tl.store(notes + tile, noted)
 
 
+@triton.jit
+def _decode_float(out, count, encoded, TILE: tl.constexpr):
+    tile = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, TILE)
+    inside = at < count - tile * TILE
+    values = _widen(tl.load(encoded + tile * TILE + at, mask=inside, other=0))
+    tl.store(out + tile * TILE + at, values, mask=inside)
+
+
 @triton.jit(do_not_specialize=["members"])
 def _reduce_float(
     notes,
@@ -166,15 +190,19 @@ def _reduce_float(
     limit,
     ALIGNED: tl.constexpr,
     TILE: tl.constexpr,
+    TOGETHER: tl.constexpr,
 ):
     tile = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, TILE)
     inside = at < count - tile * TILE
     total = tl.zeros([TILE], tl.float32)
-    for member in range(members):
-        address = tl.load(addresses + member).to(tl.pointer_type(encoded.dtype.element_ty))
-        theirs = tl.load(tl.multiple_of(address, ALIGNED) + tile * TILE + at, mask=inside, other=0)
-        total += tl.load(weights + member) * _widen(theirs)
+    for first in range(0, members, TOGETHER):
+        for member in tl.static_range(TOGETHER):
+            there = first + member < members
+            address = tl.multiple_of(tl.load(addresses + first + member, mask=there, other=0), ALIGNED)
+            weight = tl.load(weights + first + member, mask=there, other=0.0)
+            theirs = address.to(tl.pointer_type(encoded.dtype.element_ty)) + tile * TILE + at
+            total += weight * _widen(tl.load(theirs, mask=inside & there, other=0))
     narrow, noted = _narrow(total, limit, encoded.dtype.element_ty)
     tl.store(encoded + tile * TILE + at, narrow, mask=inside)
     tl.store(notes + tile, noted)
@@ -182,37 +210,44 @@ def _reduce_float(
 
 def encode(values: torch.Tensor, payload: torch.Tensor, kind: Kind) -> torch.Tensor:
     """Start to encode `values`; see `TensorKernels`."""
-    count, notes = values.numel(), _notes(values.numel(), values.device)
+    count, tile = values.numel(), _tile(kind)
+    notes = _notes(count, values.device, tile)
     if isinstance(kind, int):
-        _launch(_encode_int8, values, count, *_views(payload), notes, kind, TILE // kind)
+        _launch(tile, _encode_int8, values, count, *_views(payload), notes, kind, tile // kind)
     else:
         encoded = payload.view(_WIRE.get(kind, kind))
-        _launch(_encode_float, values, count, encoded, notes, torch.finfo(kind).max, TILE)
+        _launch(tile, _encode_float, values, count, encoded, notes, torch.finfo(kind).max, tile)
     return notes
 
 
 def decode(payload: torch.Tensor, out: torch.Tensor, kind: Kind) -> None:
-    """Start to decode into `out`; see `TensorKernels`. torch converts plain values in one pass as well."""
+    """Start to decode into `out`; see `TensorKernels`."""
+    tile = _tile(kind)
     if isinstance(kind, int):
-        _launch(_decode_int8, out, out.numel(), *_views(payload), kind, TILE // kind)
+        _launch(tile, _decode_int8, out, out.numel(), *_views(payload), kind, tile // kind)
     else:
-        out.copy_(payload.view(kind))
+        _launch(tile, _decode_float, out, out.numel(), payload.view(_WIRE.get(kind, kind)), tile)
 
 
 def reduce(
     payloads: Sequence[torch.Tensor], weights: Sequence[float], mean: torch.Tensor, count: int, kind: Kind
 ) -> torch.Tensor:
     """Start to reduce `payloads`; see `TensorKernels`."""
-    addresses, notes = [payload.data_ptr() for payload in payloads], _notes(count, mean.device)
+    tile = _tile(kind)
+    addresses, notes = [payload.data_ptr() for payload in payloads], _notes(count, mean.device, tile)
     places = _there(torch.tensor(addresses, dtype=torch.int64, device="cpu"), mean.device)
     shares = _there(torch.tensor(weights, dtype=torch.float32, device="cpu"), mean.device)
     given = (notes, count, places, shares, len(addresses))
     if isinstance(kind, int):
-        _launch(_reduce_int8, *given, *_views(mean), kind, TILE // kind)
+        _launch(tile, _reduce_int8, *given, *_views(mean), kind, tile // kind, TOGETHER)
     else:
-        encoded = mean.view(_WIRE.get(kind, kind))
-        _launch(_reduce_float, *given, encoded, torch.finfo(kind).max, _alignment(addresses), TILE)
+        encoded, limit = mean.view(_WIRE.get(kind, kind)), torch.finfo(kind).max
+        _launch(tile, _reduce_float, *given, encoded, limit, _alignment(addresses), tile, TOGETHER)
     return notes
+
+
+def _tile(kind: Kind) -> int:
+    return max(TILE, kind) if isinstance(kind, int) else TILE
 
 
 def _views(payload: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -226,8 +261,8 @@ def _there(host: torch.Tensor, device: torch.device) -> torch.Tensor:
     return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
 
 
-def _notes(count: int, device: torch.device) -> torch.Tensor:
-    return torch.empty(triton.cdiv(count, TILE), dtype=torch.int32, device=device)
+def _notes(count: int, device: torch.device, tile: int) -> torch.Tensor:
+    return torch.empty(triton.cdiv(count, tile), dtype=torch.int32, device=device)
 
 
 def _alignment(addresses: Iterable[int]) -> int:
@@ -235,10 +270,10 @@ def _alignment(addresses: Iterable[int]) -> int:
     return min([16, *(address & -address for address in addresses)])
 
 
-def _launch(kernel: Any, tensor: torch.Tensor, count: int, *args: object) -> None:
+def _launch(tile: int, kernel: Any, tensor: torch.Tensor, count: int, *args: object) -> None:
     # Triton launches on the current device, which need not be that of the tensors.
     with torch.cuda.device_of(tensor):
-        kernel[(triton.cdiv(count, TILE),)](tensor, count, *args, **OPTIONS)
+        kernel[(triton.cdiv(count, tile),)](tensor, count, *args, **OPTIONS)
 
 
 KERNELS = TensorKernels(encode, decode, reduce)

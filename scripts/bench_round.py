@@ -137,6 +137,7 @@ class Contestant:
 
     def meet(self) -> None:
         """Start, and wait until all peers know each other; a system that cannot is out, and the others go on."""
+        began = time.monotonic()
         try:
             first = self._ask(self.peers[:1], "open", "")
             others = self._ask(self.peers[1:], "open", first[0])
@@ -144,6 +145,10 @@ class Contestant:
         except Broken as failure:
             self.row.failures.append(str(failure))
             self.out = True
+        taken = f"{time.monotonic() - began:.1f} s"
+        print(
+            f"{self.row.name}: {'could not start' if self.out else 'started'} after {taken}", file=sys.stderr
+        )
 
     def round(self, number: int) -> None:
         """One round of all peers; the first `WARM_ROUNDS`, and what was no mean, count in no time."""
