@@ -35,7 +35,7 @@ PRELOADED = (
 LEAST_FOUND = 0.9
 
 GATHERING = ("averaging/matchmaking", "averaging/gossip", "sim/test_federated.py", "sim/test_gossip.py")
-DONORS = ("averaging/replication", "averaging/aio/test_transfer*.py", "sim/test_statesync.py")
+DONORS = ("averaging/replication", "averaging/aio/test_transfer*.py", "sim/test_transfers.py")
 TRAINING = ("peer/training", "peer/client")
 
 FOLDERS = {

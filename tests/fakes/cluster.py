@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from random import Random
+from typing import Any
 
 import torch
 
@@ -17,6 +18,7 @@ from equipoise.averaging.replication.chunks import CHUNK_BYTES
 from equipoise.averaging.schema import Schema
 from equipoise.averaging.spec import RunSpec
 from equipoise.averaging.state import StateId
+from fakes.hostile import Frame, TappedTransport
 from fakes.memory import FakeIdentity, Net
 
 SPEC = RunSpec.create(
@@ -28,16 +30,22 @@ LIMIT = 64 * CHUNK_BYTES
 
 
 class Cluster:
-    """Hubs on one network in memory, all in one run."""
+    """Hubs on one network in memory, all in one run.
+
+    Attributes:
+        taps: By peer: says what leaves in place of each of its frames.
+    """
 
     def __init__(self) -> None:
         self.net = Net()
+        self.taps: dict[str, Callable[[str, bytes, bytes], list[Frame]]] = {}
         self.routers: dict[str, Router] = {}
 
     async def add(self, *names: str, spec: RunSpec = SPEC) -> list[Transfer]:
         for name in names:
             transport, directory = self.net.peer(name)
-            self.routers[name] = Router(transport, directory, FakeIdentity(name))
+            tapped: Any = TappedTransport(transport, self.taps[name]) if name in self.taps else transport
+            self.routers[name] = Router(tapped, directory, FakeIdentity(name))
             await self.routers[name].join(spec)
         await self.net.acquainted(spec.name, list(self.routers))
         return [self.routers[name]._runs[spec.name].transfer for name in names]
