@@ -75,17 +75,6 @@ class StateContract:
         for donor in donors:
             eventually(lambda donor=donor: donor.progress().wanted is None, "that nobody wishes any more")
 
-    def test_alone_a_fetch_fails_in_time_and_says_why(self, peers: Peers) -> None:
-        (peer,) = peers(1)
-        run = peer.join("digits", [torch.zeros(2)])
-
-        download = run.fetch(Wish(0, LIMIT), timeout=0.3)
-        fetched = download.result()
-
-        assert not fetched.ok
-        assert fetched.reason
-        assert download.content == b""
-
     def test_a_fetch_can_be_cancelled_and_another_begun(self, peers: Peers) -> None:
         clients = peers(2)
         peer = clients[0]
@@ -101,15 +90,6 @@ class StateContract:
 
         assert "cancelled" in pending.result().reason
         assert not run.fetch(Wish(0, LIMIT), timeout=0.1).result().ok
-
-    def test_more_than_the_limit_is_not_fetched(self, peers: Peers) -> None:
-        donor, newcomer = step_all(peers, 2)
-        donor.offer(state_of(1), IMAGE)
-
-        fetched = newcomer.fetch(Wish(0, len(IMAGE) - 1), timeout=SOON).result()
-
-        assert not fetched.ok
-        assert f"at most {len(IMAGE) - 1} bytes" in fetched.reason
 
     def test_the_mean_of_a_round_that_was_missed_is_recovered(self, peers: Peers) -> None:
         *others, last = peers(3)
@@ -142,15 +122,6 @@ class StateContract:
         alone = late.fetch(Wish(after=state_of(4)), SOON).result()
         assert not alone.ok
         assert alone.reason
-
-    def test_a_mean_that_nobody_keeps_is_not_waited_for(self, peers: Peers) -> None:
-        run, _ = step_all(peers, 2)
-
-        found = run.fetch(Wish(after=state_of(4)), 100 * SOON).result()
-
-        assert not found.ok
-        assert found.reason
-        assert found.round is None
 
     def test_a_wrong_offer_or_fetch_says_why(self, peers: Peers) -> None:
         (peer,) = peers(1)

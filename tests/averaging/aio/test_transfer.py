@@ -134,16 +134,6 @@ async def test_a_flood_of_asks_reads_the_directory_seldom(cluster: Cluster) -> N
     assert 1 <= len(reads) <= MAX_ASKS_OF_ONE * (1 + (reads[-1] - began) / ASKS_SECONDS)
 
 
-async def test_what_is_too_large_is_not_fetched(cluster: Cluster) -> None:
-    donor, newcomer = await cluster.add("a", "new")
-    await donor.offer(STATE, memoryview(IMAGE))
-    memory = Memory()
-    outcome = await newcomer.fetch(Wish(7, len(IMAGE) - 1), 20.0, memory.room)
-    assert not outcome.ok
-    assert f"at most {len(IMAGE) - 1} bytes" in outcome.reason
-    assert not memory.image
-
-
 async def test_memory_that_cannot_be_had_fails_the_fetch(cluster: Cluster) -> None:
     def none(size: int) -> memoryview:
         raise ValueError(f"no room for {size} bytes")
@@ -181,13 +171,6 @@ async def test_what_comes_late_for_a_cancelled_fetch_is_no_fault_in_the_next(clu
     assert outcome.ok, outcome.reason
     assert set(outcome.sources) == {"a", "b"}
     assert memory.image == IMAGE
-
-
-async def test_where_nobody_is_no_fetch_waits_for_anybody(cluster: Cluster) -> None:
-    (newcomer,) = await cluster.add("new")
-    async with asyncio.timeout(20.0):
-        outcome = await newcomer.fetch(Wish(0, LIMIT), 600.0, Memory().room)
-    assert (outcome.ok, outcome.reason) == (False, "no other peer of this run is known")
 
 
 async def test_leaving_the_run_ends_a_fetch(cluster: Cluster) -> None:

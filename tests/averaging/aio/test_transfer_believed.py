@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 import pytest
@@ -29,7 +31,7 @@ from equipoise.averaging.replication.update import EncodedMean
 from equipoise.averaging.spec import RunSpec
 from equipoise.averaging.state import StateId
 from equipoise.averaging.timing import STALL_SECONDS
-from fakes.cluster import SPEC, Cluster, Memory
+from fakes.cluster import SPEC, Cluster
 from fakes.memory import FakeIdentity
 from fakes.missed import mean_of, recovered
 from fakes.transfer import RUN, TICKET, answer, item_came, offer_of
@@ -43,20 +45,6 @@ LAST = StateId(9, "0f" * 32)
 def keep(mean: EncodedMean, *transfers: Transfer) -> None:
     for transfer in transfers:
         transfer.keep(mean)
-
-
-async def test_more_than_half_of_its_circle_tell_whose_mean_it_is_however_many_come_later(
-    cluster: Cluster,
-) -> None:
-    a, b, _, away, *liars = await cluster.add(*"abcpvwxyz")
-    mean = mean_of("abcp", BEFORE)
-    keep(mean, a, b)
-    keep(mean_of("vwxyz", BEFORE), *liars)
-    found, result, sources = await recovered(away, BEFORE, "abc")
-    assert found.ok, found.reason
-    assert found.digest == mean.digest().hex()
-    assert bool((result == 4.0).all())
-    assert set(sources) <= {"a", "b"}
 
 
 async def test_drawn_peers_are_believed_by_those_that_were_in_no_group_with_them(cluster: Cluster) -> None:
@@ -83,64 +71,6 @@ async def test_a_peer_that_downloaded_a_mean_gives_it_to_others(cluster: Cluster
     found, _, sources = await recovered(c, BEFORE, "ab")
     assert found.ok, found.reason
     assert set(sources) == {"b"}
-
-
-@pytest.mark.parametrize("others", ["", "yz"])
-async def test_one_liar_in_a_circle_of_three_is_not_believed_however_many_strangers_stand_by_it(
-    cluster: Cluster, others: str
-) -> None:
-    *_, liar, away = await cluster.add(*"abxp")
-    strangers = await cluster.add(*others)
-    keep(mean_of("xyz", BEFORE), liar, *strangers)
-    found, _, _ = await recovered(away, BEFORE, "abx")
-    assert (
-        found.reason
-        == "1 of the 3 peers that vouch for this peer's state offer the same as the mean after epoch 7"
-    )
-
-
-async def test_half_of_a_circle_are_not_enough(cluster: Cluster) -> None:
-    a, _, away = await cluster.add(*"abp")
-    keep(mean_of("abp", BEFORE), a)
-    got = await away.fetch(
-        Wish(after=BEFORE, circle=frozenset("ab")), 20.0, lambda size: memoryview(bytearray(size))
-    )
-    assert "1 of the 2 peers that vouch" in got.reason
-    assert got.unheard == 1
-
-
-async def test_who_knows_nobody_believes_only_what_the_next_state_will_prove(cluster: Cluster) -> None:
-    a, b, late = await cluster.add("a", "b", "c")
-    keep(mean_of("ab", BEFORE), a, b)
-    found, _, _ = await recovered(late, BEFORE)
-    assert not found.ok
-    assert "0 of the 0 peers that vouch for this peer's state" in found.reason
-    found, _, _ = await recovered(late, BEFORE, proved=True)
-    assert found.ok, found.reason
-
-
-async def test_one_donor_is_enough_for_who_knows_the_next_state(cluster: Cluster) -> None:
-    a, *_, away = await cluster.add(*"abcp")
-    mean = mean_of("abc", BEFORE)
-    keep(mean, a)
-    found, _, _ = await recovered(away, BEFORE, "abc", proved=True)
-    assert found.digest == mean.digest().hex(), found.reason
-
-
-async def test_who_copies_the_offer_of_a_snapshot_outvotes_nobody_who_had_a_say_in_it(
-    cluster: Cluster,
-) -> None:
-    *others, me = await cluster.add(*"abcdewxyz", "p")
-    for one in others:
-        one.reach(BEFORE.epoch)
-    for one in (*others[:3], *others[5:]):
-        await one.offer(BEFORE, memoryview(b"a state"))
-    fetched = await me.fetch(Wish(BEFORE.epoch, 100), 20.0, Memory().room)
-    assert fetched.ok, fetched.reason
-    assert set(fetched.voters) == set("abcdewxyz")
-    keep(mean_of("wxyz", BEFORE), *others[5:])
-    found, _, _ = await recovered(me, BEFORE, fetched.voters)
-    assert "4 of the 9 peers that vouch" in found.reason
 
 
 async def test_a_peer_that_catches_up_waits_for_no_second_between_two_means(cluster: Cluster) -> None:
@@ -251,12 +181,64 @@ class Fetching:
         return end.outcome
 
 
-def test_a_dead_peer_of_the_circle_keeps_nobody_waiting_while_most_of_it_offer_the_mean() -> None:
-    fetching = Fetching(*"abc", circle="abc")
+@pytest.mark.parametrize(
+    ("peers", "circle", "given", "behind", "options"),
+    [
+        ("abc", "abc", "ab", "", {}),
+        (("a", "ghost"), "ab", "a", "", {}),
+        ("abcd", "abcd", "ab", "cd", {"quorum": 2}),
+        ("abcd", "bc", "ab", "cd", {"quorum": 2}),
+        ("acd", "abcd", "a", "cd", {"quorum": 2}),
+        ("ab", "", "ab", "", {"proved": True}),
+    ],
+    ids=[
+        "most of the circle, of which one is silent",
+        "all of the circle that are not gone",
+        "the few that a draw chose",
+        "one of those few, the other downloaded the state",
+        "one of those few, the other is gone",
+        "strangers, where the next state proves it",
+    ],
+)
+def test_a_mean_is_believed_of(
+    peers: Sequence[str], circle: str, given: str, behind: str, options: dict[str, Any]
+) -> None:
+    fetching = Fetching(*peers, circle=circle, **options)
+    for peer in behind:
+        fetching.hear(peer, epoch=GENUINE.state.epoch)
+    for peer in given:
+        assert fetching.take() == [], "one is not enough, if there are others"
+        fetching.hear(peer, GENUINE)
+    fetching.download(GENUINE)
+    assert fetching.end().ok
+
+
+@pytest.mark.parametrize(
+    ("peers", "circle", "forged", "genuine", "behind", "quorum", "said"),
+    [
+        ("xy", "ab", "xy", "", "", 0, "0 of the 2"),
+        ("xy", "", "xy", "", "", 0, "0 of the 0"),
+        ("abxy", "ab", "xy", "", "ab", 2, "0 of the 2"),
+        ("abcd", "abcd", "ab", "cd", "", 2, "2 of the 4"),
+    ],
+    ids=["the circle is gone", "it knows nobody", "strangers make no round", "as many have another"],
+)
+def test_a_mean_is_not_believed_of_strangers_nor_against_as_many(
+    peers: str, circle: str, forged: str, genuine: str, behind: str, quorum: int, said: str
+) -> None:
+    fetching = Fetching(*peers, circle=circle, quorum=quorum)
+    for names, offers in ((forged, [FORGED]), (genuine, [GENUINE]), (behind, [])):
+        for peer in names:
+            fetching.hear(peer, *offers, epoch=GENUINE.state.epoch + bool(offers))
+    assert f"{said} peers that vouch" in fetching.end().reason
+
+
+def test_a_peer_of_the_circle_that_is_lost_is_waited_for_no_longer() -> None:
+    fetching = Fetching(*"ab", circle="ab")
     fetching.hear("a", GENUINE)
     assert fetching.take() == []
-    fetching.hear("b", GENUINE)
-    fetching.download(GENUINE)
+    fetching.tell(PeerLost("b", "refused"), 0.1)
+    fetching.download(GENUINE, now=0.1)
     assert fetching.end().ok
 
 
@@ -270,68 +252,6 @@ def test_a_mate_is_not_believed_against_others_that_are_silent_as_they_are_in_mi
     assert end.unheard == 1 + len(mates)
 
 
-def test_peers_of_the_circle_that_are_gone_do_not_count() -> None:
-    fetching = Fetching("a", "ghost", circle="ab")
-    fetching.hear("a", GENUINE)
-    fetching.download(GENUINE)
-    assert fetching.end().ok
-    fetching = Fetching(*"ab", circle="ab")
-    fetching.hear("a", GENUINE)
-    assert fetching.take() == []
-    fetching.tell(PeerLost("b", "refused"), 0.1)
-    fetching.download(GENUINE, now=0.1)
-    assert fetching.end().ok
-
-
-def test_a_stranger_is_not_believed_though_the_whole_circle_is_gone() -> None:
-    fetching = Fetching("x", "y", circle="ab")
-    fetching.hear("x", FORGED)
-    fetching.hear("y", FORGED)
-    assert "0 of the 2 peers that vouch" in fetching.end().reason
-
-
-@pytest.mark.parametrize(
-    "circle", ["abcd", "bc"], ids=["all", "one of the few, the other downloaded the state"]
-)
-def test_the_few_that_a_draw_chose_are_believed_by_all_that_have_missed_their_round(circle: str) -> None:
-    behind, ahead = GENUINE.state.epoch, GENUINE.state.epoch + 1
-    fetching = Fetching(*"abcd", circle=circle, quorum=2)
-    for peer in "cd":
-        fetching.hear(peer, epoch=behind)
-    fetching.hear("a", GENUINE, epoch=ahead)
-    assert fetching.take() == [], "one makes no round"
-    fetching.hear("b", GENUINE, epoch=ahead)
-    fetching.download(GENUINE)
-    assert fetching.end().ok
-
-
-def test_strangers_make_no_round_that_nobody_of_the_circle_has() -> None:
-    fetching = Fetching(*"abxy", circle="ab", quorum=2)
-    for peer in "xy":
-        fetching.hear(peer, FORGED)
-    for peer in "ab":
-        fetching.hear(peer, epoch=GENUINE.state.epoch)
-    assert "0 of the 2 peers that vouch" in fetching.end().reason
-
-
-def test_they_are_not_believed_against_as_many_that_are_beyond_with_another_mean() -> None:
-    fetching = Fetching(*"abcd", circle="abcd", quorum=2)
-    for peer in "ab":
-        fetching.hear(peer, FORGED)
-    for peer in "cd":
-        fetching.hear(peer, GENUINE)
-    assert "2 of the 4 peers that vouch" in fetching.end().reason
-
-
-def test_one_of_them_is_believed_once_the_other_is_gone() -> None:
-    fetching = Fetching(*"acd", circle="abcd", quorum=2)
-    for peer in "cd":
-        fetching.hear(peer, epoch=GENUINE.state.epoch)
-    fetching.hear("a", GENUINE)
-    fetching.download(GENUINE)
-    assert fetching.end().ok
-
-
 def test_a_donor_that_dies_is_no_reason_to_doubt_what_most_of_the_circle_offered() -> None:
     fetching = Fetching(*"abc", circle="abc")
     fetching.hear("a", GENUINE)
@@ -339,14 +259,6 @@ def test_a_donor_that_dies_is_no_reason_to_doubt_what_most_of_the_circle_offered
     fetching.tell(PeerLost("a", "reset"), 0.1)
     fetching.hear("c", FORGED, now=0.1)
     fetching.download(GENUINE, now=5.0)
-    assert fetching.end().ok
-
-
-def test_one_that_offers_more_than_a_mean_can_have_does_not_keep_others_from_giving_it() -> None:
-    fetching = Fetching("x", "a", proved=True)
-    fetching.hear("x", offer_of(7, kind=2, chunks=11))
-    fetching.hear("a", GENUINE)
-    fetching.download(GENUINE)
     assert fetching.end().ok
 
 

@@ -86,10 +86,6 @@ def endless(evil: Hostile, message: AskItems) -> list[tuple[TransferMessage | by
     return genuine(message) * 100
 
 
-def flipped(evil: Hostile, message: AskItems) -> list[tuple[TransferMessage | bytes, bytes]]:
-    return [(head, bytes([body[0] ^ 1]) + body[1:]) for head, body in genuine(message)]
-
-
 def garbage(evil: Hostile, message: AskItems) -> list[tuple[TransferMessage | bytes, bytes]]:
     return [(TRANSFER_FRAME + b"\xff\xff", b"")]
 

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 import torch
 
-from equipoise.averaging.aio.transfer import Transfer, unpack
+from equipoise.averaging.aio.transfer import unpack
 from equipoise.averaging.manifest import ManifestError
 from equipoise.averaging.ports import FrameRefused
 from equipoise.averaging.replication.answers import LONE_SECONDS, Request, Wish
@@ -27,7 +27,7 @@ from equipoise.averaging.replication.transfer_events import (
     Send,
     SendBody,
 )
-from equipoise.averaging.replication.update import MAX_MANIFEST_BYTES, EncodedMean
+from equipoise.averaging.replication.update import MAX_MANIFEST_BYTES
 from equipoise.averaging.replication.update_query import UpdateQuery
 from equipoise.averaging.schema import Schema
 from equipoise.averaging.spec import RunSpec
@@ -47,15 +47,6 @@ OTHER = StateId(7, "cd" * 32)
 
 def room(size: int) -> memoryview:
     return memoryview(bytearray(size))
-
-
-def bend(liar: Transfer) -> None:
-    """Have it pass on another mean."""
-    mean = kept_by(liar, BEFORE)
-    bent = bytearray(mean.parts[0])
-    bent[-1] ^= 1
-    parts = (memoryview(bent), *mean.parts[1:])
-    liar.keep(EncodedMean(mean.manifest, mean.contributors, parts))
 
 
 async def test_one_that_missed_a_round_gets_its_mean_bit_by_bit_from_all(cluster: Cluster) -> None:
@@ -115,28 +106,6 @@ async def test_it_tells_how_many_are_behind(cluster: Cluster) -> None:
     other.reach(6)
     got = await last.fetch(Wish(after=BEFORE), 20.0, room)
     assert got.behind == 1
-
-
-async def test_a_donor_that_lies_is_found_out_and_the_others_make_it_good(cluster: Cluster) -> None:
-    liar, *_, last = await cluster.add("a", "b", "c", "d", spec=SPEC)
-    (_, mean), *_ = await rounds(cluster, "abc", BEFORE, SPEC)
-    bend(liar)
-    found, result, sources = await recovered(last, BEFORE, proved=True)
-    assert found.ok, found.reason
-    assert torch.equal(result, mean)
-    assert set(sources) == {"b", "c"}
-
-
-async def test_a_donor_that_dies_costs_nothing_but_its_chunks(cluster: Cluster) -> None:
-    *_, last = await cluster.add("a", "b", "c", "d", spec=SPEC)
-    (_, mean), *_ = await rounds(cluster, "abc", BEFORE, SPEC)
-    recovering = asyncio.create_task(recovered(last, BEFORE, proved=True))
-    while last._download is None or not last._download._memory:  # noqa: ASYNC110
-        await asyncio.sleep(0)
-    cluster.net.kill("b")
-    found, result, _ = await recovering
-    assert found.ok, found.reason
-    assert torch.equal(result, mean)
 
 
 async def test_no_byte_of_a_mean_can_be_changed(cluster: Cluster) -> None:
@@ -285,15 +254,6 @@ def test_those_by_whom_one_knows_the_state_come_before_any_number_of_strangers()
     agreement = missed.agreement(0.2)
     assert agreement is not None
     assert agreement.donors == ("a",)
-
-
-def test_what_most_of_those_offer_is_tried_at_once_however_many_came_later() -> None:
-    missed = query("abc")
-    missed.see(tuple("abcklmnopq"), 0.0)
-    missed.hear("a", answer(9, offer_of(7)), 0.1)
-    assert missed.agreement(0.1) is None
-    missed.hear("b", answer(9, offer_of(7)), 0.1)
-    assert missed.agreement(0.1) is not None
 
 
 def test_who_offers_what_nobody_asked_for_offers_nothing() -> None:

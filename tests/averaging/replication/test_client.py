@@ -193,8 +193,11 @@ def test_most_are_believed_at_once() -> None:
     newcomer = Newcomer("a", "b", "c")
     newcomer.hear("a", answer(5, offer_of(5)))
     assert not newcomer.allocated
+    newcomer.said.clear()
     newcomer.hear("b", answer(5, offer_of(5)))
     assert newcomer.allocated
+    renewed = [(peer, message.wanted) for peer, message in newcomer.asked(Ask)]
+    assert renewed == [(peer, ()) for peer in "abc"], "donors may forget what was wished for before"
 
 
 def test_who_answers_first_does_not_become_all_who_count() -> None:
@@ -295,10 +298,11 @@ def test_a_stranger_counts_for_nothing() -> None:
 
 
 def test_donors_are_asked_for_the_epoch_after_theirs_and_then_for_later_ones() -> None:
-    newcomer = Newcomer("a", "b")
-    for peer in ("a", "b"):
-        newcomer.hear(peer, answer(7))
+    newcomer = Newcomer("a", "b", "liar")
+    for peer, epoch in (("a", 7), ("b", 7), ("liar", 900)):
+        newcomer.hear(peer, answer(epoch))
     assert {message.wanted for _, message in newcomer.asked(Ask)[-2:]} == {(8,)}
+    newcomer.tell(PeerLost("liar", "reset"))
     margins = []
     epoch = 9
     for _ in range(6):
