@@ -1,4 +1,4 @@
-"""What chaos runs hold rounds to: broken promises must be found, and kept ones must not be called broken."""
+"""What chaos runs hold rounds to: broken promises must be found. `test_chaos.py` calls no kept one broken."""
 
 from __future__ import annotations
 
@@ -55,18 +55,6 @@ def judge(truth: Truth) -> Judge:
     for member, peer in enumerate(MEMBERS):
         judge.register(peer, Contribution(member, 7, member + 1.0))
     return judge
-
-
-def test_kept_promises_are_no_violations(judge: Judge, truth: Truth) -> None:
-    untouched = torch.empty(VALUES)
-    truth.fill(untouched, 2, 7)
-
-    for member in (0, 1):
-        judge.judge(MEMBERS[member], ended(member, ok()), mean(truth))
-    judge.judge("peer2", ended(2, Outcome(ok=False, reason="timed out")), untouched)
-
-    assert not judge.violations
-    assert judge.errors[0].share_of_bound < 1
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Federated rounds of simulated peers: client drift in closed form, who trains, deaths, late ones, a hundred peers."""
+"""Federated rounds of simulated peers: the peers that train, deaths, late peers, a hundred peers."""
 
 from __future__ import annotations
 
@@ -10,50 +10,10 @@ import pytest
 import torch
 
 from equipoise.averaging.draw import draw
-from equipoise.averaging.outcome import Gathering
 from equipoise.averaging.replication.lineage import beginning, follow
-from equipoise.averaging.strategy import Federated as FederatedStrategy
-from equipoise.averaging.strategy import parse_strategy
-from equipoise.peer.simulation import SimulatedPeer, partition, simulate, swarm
+from equipoise.peer.simulation import SimulatedPeer, partition, simulate
 from equipoise.peer.training import Federated, Task
-from equipoise.peer.training.history import Record
 from equipoise.peer.training.image import digest
-
-CURVES, MINIMA, SAMPLES = (1.0, 4.0, 10.0), (-1.0, 0.5, 3.0), (1.0, 2.0, 3.0)
-ETA = 0.05
-
-
-def drifted(steps: int) -> list[float]:
-    """What three peers with f_i = a_i / 2 (w - b_i)^2 come to after many rounds of local steps."""
-
-    def work(peer: SimulatedPeer, index: int) -> float:
-        w = torch.zeros(1, requires_grad=True)
-
-        def fit(task: Task) -> tuple[float, dict[str, float]]:
-            for _ in range(steps):
-                loss = CURVES[index] / 2 * (w - MINIMA[index]).square().sum()
-                (gradient,) = torch.autograd.grad(loss, w)
-                with torch.no_grad():
-                    w.sub_(ETA * gradient)
-            return SAMPLES[index], {}
-
-        with peer.join("drift", {"w": w}, strategy="federated:quorum=3,available=3,minimum=3") as run:
-            Federated(run, fit, rounds=45).run()
-        return float(w.detach())
-
-    return [one for one in simulate(work, 3, codec="fp32") if one is not None]
-
-
-def limit(pulls: list[float]) -> float:
-    """sum p c b / sum p c."""
-    weights = [samples * pull for samples, pull in zip(SAMPLES, pulls, strict=True)]
-    return sum(weight * b for weight, b in zip(weights, MINIMA, strict=True)) / sum(weights)
-
-
-@pytest.mark.parametrize("steps", [1, 5, 20, pytest.param(100, marks=pytest.mark.slow)])
-def test_client_drift_has_its_closed_form(steps: int) -> None:
-    expected = limit([1 - (1 - ETA * a) ** steps for a in CURVES])
-    assert drifted(steps) == pytest.approx([expected] * 3, abs=1e-5)
 
 
 def fits(
@@ -134,39 +94,6 @@ def test_a_round_closes_some_seconds_after_its_quorum_and_tells_the_late_how_lat
     assert sorted(index for _, index, _ in trained) == [0, 1, 2, 3, 4, 5]
 
 
-def test_only_the_last_rounds_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(swarm, "ENDED_KEPT", 2)
-    runs: list[swarm.SimulatedRun] = []
-    make = swarm.SimulatedRun.__init__
-
-    def noted(run: swarm.SimulatedRun, *arguments: Any) -> None:
-        runs.append(run)
-        make(run, *arguments)
-
-    monkeypatch.setattr(swarm.SimulatedRun, "__init__", noted)
-    alike(fits("federated:quorum=2", {}, rounds=5, peers=2)[0])
-    assert [len(run._beyond) for run in runs if run.kept] == [2]
-
-
-def test_what_a_round_waits_for_leaves_the_time_of_the_exchange() -> None:
-    strategy = "federated:quorum=2"
-    rules = parse_strategy(strategy)
-    assert isinstance(rules, FederatedStrategy)
-
-    def work(peer: SimulatedPeer, index: int) -> str:
-        run = peer.join("waits", {"w": torch.zeros(300)}, strategy=strategy)
-        run.agree({"what": "a test"})
-        run.accumulate({"w": torch.ones(300)}, weight=1.0)
-        peer.compute(index * 10.0)
-        pending = run.step(timeout=rules.reserve + 60.0, wait=False)
-        peer.compute(4.0)
-        state = run.state
-        assert pending.result().ok
-        return state.reason if isinstance(state, Gathering) else str(state)
-
-    assert "56 s at most" in (simulate(work, 2)[0] or "")
-
-
 def learns_digits(peers: int, rounds: int, seed: int) -> list[Any]:
     """Digest and accuracy of each peer, after federated rounds in which a tenth of them is drawn."""
     from equipoise.peer.demo.trainer import split_digits  # Loads scikit-learn, which takes seconds.
@@ -217,8 +144,8 @@ def test_a_hundred_peers_learn_digits_in_twenty_rounds() -> None:
 
 
 def test_as_many_contribute_as_a_real_group_may_have_and_the_others_follow() -> None:
-    ends, _ = fits("federated:minimum=70", {}, rounds=2, peers=70)
-    assert [len(record.contributors) for record in alike(ends)] == [64, 64]
+    ends, _ = fits("federated:minimum=66", {}, rounds=1, peers=66)
+    assert [len(record.contributors) for record in alike(ends)] == [64]
 
 
 def assert_sound(seed: int) -> None:
@@ -268,82 +195,3 @@ def test_faults_leave_all_peers_alike(seed: int) -> None:
 def test_any_faults_leave_all_peers_alike() -> None:
     for seed in range(5, 300):
         assert_sound(seed)
-
-
-def steps(
-    strategy: str, peers: int, until: int, begins: Mapping[int, float] = {}, **options: Any
-) -> list[list[tuple[float, Record]]]:
-    """The records of each simulated peer's steps with the time of each: until a round, or the third step that fails."""
-    seconds, fill = options.pop("seconds", {}), options.pop("fill", 0.0)
-    found: list[list[tuple[float, Record]]] = [[] for _ in range(peers)]
-
-    def work(peer: SimulatedPeer, index: int) -> None:
-        peer.compute(begins.get(index, 0.0))
-        w = torch.full((300,), fill)
-
-        def fit(task: Task) -> tuple[float, dict[str, float]]:
-            peer.compute(seconds.get((index, task.number), seconds.get(index, 1.0)))
-            w.add_(1)
-            return 1.0, {}
-
-        with peer.join("steps", [w], strategy=strategy, codec="fp32") as run:
-            federated = Federated(run, fit, rounds=until)
-            while not federated.ended and sum(not record.ok for _, record in found[index]) < 3:
-                found[index].append((peer.clock(), federated.step()))
-
-    simulate(work, peers, **options)
-    return found
-
-
-def test_a_quorum_within_the_deadline_has_its_grace() -> None:
-    seconds = {0: 1.0, 1: 5.0, 2: 30.0, 3: 30.0}
-    found = steps("federated:grace=10,deadline=12,available=4", 4, 1, seconds=seconds)
-    for (began, record), late in zip((one[0] for one in found), (False, False, True, True), strict=True):
-        assert record.ok, record.reason
-        assert (record.late > 0) == late
-        assert late or began + record.seconds == pytest.approx(5 + 10, abs=1)
-
-
-def test_a_training_longer_than_the_deadline_still_counts() -> None:
-    found = steps("federated:grace=5,deadline=10", 2, 1, seconds={0: 15.0, 1: 18.0})
-    assert [one[0][1].ok for one in found] == [True, True]
-    assert len(found[0][0][1].contributors) == 2
-
-
-def test_a_newcomer_gets_the_state_where_fewer_live_than_the_first_round_needs() -> None:
-    found = steps("federated:grace=2,deadline=20,available=4", 5, 60, {4: 20.0}, kill={2: 10.0, 3: 10.0})
-    for index in (0, 1, 4):
-        assert all(record.ok for _, record in found[index])
-        assert found[index][-1][1].number == 60
-    assert found[4][0][1].number > 2
-
-
-def test_a_peer_whose_training_a_newcomer_displaces_is_waited_for() -> None:
-    strategy = "federated:fraction=0.5,grace=1000,available=4"
-    displaced = 0
-    for fill in range(4):  # The draw follows from the state.
-        seconds = {**dict.fromkeys(range(4), 60.0), 4: 1.0}
-        found = steps(strategy, 5, 1, {4: 20.0}, seconds=seconds, fill=float(fill))
-        records = [record for one in found for _, record in one]
-        assert all(record.ok and not record.late for record in records)
-        displaced += len(records[0].contributors) == 3
-    assert displaced
-
-
-@pytest.mark.parametrize("late", ["drop", "next"])
-def test_a_training_without_weight_ends_with_its_round(late: str) -> None:
-    trained: list[int] = []
-
-    def work(peer: SimulatedPeer, index: int) -> None:
-        def fit(task: Task) -> tuple[float, dict[str, float]]:
-            trained.append(index)
-            peer.compute(1.0)
-            return float(index != 2 or task.number > 1), {}
-
-        with peer.join(
-            "weightless", [torch.zeros(300)], strategy=f"federated:available=3,late={late}"
-        ) as run:
-            Federated(run, fit, rounds=4).run()
-
-    simulate(work, 3)
-    assert trained.count(2) == 4

@@ -18,7 +18,6 @@ from equipoise.peer.training.checkpoint import (
     IMAGE_FILE,
     MANIFEST_FILE,
     MAX_MANIFEST_BYTES,
-    CheckpointError,
     Damaged,
     Misfit,
     Subject,
@@ -173,8 +172,3 @@ def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(OSError, match="No space left"):
         write_checkpoint(tmp_path / "one", OWN, STATE, memoryview(IMAGE))
     assert not list(tmp_path.iterdir())
-
-
-def test_errors_are_of_one_kind() -> None:
-    assert issubclass(Damaged, CheckpointError)
-    assert issubclass(Misfit, ValueError)

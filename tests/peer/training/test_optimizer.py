@@ -16,7 +16,7 @@ from equipoise.averaging.outcome import NoPeers
 from equipoise.averaging.spec import RunSpec
 from equipoise.peer import Refused
 from equipoise.peer.purposes import STEP, agreed_spec, run_specs
-from equipoise.peer.training import DiLoCo, ImageError, SwarmOptimizer
+from equipoise.peer.training import DiLoCo, ImageError
 from fakes.trainers import SAMPLES, Trainer, adamw, assert_alike, trained
 from fakes.world import World
 from oracles.training import batch_of, difference, loss_of, network, train_whole
@@ -30,44 +30,6 @@ def test_all_peers_end_alike_under_every_codec(codec: str) -> None:
     assert trainers[0].opt.epoch == 5
     assert_alike(trainers)
     assert difference(trainers[0].named(), dict(network().named_parameters())) > 0.01
-
-
-class Tempered(nn.Module):
-    """A classifier whose temperature is learnt: a scalar with a gradient far smaller than those of the weights."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        self.temperature = nn.Parameter(torch.tensor(1.0))
-        self.classes = nn.Linear(12, 30)
-
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        return self.classes(rows) * (1 + 1e-3 * self.temperature)
-
-
-class TemperedTrainer(Trainer):
-    def __init__(self, swarm: World, index: int, epochs: int, seed: int) -> None:
-        super().__init__(swarm, index, epochs, target_batch_size=2 * SAMPLES)
-        self.model, self.seed = Tempered(seed), seed
-
-    def backward(self) -> None:
-        generator = torch.Generator().manual_seed(1000 * self.seed + 100 * self.index + self.calls)
-        rows = 10 * torch.randn(SAMPLES, 12, generator=generator)
-        nn.functional.cross_entropy(self.model(rows), rows[:, :10].argmax(1)).backward()
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_a_learnt_temperature_trains_in_int8_as_in_fp32(seed: int) -> None:
-    temperatures = []
-    for codec in ("fp32", "int8"):
-        swarm = World(codec)
-        trainers = [TemperedTrainer(swarm, index, 30, seed).begin() for index in range(2)]
-        swarm.run()
-        assert_alike(trainers)
-        temperatures.append(float(trainers[0].model.temperature.detach()))
-    moved = [temperature - 1.0 for temperature in temperatures]
-    assert abs(moved[0]) > 0.05
-    assert moved[1] == pytest.approx(moved[0], rel=0.1)
 
 
 @pytest.mark.parametrize("clip", [None, 0.5])
@@ -622,10 +584,6 @@ def test_a_scheduler_that_wants_a_metric_is_refused(world: World) -> None:
     trainer = Trainer(world, 0, 1, scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau)
     with pytest.raises(TypeError, match="wants a metric"):
         trainer.join()
-
-
-def test_the_type_is_exported() -> None:
-    assert SwarmOptimizer.__module__.startswith("equipoise.peer.training")
 
 
 def test_told_to_wait_its_step_returns_and_goes_on_adding_up(world: World) -> None:
