@@ -45,10 +45,10 @@ with connect(sys.argv[1]) as peer, peer.join(sys.argv[3], model) as run:
 """
 
 
-def hostile(swarm: Swarm, address: str) -> DaemonProcess:
+def silent(swarm: Swarm, address: str) -> DaemonProcess:
     """A daemon that says nothing to anybody."""
     plain = e2e.swarm.CLI
-    e2e.swarm.CLI = (*plain[:-1], "from e2e.hostile import main; main()")
+    e2e.swarm.CLI = (*plain[:-1], "from e2e.ghost import main; main()")
     os.environ["PYTHONPATH"] = f"{ROOT / 'tests'}:{os.environ.get('PYTHONPATH', '')}"
     try:
         home = swarm.folder / "ghost"
@@ -92,7 +92,7 @@ def measured(peers: int, seconds: float, times: int) -> tuple[list[int], list[in
     swarm = Swarm(Path(tempfile.mkdtemp(prefix="bench-ghost-")))
     try:
         daemons = swarm.daemons(peers, args=LISTEN)
-        ghost = hostile(swarm, daemons[0].address)
+        ghost = silent(swarm, daemons[0].address)
 
         def train(name: str) -> int:
             with ThreadPoolExecutor(peers) as pool:

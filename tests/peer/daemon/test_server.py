@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import gc
 import socket
 import threading
 from collections.abc import Iterator
@@ -54,6 +55,21 @@ def test_a_script_counts_once_and_what_only_asks_does_not_count(home: Path) -> N
             assert asking.status().clients == 1, "two connections of one kernel"
         asking.join("digits", [torch.zeros(2)])
         assert asking.status().clients == 1, "it is in a run"
+
+
+def test_nothing_is_left_of_scripts_that_have_gone(home: Path) -> None:
+    def open_files() -> int:
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    held = []
+    for _ in range(3):
+        with connect(home) as script:
+            assert not script.join("digits", [torch.zeros(10_000)]).average(timeout=0.05)
+        with connect(home) as asking:
+            eventually(lambda asking=asking: not asking.status().runs, "the end of its run")
+        gc.collect()
+        held.append((open_files(), Path("/proc/self/maps").read_text().count("memfd:equipoise")))
+    assert held[2] == held[1]
 
 
 def test_closing_a_client_does_not_wait_for_the_end_of_the_daemon(
