@@ -31,9 +31,6 @@ OPTIONS = {"enable_fp_fusion": False, "num_warps": 4}
 TILE = 1024
 """Values of one program, at least a block: 8 for each of its 128 threads."""
 
-TOGETHER = 4
-"""Contributions whose values a program loads before it adds the first of them: else it would wait for each in turn."""
-
 _SCALE_BYTES = tl.constexpr(blockwise.SCALE_BYTES)
 _LEVELS = tl.constexpr(blockwise.LEVELS)
 _MIN_ABSMAX = tl.constexpr(blockwise.MIN_ABSMAX)
@@ -81,27 +78,15 @@ def _decode_int8(out, count, scales, codes, BLOCK: tl.constexpr, ROWS: tl.conste
 
 @triton.jit(do_not_specialize=["members"])
 def _reduce_int8(
-    notes,
-    count,
-    addresses,
-    weights,
-    members,
-    scales,
-    codes,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    TOGETHER: tl.constexpr,
+    notes, count, addresses, weights, members, scales, codes, BLOCK: tl.constexpr, ROWS: tl.constexpr
 ):
     tile = tl.program_id(0).to(tl.int64)
     left = count - tile * (ROWS * BLOCK)
     total = tl.zeros([ROWS, BLOCK], tl.float32)
-    for first in range(0, members, TOGETHER):
-        for member in tl.static_range(TOGETHER):
-            there = first + member < members
-            address = tl.multiple_of(tl.load(addresses + first + member, mask=there, other=0), _SCALE_BYTES)
-            weight = tl.load(weights + first + member, mask=there, other=0.0)
-            theirs = address.to(tl.pointer_type(tl.float32)), address.to(tl.pointer_type(tl.int8))
-            total += weight * _load(theirs[0], theirs[1], tl.where(there, left, 0), BLOCK, ROWS)
+    for member in range(members):
+        address = tl.multiple_of(tl.load(addresses + member), _SCALE_BYTES)
+        theirs = address.to(tl.pointer_type(tl.float32)), address.to(tl.pointer_type(tl.int8))
+        total += tl.load(weights + member) * _load(theirs[0], theirs[1], left, BLOCK, ROWS)
     scale, code, faulty = _quantise(total)
     _store(scales, codes, scale, code, left, BLOCK, ROWS)
     tl.store(notes + tile, -tl.max(faulty.to(tl.int32), 0))
@@ -190,19 +175,15 @@ def _reduce_float(
     limit,
     ALIGNED: tl.constexpr,
     TILE: tl.constexpr,
-    TOGETHER: tl.constexpr,
 ):
     tile = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, TILE)
     inside = at < count - tile * TILE
     total = tl.zeros([TILE], tl.float32)
-    for first in range(0, members, TOGETHER):
-        for member in tl.static_range(TOGETHER):
-            there = first + member < members
-            address = tl.multiple_of(tl.load(addresses + first + member, mask=there, other=0), ALIGNED)
-            weight = tl.load(weights + first + member, mask=there, other=0.0)
-            theirs = address.to(tl.pointer_type(encoded.dtype.element_ty)) + tile * TILE + at
-            total += weight * _widen(tl.load(theirs, mask=inside & there, other=0))
+    for member in range(members):
+        address = tl.load(addresses + member).to(tl.pointer_type(encoded.dtype.element_ty))
+        theirs = tl.load(tl.multiple_of(address, ALIGNED) + tile * TILE + at, mask=inside, other=0)
+        total += tl.load(weights + member) * _widen(theirs)
     narrow, noted = _narrow(total, limit, encoded.dtype.element_ty)
     tl.store(encoded + tile * TILE + at, narrow, mask=inside)
     tl.store(notes + tile, noted)
@@ -239,10 +220,10 @@ def reduce(
     shares = _there(torch.tensor(weights, dtype=torch.float32, device="cpu"), mean.device)
     given = (notes, count, places, shares, len(addresses))
     if isinstance(kind, int):
-        _launch(tile, _reduce_int8, *given, *_views(mean), kind, tile // kind, TOGETHER)
+        _launch(tile, _reduce_int8, *given, *_views(mean), kind, tile // kind)
     else:
         encoded, limit = mean.view(_WIRE.get(kind, kind)), torch.finfo(kind).max
-        _launch(tile, _reduce_float, *given, encoded, limit, _alignment(addresses), tile, TOGETHER)
+        _launch(tile, _reduce_float, *given, encoded, limit, _alignment(addresses), tile)
     return notes
 
 

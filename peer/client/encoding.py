@@ -117,15 +117,11 @@ class Encoder:
         On a GPU this only queues: `stored` must not change before `settle`.
 
         Raises:
-            CodecError: No encoder writes such a vector; tensors on the host are then undefined.
+            CodecError: No encoder writes such a vector, and the host decodes it; its tensors are then undefined. A GPU
+                decodes any vector: this peer's daemon has checked each part of a mean.
         """
         given = {name: tensor.detach() for name, tensor in tensors.items()}
         lanes = self._lanes(self._plan(given), given, stored, aside=False)
-        if any(isinstance(lane, DeviceLane) for lane, _ in lanes):
-            # Devices decode what the host has checked.
-            for lane, spans in self._lanes(self._spans, {}, stored, aside=False):
-                for span in spans:
-                    lane.check(span.part)
         try:
             for lane, spans in lanes:
                 for span in spans:
