@@ -80,19 +80,16 @@ def flat(what: torch.nn.Module) -> torch.Tensor:
 def swarm_of(
     folder: Path, peers: int, callback: dict[str, Any], **options: Any
 ) -> list[tuple[Trainer, SwarmCallback]]:
-    world, made = World(), []
+    world = World()
 
-    def work(peer: int) -> None:
+    def work(peer: int) -> tuple[Trainer, SwarmCallback]:
         what = model()
         run = world.join(f"peer{peer}", "text", what)
         one = SwarmCallback(run, clock=world.clock, **callback)
         training = trainer(folder, what, data(peer), **options)
         training.add_callback(one)
         training.add_callback(Computing(world))
-        made.append((training, one))
         training.train()
+        return training, one
 
-    for peer in range(peers):
-        world.peer(f"peer{peer}", lambda peer=peer: work(peer))
-    world.run()
-    return made
+    return world.each(peers, work)

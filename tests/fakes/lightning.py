@@ -62,18 +62,15 @@ def flat(what: nn.Module) -> torch.Tensor:
 def swarm_of(
     folder: Path, callback: dict[str, Any], **options: Any
 ) -> list[tuple[Regression, SwarmCallback, Trainer]]:
-    world, made = World(), []
+    world = World()
 
-    def work(peer: int) -> None:
+    def work(peer: int) -> tuple[Regression, SwarmCallback, Trainer]:
         module = Regression(compute=world.compute)
         one = SwarmCallback(
             world.join(f"peer{peer}", "text", module), batch_size=BATCH, clock=world.clock, **callback
         )
         training = trainer(folder, callbacks=[one], **options)
-        made.append((module, one, training))
         training.fit(module, batches(peer))
+        return module, one, training
 
-    for peer in range(2):
-        world.peer(f"peer{peer}", lambda peer=peer: work(peer))
-    world.run()
-    return made
+    return world.each(2, work)

@@ -288,12 +288,22 @@ class World:
 
     # ---- time ----
 
-    def run(self) -> None:
-        """Until all scripts are through; raises what one of them raised. Then the daemons end."""
+    def run(self, *peers: Any) -> None:
+        """Until all scripts are through, those that these peers begin now too; raises what one of them raised."""
+        for peer in peers:
+            peer.begin()
         try:
             self.time.run()
         finally:
             self.close()
+
+    def each(self, count: int, work: Callable[[int], Any]) -> list[Any]:
+        """Run a script for each of peer0, peer1, ..., by its index; returns what the scripts return."""
+        found: dict[int, Any] = {}
+        for index in range(count):
+            self.peer(f"peer{index}", lambda index=index: found.update({index: work(index)}))
+        self.run()
+        return [found[index] for index in range(count)]
 
     def close(self) -> None:
         """End the daemons; idempotent."""

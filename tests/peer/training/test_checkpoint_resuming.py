@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import os
 import threading
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
-from equipoise.peer.simulation.virtual_time import Killed
-from equipoise.peer.training import DiLoCo, SwarmOptimizer
+from equipoise.peer.training import DiLoCo
 from equipoise.peer.training.checkpoint import (
     IMAGE_FILE,
     CheckpointError,
@@ -21,49 +18,39 @@ from equipoise.peer.training.checkpoint import (
     Misfit,
     read_manifest,
 )
+from fakes.trainers import SAMPLES, Trainer
 from fakes.world import World
 from oracles.training import batch_of, loss_of, network
 
-SAMPLES = 8
 PEERS = 2
 
 
-class Trainer:
-    """The loop that a user would write, whose checkpoints are in a directory of the peer's own."""
+class Resuming(Trainer):
+    """A trainer whose checkpoints are in a directory of the peer's own."""
 
     def __init__(self, swarm: World, folder: Path, index: int, epochs: int, **options: Any) -> None:
-        self.swarm, self.index, self.epochs = swarm, index, epochs
-        checkpoints = Checkpoints(
-            every=4, directory=folder / f"peer{index}", resume=options.pop("resume", True)
-        )
-        self.options = {"target_batch_size": PEERS * SAMPLES, "checkpoints": checkpoints, **options}
-        self.model: nn.Module = network()
-        self.opt: SwarmOptimizer
+        directory, resume = folder / f"peer{index}", options.pop("resume", True)
+        checkpoints = Checkpoints(every=4, directory=directory, resume=resume)
+        given = {"target_batch_size": PEERS * SAMPLES, "checkpoints": checkpoints, **options}
+        super().__init__(swarm, index, epochs, **given)
         self.began = -1
-        swarm.peer(f"peer{index}", self.train)
+
+    def join(self) -> None:
+        super().join()
+        self.began = self.opt.epoch
+
+    def backward(self) -> None:
+        settle()
+        loss_of(self.model, batch_of(self.index, self.opt.epoch, SAMPLES)).backward()
 
     def train(self) -> None:
-        run = self.swarm.join(f"peer{self.index}", "text", self.model)
-        inner = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
-        options = {"batch_size": SAMPLES, "clock": self.swarm.clock, **self.options}
-        self.opt = run.optimizer(inner, **options)
-        self.began = self.opt.epoch
         try:
-            while self.opt.epoch < self.epochs:
-                self.swarm.compute(0.5)
-                self.opt.zero_grad()
-                batch = batch_of(self.index, self.opt.epoch, SAMPLES)
-                nn.functional.mse_loss(self.model(batch.inputs), batch.targets).backward()
-                self.opt.step()
-                settle()
-        except Killed:
-            run._finishing.clear()  # Nobody finishes anything after SIGKILL.
-            raise
+            super().train()
         finally:
-            run.leave()
+            self.run.leave()
 
     def flat(self) -> torch.Tensor:
-        return torch.cat([one.detach().flatten() for one in self.model.parameters()])
+        return torch.cat([one.flatten() for one in self.named().values()])
 
 
 def settle() -> None:
@@ -73,10 +60,10 @@ def settle() -> None:
             thread.join()
 
 
-def train(folder: Path, epochs: int, **options: Any) -> list[Trainer]:
+def train(folder: Path, epochs: int, **options: Any) -> list[Resuming]:
     swarm = World()
-    trainers = [Trainer(swarm, folder, index, epochs, **options) for index in range(PEERS)]
-    swarm.run()
+    trainers = [Resuming(swarm, folder, index, epochs, **options) for index in range(PEERS)]
+    swarm.run(*trainers)
     return trainers
 
 
@@ -138,19 +125,19 @@ def test_other_terms_are_refused_and_nothing_is_loaded(
 ) -> None:
     train(tmp_path, 4)
     swarm = World()
-    trainer = Trainer(swarm, tmp_path, 0, 5, **options)
+    trainer = Resuming(swarm, tmp_path, 0, 5, **options)
     with pytest.raises(Misfit, match=expected):
-        swarm.run()
+        swarm.run(trainer)
     assert torch.equal(trainer.flat(), torch.cat([one.detach().flatten() for one in network().parameters()]))
 
 
 def test_a_temporary_home_is_no_place_for_checkpoints(tmp_path: Path) -> None:
     swarm = World()
-    Trainer(swarm, tmp_path, 0, 5, checkpoints=Checkpoints())
+    trainer = Resuming(swarm, tmp_path, 0, 5, checkpoints=Checkpoints())
     with pytest.raises(
         CheckpointError, match="temporary home; give the Peer a home, or Checkpoints a directory"
     ):
-        swarm.run()
+        swarm.run(trainer)
 
 
 def test_a_state_in_the_middle_of_an_update_is_not_written(tmp_path: Path) -> None:
@@ -173,8 +160,7 @@ def test_a_state_in_the_middle_of_an_update_is_not_written(tmp_path: Path) -> No
             "clock": swarm.clock,
         }
         opt = run.optimizer(Broken(model.parameters(), lr=1.0), checkpoints=checkpoints, **options)
-        batch = batch_of(0, 0, 8)
-        nn.functional.mse_loss(model(batch.inputs), batch.targets).backward()
+        loss_of(model, batch_of(0, 0, 8)).backward()
         try:
             opt.step()
         except KeyboardInterrupt:
@@ -187,15 +173,14 @@ def test_a_state_in_the_middle_of_an_update_is_not_written(tmp_path: Path) -> No
 
 def train_locally(folder: Path, steps: int, fragments: int) -> list[DiLoCo]:
     """Two peers that exchange every four of their steps; returns what they came to."""
-    world, made = World(), []
+    world = World()
 
-    def work(peer: int) -> None:
+    def work(peer: int) -> DiLoCo:
         model = network()
         run = world.join(f"peer{peer}", "text", model)
         checkpoints = Checkpoints(every=2, directory=folder / f"peer{peer}", resume=True)
         inner = torch.optim.AdamW(model.parameters(), lr=1e-3)
         local = DiLoCo(run, every=4, fragments=fragments, checkpoints=checkpoints, clock=world.clock)
-        made.append(local)
         with local:
             while local.steps < steps:
                 world.compute(0.5)
@@ -205,11 +190,9 @@ def train_locally(folder: Path, steps: int, fragments: int) -> list[DiLoCo]:
         runs: list[Any] = [run, *(fragment.run for fragment in local._fragments)]
         for one in runs:
             one.leave()
+        return local
 
-    for peer in range(PEERS):
-        world.peer(f"peer{peer}", partial(work, peer))
-    world.run()
-    return made
+    return world.each(PEERS, work)
 
 
 @pytest.mark.parametrize("fragments", [1, 2])

@@ -781,9 +781,7 @@ def test_a_training_that_raises_leaves_the_model_as_it_was_and_may_be_tried_agai
         peer.trained.run()
 
     peer.work = work  # type: ignore[method-assign]
-    for one in peers:
-        one.begin()
-    swarm.run()
+    swarm.run(*peers)
     assert seen == [["1.num_batches_tracked"]]
     assert peers[0].image() == peers[1].image()
     assert peer.trained.epoch == 2

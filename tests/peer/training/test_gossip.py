@@ -68,18 +68,14 @@ def test_an_end_without_some_of_the_peers_says_how_many_end_with_its_model(world
 
 def test_a_straggler_ends_with_the_others(world: World) -> None:
     """The straggler's last steps take longer than a group's first wait."""
-    ends: list[Outcome | None] = []
 
-    def train(index: int) -> None:
+    def train(index: int) -> Outcome | None:
         run = world.join(f"peer{index}", "digits", [torch.nn.Parameter(torch.zeros(4))], strategy="gossip")
         with Gossip(run, every=5, wait_for=3) as gossip:
             world.compute((INITIAL_WAIT + 1.5) * (index == 0))
-        ends.append(gossip.finished)
+        return gossip.finished
 
-    for index in range(4):
-        world.peer(f"peer{index}", lambda index=index: train(index))
-    world.run()
-    assert [end and len(end.contributors) for end in ends] == [4] * 4
+    assert [end and len(end.contributors) for end in world.each(4, train)] == [4] * 4
 
 
 def test_a_search_that_is_stopped_as_soon_as_it_is_asked_for_ends(world: World) -> None:

@@ -46,9 +46,7 @@ def two(world: World, act: Act, both: bool = False, epochs: int = 12, **options:
     """Two trainers; the first, or both, act."""
     acts = (act, act if both else nothing)
     trainers = [Scripted(world, index, epochs, act=acts[index], **options) for index in range(2)]
-    for trainer in trainers:
-        trainer.begin()
-    world.run()
+    world.run(*trainers)
     return trainers
 
 
@@ -271,9 +269,7 @@ def test_a_peer_that_writes_before_each_step_is_refused_and_the_other_goes_on(wo
                 errors.append(str(error))
 
     trainers = [Writing(world, 0, 40, act=decays_by_data, at=range(4, 999)), Scripted(world, 1, 40)]
-    for trainer in trainers:
-        trainer.begin()
-    world.run()
+    world.run(*trainers)
     assert errors == [
         "the script has written to its parameters 3 times without an update; "
         "write in on_update= alone, alike on all peers"
@@ -289,9 +285,7 @@ def test_a_write_after_the_last_step_is_not_the_groups_state(world: World) -> No
             self.ended = self.opt.finish()
 
     trainers = [Exporting(world, index, 5) for index in range(2)]
-    for trainer in trainers:
-        trainer.begin()
-    world.run()
+    world.run(*trainers)
     assert [trainer.ended.in_step for trainer in trainers] == [False] * 2
     assert trainers[0].ended.reason.startswith("the script has written to '0.weight' since the last update")
     assert not trainers[0].opt.member.whole  # No checkpoint is made of it.
@@ -318,9 +312,7 @@ def test_a_peer_whose_dtype_changed_is_refused_and_the_other_goes_on(
             super().backward()
 
     trainers = [Converting(world, 0, 70), Scripted(world, 1, 70)]
-    for trainer in trainers:
-        trainer.begin()
-    world.run()
+    world.run(*trainers)
     assert errors == [
         f"tensor '0.weight': expected torch.float32 on cpu, as at the start, got {dtype} on cpu; "
         "convert or move the model before join"
@@ -537,9 +529,7 @@ def test_an_interrupted_update_is_no_write_of_the_script(
             self.opt.step = steps  # type: ignore[method-assign, assignment]
 
     trainers = [Interrupted(world, index, 12) for index in range(2)]
-    for trainer in trainers:
-        trainer.begin()
-    world.run()
+    world.run(*trainers)
     assert_alike(trainers)
     assert any(told.startswith("an update was interrupted") for _, told in trainers[0].seen)
     assert warned(caplog) == []

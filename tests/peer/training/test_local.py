@@ -98,9 +98,7 @@ def test_local_sgd_is_diloco_that_averages(world: World) -> None:
 def test_fragments_are_exchanged_in_turn(world: World) -> None:
     steps: list[int] = []
     peers = [Local(world, index, 4 * EVERY, fragments=3) for index in range(2)]
-    for peer in peers:
-        peer.begin()
-    world.run()
+    world.run(*peers)
     for peer in peers:
         assert [member.id.epoch for member in peer.trained.members] == [4, 4, 4]
         assert peer.images() == peers[0].images()

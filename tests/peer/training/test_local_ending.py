@@ -20,9 +20,9 @@ from fakes.world import World
 
 def ended(steps: tuple[int, ...], **options: Any) -> list[tuple[Finished, list[float], list[float]]]:
     """The ends of peers with so many steps of sizes 1, 3, ...: how each ended, its parameters, its agreed values."""
-    swarm, found = World(), dict[int, Any]()
+    swarm = World()
 
-    def work(index: int) -> None:
+    def work(index: int) -> Any:
         own = {name: torch.nn.Parameter(torch.zeros(300)) for name in "ab"}
         sgd = torch.optim.SGD(own.values(), lr=1.0)
         run = swarm.join(f"peer{index}", "ends", own)
@@ -33,12 +33,9 @@ def ended(steps: tuple[int, ...], **options: Any) -> list[tuple[Finished, list[f
                     one.grad = torch.full_like(one, -1.0 - 2 * index)
                 sgd.step()
         agreed = {name: float(one[0]) for part in group._fragments for name, one in part._agreed.items()}
-        found[index] = group.finished, [float(one[0]) for one in own.values()], [agreed[name] for name in own]
+        return group.finished, [float(one[0]) for one in own.values()], [agreed[name] for name in own]
 
-    for index in range(len(steps)):
-        swarm.peer(f"peer{index}", lambda index=index: work(index))
-    swarm.run()
-    return [found[index] for index in range(len(steps))]
+    return swarm.each(len(steps), work)
 
 
 def test_steps_since_the_last_exchange_are_named_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
@@ -111,9 +108,9 @@ def test_a_loop_whose_optimizer_holds_other_tensors_says_so(caplog: pytest.LogCa
 
 def replaced(swap: Callable[[torch.nn.Module, torch.optim.Optimizer], torch.optim.Optimizer]) -> list[Any]:
     """Two loops of 21 steps, of which both replace something after the seventh; how each ended, and its parameter."""
-    swarm, found = World(), dict[int, Any]()
+    swarm = World()
 
-    def work(index: int) -> None:
+    def work(index: int) -> Any:
         own = torch.nn.ParameterDict({"a": torch.nn.Parameter(torch.zeros(300))})
         used: list[torch.optim.Optimizer] = [torch.optim.SGD(own.values(), lr=1.0)]
         try:
@@ -124,14 +121,11 @@ def replaced(swap: Callable[[torch.nn.Module, torch.optim.Optimizer], torch.opti
                         used.append(swap(own, used[0]))
                     own["a"].grad = torch.full_like(own["a"], -1.0 - 2 * index)
                     used[-1].step()
-            found[index] = group.finished, float(own["a"].detach()[0]), group.epoch
+            return group.finished, float(own["a"].detach()[0]), group.epoch
         except SchemaError as error:
-            found[index] = str(error)
+            return str(error)
 
-    for index in range(2):
-        swarm.peer(f"peer{index}", lambda index=index: work(index))
-    swarm.run()
-    return [found[index] for index in range(2)]
+    return swarm.each(2, work)
 
 
 def test_an_optimizer_that_replaces_the_loops_is_followed() -> None:
@@ -151,9 +145,9 @@ def test_other_tensors_in_the_place_of_the_followed_ones_are_refused(renewed: bo
 
 
 def test_other_tensors_that_fit_puts_into_the_model_are_refused() -> None:
-    swarm, told = World(strategy="federated"), list[str]()
+    swarm = World(strategy="federated")
 
-    def work(index: int) -> None:
+    def work(index: int) -> str:
         model = torch.nn.Linear(2, 3)
 
         def fit(task: Task) -> tuple[float, dict[str, float]]:
@@ -165,12 +159,11 @@ def test_other_tensors_that_fit_puts_into_the_model_are_refused() -> None:
         run = swarm.join(f"peer{index}", "rounds", model)
         with pytest.raises(SchemaError) as error:
             Federated(run, fit, rounds=3, clock=swarm.clock).run()
-        told.append(str(error.value))
+        return str(error.value)
 
-    for index in range(2):
-        swarm.peer(f"peer{index}", lambda index=index: work(index))
-    swarm.run()
-    assert told == ["tensor 'weight' is another tensor than at the start: join again with it"] * 2
+    assert (
+        swarm.each(2, work) == ["tensor 'weight' is another tensor than at the start: join again with it"] * 2
+    )
 
 
 def statistics(swarm: World, averaged: bool, **options: Any) -> list[torch.nn.Module]:
@@ -191,9 +184,7 @@ def statistics(swarm: World, averaged: bool, **options: Any) -> list[torch.nn.Mo
                 models[index](torch.randn(8, 2, generator=chance) + index).square().mean().backward()
                 sgd.step()
 
-    for index in range(2):
-        swarm.peer(f"peer{index}", lambda index=index: work(index))
-    swarm.run()
+    swarm.each(2, work)
     return models
 
 

@@ -70,9 +70,7 @@ def test_it_closes_most_of_the_gap_for_a_small_part_of_the_bytes(seed: int) -> N
             train(models[at], sources[at](), lambda: world.compute(0.1))
         assert trained.epoch == STEPS // EVERY
 
-    for at in range(WORKERS):
-        world.peer(f"peer{at}", lambda at=at: work(at))
-    world.run()
+    world.each(WORKERS, work)
 
     worst, best = loss_on(alone, test), loss_on(whole, test)
     assert (worst - loss_on(models[0], test)) / (worst - best) >= 0.8

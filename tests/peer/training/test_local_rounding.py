@@ -25,9 +25,9 @@ def ones(dtype: torch.dtype) -> dict[str, torch.nn.Parameter]:
 
 def local(dtype: torch.dtype, by: float, steps: int, **options: Any) -> tuple[list[float], list[float]]:
     """The agreed values and the parameters of two peers, of which one moves by `by` in each step."""
-    swarm, found = World(), dict[int, tuple[float, float]]()
+    swarm = World()
 
-    def work(index: int) -> None:
+    def work(index: int) -> tuple[float, float]:
         own = ones(dtype)
         sgd = torch.optim.SGD(own.values(), lr=1.0)
         with LocalSGD(swarm.join(f"peer{index}", "halves", own), clock=swarm.clock, **options) as group:
@@ -37,12 +37,10 @@ def local(dtype: torch.dtype, by: float, steps: int, **options: Any) -> tuple[li
                     one.grad = torch.full_like(one, -by if index == 0 else 0.0)
                 sgd.step()
         agreed = [float(one.mean()) for part in group._fragments for one in part._agreed.values()]
-        found[index] = sum(agreed) / 2, float(own["a"].detach().mean())
+        return sum(agreed) / 2, float(own["a"].detach().mean())
 
-    for index in range(2):
-        swarm.peer(f"peer{index}", lambda index=index: work(index))
-    swarm.run()
-    return [found[index][0] for index in range(2)], [found[index][1] for index in range(2)]
+    agreed, own = zip(*swarm.each(2, work), strict=True)
+    return list(agreed), list(own)
 
 
 @pytest.mark.parametrize("dtype", HALF)
@@ -71,9 +69,9 @@ def test_streams_of_half_precision_agree_on_what_those_of_fp32_do(
 
 @pytest.mark.parametrize("dtype", HALF)
 def test_small_movements_add_up_over_federated_rounds_and_fedprox_begins_at_zero(dtype: torch.dtype) -> None:
-    swarm, proximal, ends = World(strategy="federated"), list[float](), list[list[float]]()
+    swarm, proximal = World(strategy="federated"), list[float]()
 
-    def work(index: int) -> None:
+    def work(index: int) -> list[float]:
         own = ones(dtype)
 
         def fit(task: Task) -> tuple[float, dict[str, float]]:
@@ -87,12 +85,9 @@ def test_small_movements_add_up_over_federated_rounds_and_fedprox_begins_at_zero
         run = swarm.join(f"peer{index}", "halves", own)
         trained = Federated(run, fit, rounds=16, proximal=1.0, clock=swarm.clock)
         trained.run()
-        ends.append([float(one.mean()) for one in (*own.values(), *trained._agreed.values())])
+        return [float(one.mean()) for one in (*own.values(), *trained._agreed.values())]
 
-    for index in range(2):
-        swarm.peer(f"peer{index}", lambda index=index: work(index))
-    swarm.run()
-    assert ends == [[1 + 8 * ulp(dtype)] * 4] * 2
+    assert swarm.each(2, work) == [[1 + 8 * ulp(dtype)] * 4] * 2
     assert proximal == [0.0] * 32
 
 
@@ -108,7 +103,5 @@ def test_small_movements_add_up_over_exchanges_of_pairs(dtype: torch.dtype) -> N
             own[index].add_(ulp(dtype) * (1 - 2 * index))  # While the exchange goes on.
             assert shift.result().ok
 
-    for index in range(2):
-        world.peer(f"peer{index}", lambda index=index: work(index))
-    world.run()
+    world.each(2, work)
     assert [float(values.mean()) for values in own] == [1 + 9 * ulp(dtype), 1 + 7 * ulp(dtype)]

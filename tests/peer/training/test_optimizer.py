@@ -114,9 +114,7 @@ def test_a_target_below_one_micro_batch_of_all_is_told_once(
 ) -> None:
     trainers = [Trainer(world, index, 4, target_batch_size=target) for index in range(3)]
     trainers[2].options["batch_size"] = SAMPLES - 1
-    for trainer in trainers:
-        trainer.begin()
-    world.run()
+    world.run(*trainers)
     told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     expected = (
         "run text: target_batch_size is 8, less than one micro-batch of each of 3 peers, so rounds have 23 samples: "

@@ -44,7 +44,7 @@ class Loop:
             clock=world.clock,
         )
 
-    def train(self) -> None:
+    def train(self) -> Loop:
         count = 0
         while self.swarm.epoch < EPOCHS:
             self.world.compute(0.5)
@@ -54,6 +54,7 @@ class Loop:
                 self.scheduler.step()
                 self.optimizer.zero_grad()
             count += 1
+        return self
 
     def flat(self) -> torch.Tensor:
         return torch.cat([one.detach().flatten() for one in self.model.parameters()])
@@ -61,16 +62,8 @@ class Loop:
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_two_loops_stay_alike_and_the_learning_rate_follows_the_swarm(accumulate: int) -> None:
-    world, loops = World(), []
-
-    def work(peer: int) -> None:
-        loops.append(Loop(world, peer, accumulate))
-        loops[-1].train()
-
-    for peer in range(2):
-        world.peer(f"peer{peer}", lambda peer=peer: work(peer))
-    world.run()
-    first, second = loops
+    world = World()
+    first, second = world.each(2, lambda peer: Loop(world, peer, accumulate).train())
     assert first.swarm.id == second.swarm.id
     assert torch.equal(first.flat(), second.flat())
     assert first.optimizer.optimizer is first.swarm
