@@ -14,7 +14,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from equipoise.peer import connect
-from equipoise.peer.training.ddp import SharedOptimizer
+from equipoise.peer.training.ddp import RankZeroFailed, SharedOptimizer
 from oracles.training import batch_of, loss_of, network
 
 RANKS, SAMPLES, STEPS = 2, 4, 3
@@ -29,20 +29,14 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=RANKS)
     model = network(seed=rank)  # Rank 1 takes the parameters of rank 0.
+    ddp = DistributedDataParallel(model)
     if rank == 0:
         with connect(home) as peer, peer.join("machine", model, codec="fp32") as run:
             sgd = torch.optim.SGD(model.parameters(), lr=0.1)
             samples = float(RANKS * SAMPLES)
-            train(
-                SharedOptimizer(
-                    run.optimizer(sgd, target_batch_size=TARGET, batch_size=samples, wait_for=1),
-                    ddp := DistributedDataParallel(model),
-                ),
-                ddp,
-                rank,
-            )
+            swarm = run.optimizer(sgd, target_batch_size=TARGET, batch_size=samples, wait_for=1)
+            train(SharedOptimizer(swarm, ddp), ddp, rank)
     else:
-        ddp = DistributedDataParallel(model)
         train(SharedOptimizer(None, ddp), ddp, rank)
     save_file(model.state_dict(), folder / f"rank-{rank}.safetensors")
     dist.barrier()
@@ -50,11 +44,21 @@ def main() -> None:
 
 
 def train(optimizer: SharedOptimizer, model: DistributedDataParallel, rank: int) -> None:
-    """Make all updates, each of a batch of its own on every rank."""
+    """Make all updates, each of a batch of its own on every rank; the step after them raises on rank 0."""
     while optimizer.epoch < STEPS:
         optimizer.zero_grad()
         loss_of(model, batch_of(rank, optimizer.epoch, SAMPLES)).backward()
         optimizer.step()
+    if optimizer.optimizer is not None:
+        optimizer.optimizer.step = daemon_has_gone  # type: ignore[method-assign]
+    try:
+        optimizer.step()
+    except (ConnectionError, RankZeroFailed) as error:
+        print(f"{type(error).__name__}: {error}", flush=True)
+
+
+def daemon_has_gone(closure: object = None) -> None:
+    raise ConnectionError("the daemon has gone")
 
 
 if __name__ == "__main__":

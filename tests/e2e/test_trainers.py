@@ -1,4 +1,4 @@
-"""Trainers that other tests run on fakes, here on two real daemons: DDP with two processes, and an adapter."""
+"""Trainers on two real daemons: DDP with two processes, and an adapter, which other tests run on fakes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from e2e.threads import begin, settle, together
 from equipoise.peer import connect
 from oracles.training import batch_of, difference, joined, loss_of, network
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.slow]
+pytestmark = pytest.mark.timeout(240)
 
 PEERS = 2
 
@@ -50,9 +50,12 @@ def test_two_processes_under_ddp_are_one_peer(places: list[DaemonProcess], tmp_p
         for rank in ranks:
             assert rank.wait(120) == 0, rank.errors[-3000:]
         settle([end], 60)
+        told = [rank.output for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
+    assert told[0] == "ConnectionError: the daemon has gone\n"
+    assert told[1].startswith("RankZeroFailed: rank 0 could not step")
     expected = network()
     sgd = torch.optim.SGD(expected.parameters(), lr=0.1)
     for step in range(STEPS):
@@ -64,6 +67,7 @@ def test_two_processes_under_ddp_are_one_peer(places: list[DaemonProcess], tmp_p
         assert difference(state, dict(expected.state_dict())) <= 1e-5
 
 
+@pytest.mark.slow
 def test_trainers_of_hugging_face_come_to_what_one_comes_to(
     places: list[DaemonProcess], tmp_path: Path
 ) -> None:
