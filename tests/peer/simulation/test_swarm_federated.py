@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 from equipoise.averaging.draw import draw
 from equipoise.averaging.replication.lineage import beginning, follow
+from equipoise.peer import Run
 from equipoise.peer.simulation import SimulatedPeer, partition, simulate
 from equipoise.peer.training import Federated, Task
 from equipoise.peer.training.image import digest
+from fakes.world import World
 
 
 def fits(
@@ -92,6 +95,52 @@ def test_a_round_closes_some_seconds_after_its_quorum_and_tells_the_late_how_lat
     assert ends[0][0][-1].seconds == pytest.approx(began + 4.5, abs=0.5)
     assert [round(one[0][-1].late, 1) for one in ends] == [0, 0, 0, 0, 7.5, 7.5]
     assert sorted(index for _, index, _ in trained) == [0, 1, 2, 3, 4, 5]
+
+
+class Ended(NamedTuple):
+    """The end of one peer: its model, and the metrics and evaluations of all rounds."""
+
+    model: torch.Tensor
+    values: list[Any]
+    digest: str
+
+
+def regression(join: Callable[..., Run], index: int) -> Ended:
+    """Local regression on a peer's own data, in three rounds of eight peers."""
+    chance = torch.Generator().manual_seed(index)
+    inputs = torch.randn(40, 30, generator=chance)
+    targets = inputs.sum(1) + index
+    weights = torch.zeros(30)
+
+    def loss() -> torch.Tensor:
+        return (inputs @ weights - targets).square().mean()
+
+    def fit(task: Task) -> tuple[float, dict[str, float]]:
+        for _ in range(3):
+            weights.sub_(0.02 * inputs.T @ (inputs @ weights - targets) / 20)
+        return 1.0 + index, {"loss": float(loss())}
+
+    def evaluate(task: Task) -> tuple[float, dict[str, float]]:
+        return 1.0, {"loss": float(loss())}
+
+    strategy = "federated:available=8,minimum=8,quorum=8"
+    with join("alike", [weights], strategy=strategy, codec="fp32") as run:
+        history = Federated(run, fit, evaluate, "fedadam", rounds=3).run()
+    return Ended(weights, [(one.metrics, one.evaluation) for one in history], history[-1].digest)
+
+
+def test_eight_simulated_peers_come_to_what_eight_daemons_in_virtual_time_do() -> None:
+    world = World()
+    real = world.each(8, lambda index: regression(partial(world.join, f"peer{index}"), index))
+    simulated = [
+        one for one in simulate(lambda peer, index: regression(peer.join, index), 8) if one is not None
+    ]
+    assert len({one.digest for one in real}) == len({one.digest for one in simulated}) == 1
+    for here, there in zip(real, simulated, strict=True):
+        torch.testing.assert_close(there.model, here.model, rtol=0, atol=1e-5)
+        for (metrics, evaluation), (mine, before) in zip(there.values, here.values, strict=True):
+            assert (metrics, evaluation) == (pytest.approx(mine, rel=1e-5), pytest.approx(before, rel=1e-5))
+    assert float(real[0].model.abs().max()) > 0.1
 
 
 def learns_digits(peers: int, rounds: int, seed: int) -> list[Any]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import math
 import re
+import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -545,27 +547,39 @@ def test_a_round_may_take_a_day(longest: str) -> None:
     assert_alike(trained(federated(f"federated:{longest}=86400"), 2, rounds=1))
 
 
-def test_a_run_begins_again_from_its_checkpoint(tmp_path: Path) -> None:
-    def begin(swarm: World, rounds: int | None = None) -> list[Client]:
+def test_all_are_killed_in_a_training_and_end_as_a_run_that_was_never_killed(tmp_path: Path) -> None:
+    def begin(swarm: World, folder: Path) -> list[Client]:
         peers = []
         for index in range(3):
-            kept = Checkpoints(every=1, directory=tmp_path / str(index), resume=True, best="w")
+            kept = Checkpoints(every=1, directory=folder / str(index), resume=True, best="w")
             peers.append(Client(swarm, index, checkpoints=kept, rounds=10, outer="fedadam").begin())
-            peers[-1].stops_after = rounds
-        swarm.run()
-        for peer in peers:
-            peer.run.leave()
         return peers
 
-    all_there = "federated:available=3"
+    all_there = "federated:available=3,quorum=3"
     whole = trained(federated(all_there), 3, rounds=10, outer="fedadam")
-    first = begin(federated(all_there), 7)
-    assert [peer.trained.epoch for peer in first] == [7, 7, 7]
-    second = begin(federated(all_there))
-    assert_alike(second)
-    assert_same_models([*second, *whole])
-    assert [number for number, _ in second[0].fits] == [8, 9, 10]
-    assert (tmp_path / "0" / "digits" / "best").is_dir()
+    doomed = federated(all_there)
+    victims = begin(doomed, tmp_path / "before")
+
+    def fate() -> None:
+        while not all(peer.fits and peer.fits[-1][0] == 8 for peer in victims):
+            doomed.compute(0.1)
+        for thread in threading.enumerate():
+            if thread.name == "checkpoint":
+                thread.join()  # Virtual time does not wait for a disk.
+        for peer in victims:
+            doomed.kill(peer.name)
+
+    doomed.peer("fate", fate)
+    doomed.run()
+    shutil.copytree(tmp_path / "before", tmp_path / "after")
+    swarm = federated(all_there)
+    resumed = begin(swarm, tmp_path / "after")
+    swarm.run()
+    assert_alike(resumed)
+    assert_same_models([*resumed, *whole])
+    assert [number for number, _ in resumed[0].fits] == [8, 9, 10]
+    assert [one.metrics for one in resumed[0].history] == [one.metrics for one in whole[0].history]
+    assert (tmp_path / "after" / "0" / "digits" / "best").is_dir()
 
 
 def test_a_training_that_has_ended_goes_on_from_its_checkpoint_with_other_ends(tmp_path: Path) -> None:
