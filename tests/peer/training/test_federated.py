@@ -324,12 +324,6 @@ def test_a_late_contribution_is_offered_as_soon_as_its_peer_has_the_missed_mean(
     assert given[:2] == [None, pytest.approx(slow.samples / 2**0.5)]
 
 
-def limit(shares: list[float], pulls: list[float]) -> float:
-    """Where clients drift to together: the mean of their minima 0, 1, 2, by share and by their pull in a round."""
-    both = [share * pull for share, pull in zip(shares, pulls, strict=True)]
-    return sum(index * one for index, one in enumerate(both)) / sum(both)
-
-
 def test_the_proximal_term_draws_to_the_agreed_model() -> None:
     swarm = federated()
     peers = clients(swarm, 3, rounds=25, proximal=2.0)
@@ -337,7 +331,8 @@ def test_the_proximal_term_draws_to_the_agreed_model() -> None:
         peer.steps, peer.proximal = 15, True
     swarm.run()
     moved = [a / (a + 2.0) * (1 - (1 - 0.05 * (a + 2.0)) ** 15) for a in CURVATURES]
-    expected = limit([1 / 6, 2 / 6, 3 / 6], moved)
+    pulls = [(index + 1) * one for index, one in enumerate(moved)]  # By samples; the minima are 0, 1 and 2.
+    expected = (pulls[1] + 2 * pulls[2]) / sum(pulls)
     assert float(peers[0].model["w"][0]) == pytest.approx(expected, abs=1e-5)
 
 
@@ -399,15 +394,6 @@ def test_a_training_that_leads_to_nan_is_given_up_and_the_round_comes_about() ->
     assert_alike(peers)
     assert all(set(record.contributors) == {"peer0", "peer1"} for record in peers[0].history)
     assert [number for number, _ in peers[2].fits] == [1, 2]
-
-
-def test_metrics_that_are_not_finite_are_left_out() -> None:
-    swarm = federated()
-    peers = clients(swarm, 2, rounds=1)
-    for peer in peers:
-        peer.fit = lambda task: (8.0, {"loss": float("nan"), "other": 1})  # type: ignore[method-assign]
-    swarm.run()
-    assert peers[0].history[0].metrics == {"other": 1.0}
 
 
 def test_tasks_say_what_is_alike_and_how_much_time_is_left() -> None:
@@ -706,26 +692,6 @@ def test_peers_whose_trainings_all_counted_nothing_train_again(spoils: Any, why:
         assert failed.reason.startswith(f"no round within 20 s: {why}")
         assert [record.ok for record in made] == [True, True]
         assert [number for number, _ in peer.fits] == [1, 1, 2]
-
-
-def test_after_a_failed_round_the_model_is_as_before_and_the_training_is_not_lost() -> None:
-    swarm = federated("federated:quorum=3,deadline=20")
-    peers = [Client(swarm, index, rounds=1) for index in range(3)]
-    seen: list[tuple[bool, float]] = []
-
-    def work() -> None:
-        peers[1].join()
-        while not peers[1].trained.ended:
-            ok = peers[1].trained.step().ok
-            seen.append((ok, float(peers[1].model["v"].abs().sum())))
-
-    peers[1].work = work  # type: ignore[method-assign]
-    for peer in peers:
-        peer.begin(at=30.0 if peer.index == 2 else 0.0)
-    swarm.run()
-    assert [ok for ok, _ in seen] == [False, True]
-    assert seen[0][1] == 0.0 < seen[1][1]
-    assert [len(peer.fits) for peer in peers] == [1, 1, 1]
 
 
 def test_a_peer_that_all_others_have_left_ends_with_the_agreed_model_and_says_what_did_not_count() -> None:
