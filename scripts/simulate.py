@@ -25,10 +25,10 @@ from equipoise.averaging.options import TOPOLOGIES
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
+from fakes.gossip import mix, mixes_as_expected
 from simulator.core import Violation
 from simulator.explore import Explorer
 from simulator.federated import storm
-from simulator.gossip import mix, mixes_as_expected
 from simulator.scenario import draw_scenario
 from simulator.searches import Search, crashes_and_orders, further_faults
 from simulator.world import Report, World

@@ -96,3 +96,30 @@ def roles(count: int, round: int = 0) -> tuple[str, str, list[str]]:
     """Of a run in one group: its coordinator, the next in line, the others."""
     first, second, *rest = in_order(round, NAMES[:count])
     return first, second, rest
+
+
+def searching(count: int) -> tuple[Matchmaking, str, str, JoinRequest]:
+    """The third in line of so many peers, which has asked the coordinator; that one, the second, and what it asked."""
+    coordinator, second, rest = roles(count)
+    one = machine(rest[0], *others_of(rest[0], count))
+    [(_, request)] = sent(one.handle(ready(), 1.0), JoinRequest)
+    return one, coordinator, second, request
+
+
+def gathering(count: int, learnt: float | None = None) -> tuple[Matchmaking, str, list[str]]:
+    """A coordinator that is ready, as the second in line is, which has asked it; the second, and those not ready.
+
+    Stragglers were as late as `learnt`.
+    """
+    coordinator, second, rest = roles(count)
+    one = machine(coordinator, second, *rest)
+    for _ in range(0 if learnt is None else 8):
+        one.context.straggler_wait.learn(learnt)
+    one.handle(ready(), 1.0)
+    one.handle(asks(second), 1.0)
+    return one, second, rest
+
+
+def tells(manifest: Manifest) -> events.MessageReceived:
+    """A manifest comes from its coordinator."""
+    return events.MessageReceived(manifest.coordinator, wire.GroupFormed(RUN, manifest, 0.0))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from simulator.gossip import mix, mixes_as_expected, storm
+from fakes.gossip import mix, mixes_as_expected, storm
 
 PEERS, SEEDS = 64, 4
 

@@ -15,7 +15,6 @@ from equipoise.averaging.manifest import NONCE_BYTES, Join, Manifest
 from equipoise.averaging.matchmaking import events
 from equipoise.averaging.matchmaking.context import Context
 from equipoise.averaging.matchmaking.machine import Matchmaking
-from equipoise.averaging.matchmaking.matchmaker import Matchmaker
 from equipoise.averaging.matchmaking.messages import MatchmakingMessage, decode, encode
 from equipoise.averaging.options import Needs
 from equipoise.averaging.state import StateId
@@ -84,10 +83,10 @@ class Peer(Driver):
         on_idle: Called when a round has ended.
     """
 
-    machine: Matchmaker
+    machine: Matchmaking
 
     def __init__(self, world: World, context: Context) -> None:
-        super().__init__(world, self.matchmaker(world, context), events.Woke())
+        super().__init__(world, Matchmaking(context), events.Woke())
         self.name = context.peer
         self.dialable = context.membership.dialable
         self.blind_to: set[str] = set()
@@ -96,10 +95,6 @@ class Peer(Driver):
         self.formed: list[tuple[float, Manifest]] = []
         self.on_idle: Callable[[], None] = lambda: None
         self._world = world
-
-    def matchmaker(self, world: World, context: Context) -> Matchmaker:
-        """Make the machine that the peer drives."""
-        return Matchmaking(context)
 
     def tell(self, event: events.Event) -> None:
         """Hand an event to the machine, and do what it asks for."""
@@ -203,14 +198,10 @@ class World(Network[str, Peer]):
         context.next_round.number = round
         context.membership.dialable = dialable
         self.forget(name)
-        peer = self.peers[name] = self.make(context)
+        peer = self.peers[name] = Peer(self, context)
         peer.after(0.0, peer.tell, events.Woke())
         peer.after(self.draw(self.weather.directory), peer.look)
         return peer
-
-    def make(self, context: Context) -> Peer:
-        """Make a daemon that stands so."""
-        return Peer(self, context)
 
     def ready(self, name: str, *, after: float = 0.0, weight: float = 1.0, patience: float = 3600.0) -> None:
         """Have a peer become ready, if it is alive and not ready."""

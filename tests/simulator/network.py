@@ -186,7 +186,6 @@ class Network(Clock, Generic[N, P]):
         event: Callable[..., None],
         *args: Any,
         bulk: bool = False,
-        flow: bytes = b"",
         beat: bytes = b"",
         wanted: Callable[[], bool] = lambda: True,
     ) -> None:
@@ -198,7 +197,6 @@ class Network(Clock, Generic[N, P]):
             event: What happens then.
             *args: Of the event.
             bulk: Whether it has a body.
-            flow: What the frame belongs to; empty if it is dropped when the other cannot be reached.
             wanted: Whether a frame with a body is to be written, should it be its turn.
             beat: Not empty for a frame without a number: takes the place of one that waits and has the same name.
         """
@@ -209,9 +207,9 @@ class Network(Clock, Generic[N, P]):
         if beat:
             link.outbox.beats[header] = None
         elif bulk:
-            link.outbox.add_bulk(flow, lambda: (header, BODY) if wanted() else None)
+            link.outbox.add_bulk(b"", lambda: (header, BODY) if wanted() else None)
         else:
-            link.outbox.control.append((flow, header))
+            link.outbox.control.append((b"", header))
         self._write(sender, to)
 
     def _write(self, sender: N, to: N) -> None:

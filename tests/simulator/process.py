@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from equipoise.averaging.allreduce import events
 from equipoise.averaging.allreduce import messages as wire
@@ -12,6 +12,9 @@ from equipoise.averaging.allreduce.endpoint import Endpoint
 from simulator import core
 from simulator.member import Frame, Job, Member, Output, Values
 from simulator.network import Link
+
+if TYPE_CHECKING:
+    from simulator.world import World
 
 ROUNDING_SECONDS = 1e-6
 """By how much the sum of a time and a clock's offset may be off, and much to spare."""
@@ -34,27 +37,6 @@ class Start:
     timeout: float
 
 
-class Surroundings(Protocol):
-    """What a process lives in: a world of one round, or one round of a world.
-
-    Attributes:
-        clock: Of the world.
-        group: The round.
-    """
-
-    clock: core.Clock
-    group: events.Group
-
-    def step(self, process: Process, what: object, outputs: list[Output]) -> None:
-        """The machine of a process has taken an event: do what it asks for."""
-
-    def act(self, process: Process, outputs: list[Output]) -> None:
-        """Do what a process asks for, unless it is dead."""
-
-    def tell(self, index: int | None, what: object) -> None:
-        """Something has happened to a member."""
-
-
 class Process(core.Process):
     """One process: a member, which is given this process's own clock.
 
@@ -69,8 +51,8 @@ class Process(core.Process):
         ended_at: When its machine ended, in virtual seconds.
     """
 
-    def __init__(self, world: Surroundings, index: int, start: Start) -> None:
-        super().__init__(world.clock)
+    def __init__(self, world: World, index: int, start: Start) -> None:
+        super().__init__(world)
         group = world.group
         self.index = index
         self.start = start

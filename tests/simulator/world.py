@@ -13,7 +13,7 @@ from equipoise.averaging.allreduce import messages as wire
 from equipoise.averaging.allreduce.events import Fail, Finish, Group
 from equipoise.averaging.allreduce.messages import Decision
 from simulator.arithmetic import encode
-from simulator.core import Clock, Violation
+from simulator.core import Violation
 from simulator.faults import Fault, When
 from simulator.member import Frame, Output, check_agreement
 from simulator.network import Link, Network, Weather
@@ -77,7 +77,6 @@ class World(Network[int, Process]):
 
     def __init__(self, scenario: Scenario, keep_story: bool = False) -> None:
         super().__init__(scenario.weather, Random(scenario.seed))
-        self.clock: Clock = self
         self.scenario, self.group = scenario, scenario.group
         self.steps = 0
         self.struck_at: float | None = None

@@ -20,6 +20,7 @@ from fakes.matchmaking import (
     closed_without,
     elapse,
     formed,
+    gathering,
     join,
     machine,
     ready,
@@ -329,10 +330,7 @@ def test_while_no_group_could_be_those_missing_are_asked_again() -> None:
 
 
 def test_standing_still_is_never_less_than_no_lateness() -> None:
-    coordinator, second, rest = roles(3)
-    one = machine(coordinator, second, *rest)
-    one.handle(ready(), 1.0)
-    one.handle(asks(second), 1.0)
+    one, _, rest = gathering(3)
     elapse(one, 1.0, 1.1)
     one.handle(Woke(), 2.5)
     [(_, message), *_rest] = sent(one.handle(PeerLost(rest[0]), 2.6), wire.GroupFormed) or sent(
@@ -342,12 +340,7 @@ def test_standing_still_is_never_less_than_no_lateness() -> None:
 
 
 def test_a_peer_that_is_late_and_says_that_it_is_there_is_waited_for() -> None:
-    coordinator, second, rest = roles(3)
-    one = machine(coordinator, second, *rest)
-    for _ in range(8):
-        one.context.straggler_wait.learn(4.0)
-    one.handle(ready(), 1.0)
-    one.handle(asks(second), 1.0)
+    one, _, rest = gathering(3, learnt=4.0)
     elapse(one, 1.0, 1.0 + INVITE_SECONDS)
     one.handle(MessageReceived(rest[0], wire.Whereabouts(RUN, 0)), 1.1 + INVITE_SECONDS)
     assert formed(elapse(one, 1.1 + INVITE_SECONDS, 5.0)) is None
@@ -355,12 +348,7 @@ def test_a_peer_that_is_late_and_says_that_it_is_there_is_waited_for() -> None:
 
 
 def test_a_coordinator_that_stood_still_hears_first_what_came_meanwhile() -> None:
-    coordinator, second, rest = roles(4)
-    one = machine(coordinator, second, *rest)
-    for _ in range(8):
-        one.context.straggler_wait.learn(0.01)
-    one.handle(ready(), 1.0)
-    one.handle(asks(second), 1.0)
+    one, _, rest = gathering(4, learnt=0.01)
     elapse(one, 1.0, 1.1)
     assert formed(one.handle(Woke(), 1.1 + 1.5)) is None, "the wait was over while it slept"
     one.handle(asks(rest[0]), 1.1 + 1.5)
@@ -380,10 +368,7 @@ def test_a_coordinator_that_stood_still_closes_soon_though_its_members_have_no_p
 
 
 def test_a_coordinator_that_is_always_a_little_late_closes_all_the_same() -> None:
-    coordinator, second, rest = roles(3)
-    one = machine(coordinator, second, *rest)
-    one.handle(ready(), 1.0)
-    one.handle(asks(second), 1.0)
+    one, _, rest = gathering(3)
     now, actions = 1.0, []
     while not formed(actions):
         now = one.deadline + 0.3
@@ -395,10 +380,7 @@ def test_a_coordinator_that_is_always_a_little_late_closes_all_the_same() -> Non
 
 
 def test_a_coordinator_that_stood_still_for_too_long_keeps_nobody_who_has_left() -> None:
-    coordinator, second, rest = roles(3)
-    one = machine(coordinator, second, *rest)
-    one.handle(ready(), 1.0)
-    one.handle(asks(second), 1.0)
+    one, second, rest = gathering(3)
     elapse(one, 1.0, 1.1)
     assert formed(one.handle(asks(rest[0]), 4.0)) is None, "it has kept the others waiting for too long"
     one.handle(MessageReceived(second, wire.LeaveRequest(RUN, join(second).ticket)), 4.0)
@@ -430,10 +412,7 @@ def test_the_wait_shrinks_with_what_is_learnt() -> None:
 
 
 def test_the_dead_are_found_out_by_asking_after_them() -> None:
-    coordinator, second, rest = roles(3)
-    one = machine(coordinator, second, *rest)
-    one.handle(ready(), 1.0)
-    one.handle(asks(second), 1.0)
+    one, _, rest = gathering(3)
     actions = elapse(one, 1.0, 1.0 + INVITE_SECONDS)
     assert [peer for peer, _ in sent(actions, wire.Invitation)] == rest
     assert formed(one.handle(PeerLost(rest[0]), 1.6)) is not None

@@ -24,8 +24,10 @@ from fakes.matchmaking import (
     others_of,
     ready,
     roles,
+    searching,
     seen,
     sent,
+    tells,
 )
 from simulator.matchmaking import RUN, Record, verify
 
@@ -125,9 +127,7 @@ def test_a_coordinator_that_does_not_answer_is_left_for_the_next() -> None:
 
 
 def test_a_coordinator_that_breaks_its_promise_is_left_for_the_next() -> None:
-    coordinator, second, rest = roles(4)
-    one = machine(rest[0], *others_of(rest[0], 4))
-    [(_, request)] = sent(one.handle(ready(), 1.0), wire.JoinRequest)
+    one, coordinator, second, request = searching(4)
     one.handle(
         events.MessageReceived(coordinator, wire.JoinAccepted(RUN, request.join.ticket, KEEPALIVE, 1, 4)), 1.1
     )
@@ -165,9 +165,7 @@ def test_a_peer_that_cannot_be_dialled_is_lost_with_its_channel() -> None:
 
 
 def test_a_redirect_is_followed() -> None:
-    coordinator, second, rest = roles(3)
-    one = machine(rest[0], coordinator, second)
-    [(_, request)] = sent(one.handle(ready(), 1.0), wire.JoinRequest)
+    one, coordinator, _, request = searching(3)
     refusal = wire.JoinRefused(RUN, request.join.ticket, "zoe coordinates", redirect="zoe")
     [(peer, again)] = sent(one.handle(events.MessageReceived(coordinator, refusal), 1.1), wire.JoinRequest)
     assert (peer, again.hops, again.join) == ("zoe", 1, request.join)
@@ -185,9 +183,7 @@ def test_redirects_end() -> None:
 
 
 def test_a_stranger_invites_in_vain() -> None:
-    coordinator, second, rest = roles(3)
-    one = machine(rest[0], coordinator, second)
-    [(_, request)] = sent(one.handle(ready(), 1.0), wire.JoinRequest)
+    one, _, second, request = searching(3)
     actions = one.handle(events.MessageReceived("stranger", wire.Invitation(RUN, request.join.round)), 1.1)
     assert not sent(actions, wire.JoinRequest)
     actions = one.handle(events.MessageReceived(second, wire.Invitation(RUN, request.join.round)), 1.1)
@@ -195,9 +191,7 @@ def test_a_stranger_invites_in_vain() -> None:
 
 
 def test_a_peer_that_sends_it_round_in_circles_is_left() -> None:
-    coordinator, second, rest = roles(4)
-    one = machine(rest[0], *others_of(rest[0], 4))
-    [(_, request)] = sent(one.handle(ready(), 1.0), wire.JoinRequest)
+    one, coordinator, second, request = searching(4)
     refusal = wire.JoinRefused(RUN, request.join.ticket, "ask me again", redirect=coordinator)
     asked = [coordinator]
     while asked[-1] == coordinator and len(asked) < 100:
@@ -211,9 +205,7 @@ def test_a_peer_that_sends_it_round_in_circles_is_left() -> None:
 
 
 def test_a_refusal_sends_it_to_the_next() -> None:
-    coordinator, second, rest = roles(4)
-    one = machine(rest[0], *others_of(rest[0], 4))
-    [(_, request)] = sent(one.handle(ready(), 1.0), wire.JoinRequest)
+    one, coordinator, second, request = searching(4)
     actions = one.handle(
         events.MessageReceived(coordinator, wire.JoinRefused(RUN, request.join.ticket, "no")), 1.1
     )
@@ -221,9 +213,7 @@ def test_a_refusal_sends_it_to_the_next() -> None:
 
 
 def test_a_round_that_is_gone_is_skipped() -> None:
-    coordinator, second, rest = roles(3)
-    one = machine(rest[0], coordinator, second)
-    [(_, request)] = sent(one.handle(ready(), 1.0), wire.JoinRequest)
+    one, coordinator, _, request = searching(3)
     refusal = wire.JoinRefused(RUN, request.join.ticket, "over", round=5)
     actions = one.handle(events.MessageReceived(coordinator, refusal), 1.1)
     assert one.round == 5
@@ -280,15 +270,9 @@ def test_a_manifest_after_withdrawal_is_ignored() -> None:
     [(_, request)] = sent(one.handle(ready(), 1.0), wire.JoinRequest)
     assert sent(one.handle(events.Withdrew(), 1.1), wire.LeaveRequest)[0][0] == coordinator
     manifest = Manifest.of(coordinator, [join(coordinator), request.join])
-    assert (
-        formed(one.handle(events.MessageReceived(coordinator, wire.GroupFormed(RUN, manifest, 0.0)), 1.2))
-        is None
-    )
+    assert formed(one.handle(tells(manifest), 1.2)) is None
     assert formed(one.handle(ready(nonce=b"m" * NONCE_BYTES), 1.3)) is None
-    assert (
-        formed(one.handle(events.MessageReceived(coordinator, wire.GroupFormed(RUN, manifest, 0.0)), 1.4))
-        is None
-    )
+    assert formed(one.handle(tells(manifest), 1.4)) is None
 
 
 def test_a_manifest_with_a_join_that_was_stated_anew_meanwhile_counts() -> None:
@@ -300,7 +284,7 @@ def test_a_manifest_with_a_join_that_was_stated_anew_meanwhile_counts() -> None:
     [(_, anew)] = sent(restated, wire.JoinRequest)
     assert anew.join.dialable
     manifest = Manifest.of(coordinator, [join(coordinator), request.join])
-    message = events.MessageReceived(coordinator, wire.GroupFormed(RUN, manifest, 0.0))
+    message = tells(manifest)
     actions = one.handle(message, 1.3)
     assert formed(actions) == manifest
     assert not one.ready
@@ -311,31 +295,24 @@ def test_a_second_manifest_is_ignored() -> None:
     one = machine(second, coordinator)
     [(_, request)] = sent(one.handle(ready(), 1.0), wire.JoinRequest)
     manifest = Manifest.of(coordinator, [join(coordinator), request.join])
-    message = events.MessageReceived(coordinator, wire.GroupFormed(RUN, manifest, 0.0))
+    message = tells(manifest)
     assert formed(one.handle(message, 1.1)) is not None
     assert formed(one.handle(message, 1.2)) is None
 
 
 def test_a_manifest_that_is_overtaken_by_the_next_round_still_counts() -> None:
-    coordinator, second, rest = roles(3)
-    one = machine(rest[0], coordinator, second)
-    [(_, request)] = sent(one.handle(ready(), 1.0), wire.JoinRequest)
+    one, coordinator, second, request = searching(3)
     one.handle(seen(coordinator, second, round=2), 1.1)
     assert one.round == 2
     manifest = Manifest.of(coordinator, [join(coordinator), join(second), request.join])
-    assert (
-        formed(one.handle(events.MessageReceived(coordinator, wire.GroupFormed(RUN, manifest, 0.0)), 1.2))
-        == manifest
-    )
+    assert formed(one.handle(tells(manifest), 1.2)) == manifest
 
 
 def test_a_manifest_that_is_not_valid_is_refused_and_the_next_is_asked() -> None:
-    coordinator, second, rest = roles(3)
-    one = machine(rest[0], coordinator, second)
-    [(_, request)] = sent(one.handle(ready(), 1.0), wire.JoinRequest)
+    one, coordinator, second, request = searching(3)
     forged = msgspec.structs.replace(join(second), weight=1e6)
     manifest = Manifest.of(coordinator, [forged, request.join])
-    actions = one.handle(events.MessageReceived(coordinator, wire.GroupFormed(RUN, manifest, 0.0)), 1.1)
+    actions = one.handle(tells(manifest), 1.1)
     assert formed(actions) is None
     assert sent(actions, wire.JoinRequest)[0][0] == second
 
@@ -477,7 +454,7 @@ def share_round(one: Matchmaking, *others: str) -> None:
     asked = [coordinator for coordinator, _ in sent(one.handle(ready(), 0.0), wire.JoinRequest)]
     coordinator, joins = [*asked, peer][0], [join(name, one.round) for name in (peer, *others)]
     manifest = Manifest.of(coordinator, joins)
-    actions = one.handle(events.MessageReceived(coordinator, wire.GroupFormed(RUN, manifest, 0.0)), 0.0)
+    actions = one.handle(tells(manifest), 0.0)
     assert formed(actions) == manifest
     one.handle(events.RoundEnded(manifest.round), 0.0)
 
