@@ -16,6 +16,7 @@ from equipoise.averaging.aio.round_driver import ROUND_FRAME
 from equipoise.averaging.aio.router import Router
 from equipoise.averaging.aio.run_driver import MATCHMAKING_FRAME
 from equipoise.averaging.aio.sessions import MAX_CHANNELS
+from equipoise.averaging.aio.transfer import TRANSFER_FRAME
 from equipoise.averaging.allreduce import messages as wire
 from equipoise.averaging.layout import Vectors
 from equipoise.averaging.manifest import Join, Manifest
@@ -262,6 +263,29 @@ def test_storms_leave_the_others_with_their_exact_mean(name: str, at: int) -> No
 @pytest.mark.parametrize("at", [0, 4])
 def test_bytes_that_are_no_message_cost_only_their_sender(frame: bytes, at: int) -> None:
     scene = play(once(lambda id: [(ROUND_FRAME + id + frame, b"")], at))
+    assert all(outcome.ok for outcome in scene.outcomes.values()), scene.outcomes
+
+
+REFUSED: dict[str, Callable[[bytes], Frame]] = {
+    "a message of a round": lambda id: (ROUND_FRAME + id + b"\xc1", b""),
+    "bytes for part": lambda id: packed(wire.Contribution(0), b"no such body")(id),
+    "no body of": lambda id: packed(wire.GiveUp("of no use"), b"no such body")(id),
+    "a matchmaking message": lambda id: (MATCHMAKING_FRAME + b"\xc1", b""),
+    "a body only in frames": lambda id: (MATCHMAKING_FRAME + encode(Invitation("run", 0)), bytes(100_000)),
+    "a message of a transfer": lambda id: (TRANSFER_FRAME + b"\xc1", b""),
+    "got kind": lambda id: (b"X" + id, b""),
+}
+
+
+@pytest.mark.parametrize("said", REFUSED)
+def test_a_frame_that_breaks_a_rule_of_the_wire_costs_its_sender_the_channel(
+    said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    scene = play(once(lambda id: [REFUSED[said](id)], at=5))
+    told = [line for line in caplog.messages if line.startswith(f"dropped {HOSTILE}: ")]
+    assert len(told) >= len(HONEST)
+    assert all(said in line for line in told)
     assert all(outcome.ok for outcome in scene.outcomes.values()), scene.outcomes
 
 
