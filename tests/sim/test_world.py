@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
+import torch
+
 from fakes.trainers import Trainer, assert_alike
 from fakes.world import World
 
@@ -38,3 +41,18 @@ def test_peers_that_are_cut_off_come_back_to_the_groups_state() -> None:
     ended = [at for at, peer, outcome in world.outcomes if peer == "peer3" and outcome.ok]
     assert not [at for at in ended if 4.5 < at < 8.0]
     assert {peer for peer, _ in world.recovered} == {"peer3"}
+
+
+def test_all_name_the_peer_that_joins_late_and_it_does_too() -> None:
+    world = World()
+
+    def work(index: int) -> tuple[str, float]:
+        run = world.join(f"peer{index}", "digits", [torch.zeros(100)])
+        assert run.wait_for(2)
+        for _ in range(5):
+            world.compute(float(index == 2))
+            outcome = run.average(timeout=30.0)
+            assert len(outcome.contributors) == 3
+        return outcome.waits["matchmaking"]
+
+    assert world.each(3, work) == [("peer2", pytest.approx(1.0, abs=0.1))] * 3
