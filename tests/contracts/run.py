@@ -81,42 +81,6 @@ class RunContract:
             torch.testing.assert_close(model[1].running_mean, expected)
         assert [float(half[0][0]) for half in halves] == [0.5, 0.5]
 
-    def test_small_tensors_are_exact_beside_large_values_in_int8(self, peers: Peers) -> None:
-        tensors = []
-        for seed in range(2):
-            generator = torch.Generator().manual_seed(seed)
-            large = [torch.randn(1000, generator=generator) for _ in range(2)]
-            tensors.append([large[0], torch.tensor(1e-3), torch.full((10,), 1e-3 * (1 + seed)), large[1]])
-        sums = [(one + other) / 2 for one, other in zip(*tensors, strict=True)]
-        runs = join_all(peers(2), tensors, codec="int8")
-
-        outcomes = together(*(lambda run=run: run.average(timeout=SOON) for run in runs))
-
-        assert all(outcome.ok for outcome in outcomes), outcomes
-        for own in tensors:
-            torch.testing.assert_close(own[1:3], sums[1:3], rtol=1e-6, atol=0.0)
-            for at in (0, 3):
-                assert float((own[at] - sums[at]).abs().max()) < 0.05
-
-    def test_a_weight_counts_as_ten_times_the_median_at_most(self, peers: Peers) -> None:
-        clients, claims = peers(3), (1.0, 1.0, 1e12)
-        for rule, counts in (("capped:10", (1.0, 1.0, 10.0)), ("any", claims)):
-            tensors = [[torch.full((300,), float(index))] for index in range(3)]
-            runs = join_all(clients, tensors, f"weights {rule}", weights=rule)
-
-            calls = zip(runs, claims, strict=True)
-            outcomes = together(
-                *(lambda run=run, claim=claim: run.average(claim, SOON) for run, claim in calls)
-            )
-
-            assert all(outcome.ok for outcome in outcomes), outcomes
-            names = [client.peer_id for client in clients]
-            expected = (counts[1] + 2 * counts[2]) / sum(counts)
-            for own, outcome in zip(tensors, outcomes, strict=True):
-                assert outcome.contributors == dict(zip(names, counts, strict=True))
-                assert outcome.capped == ({names[2]: 1e12} if rule == "capped:10" else {})
-                torch.testing.assert_close(own[0], torch.full((300,), expected))
-
     def test_alone_a_round_fails_in_time_and_changes_nothing(self, peers: Peers) -> None:
         (peer,) = peers(1)
         tensor = torch.ones(3)

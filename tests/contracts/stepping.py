@@ -9,7 +9,6 @@ import torch
 
 from contracts.run import OPTIONS, SOON, Peers, join_all, together
 from e2e.swarm import eventually
-from equipoise.averaging.draw import draw
 from equipoise.averaging.outcome import NoPeers
 from equipoise.averaging.schema import SchemaError
 from equipoise.averaging.spec import SpecError
@@ -69,25 +68,6 @@ class SteppingContract:
             }
             assert outcome.evaluation == {"accuracy": pytest.approx((20 / 3 + 140 / 3) / 100, rel=1e-12)}
             assert (outcome.metrics, outcome.evaluation) == (outcomes[0].metrics, outcomes[0].evaluation)
-
-    def test_all_peers_draw_alike_from_a_state(self, peers: Peers) -> None:
-        clients = peers(3)
-        strategy = "federated:fraction=0.4,minimum=1,quorum=2"  # Fewer than the quorum could make no round.
-        runs = join_all(clients, [[torch.zeros(1)] for _ in clients], strategy=strategy)
-        for run in runs:
-            run.agree({})
-        names = sorted(client.peer_id for client in clients)
-        draws = set()
-        for number in range(8):
-            held = StateId(1, f"{number:064x}")
-            eventually(lambda held=held: all(len(run.draw(held).live) == 3 for run in runs), "each other")
-            drawn = runs[0].draw(held)
-            assert drawn.peers == draw(names, held.lineage, fraction=0.4, minimum=2)
-            assert sorted(drawn.live) == names
-            assert all(run.draw(held).peers == drawn.peers for run in runs)
-            draws.add(drawn.peers)
-            assert clients[0].status().runs[0].drawn == drawn.peers
-        assert len(draws) > 1, "the draw follows from the state"
 
     def test_a_metric_that_is_not_valid_begins_no_round(self, peers: Peers) -> None:
         (client,) = peers(1)
@@ -198,24 +178,6 @@ class SteppingContract:
         run.leave()
         with pytest.raises(Refused, match="was left"):
             run.agree({})
-
-    def test_buffers_travel_in_fp32_whatever_the_codec(self, peers: Peers) -> None:
-        means, clients = [], peers(2)
-        for codec in ("fp32", "int8"):
-            models: list[Any] = [torch.nn.BatchNorm1d(400) for _ in range(2)]
-            runs = join_all(clients, models, f"norms in {codec}", codec=codec)
-            for index, (run, model) in enumerate(zip(runs, models, strict=True)):
-                run.agree({}, buffers=True)
-                generator = torch.Generator().manual_seed(index)
-                decades = torch.linspace(-3, 1, 400) + torch.randn(400, generator=generator) / 100
-                model.running_var.copy_(10**decades)
-                run.accumulate({"weight": torch.ones(400), "bias": None}, weight=1 + index)
-            eventually(lambda runs=runs: all(run.progress().swarm == 3.0 for run in runs), "each other")
-            outcomes = together(*(lambda run=run: run.step(SOON) for run in runs))
-            assert all(outcome.ok for outcome in outcomes), outcomes
-            assert torch.equal(models[0].running_var, models[1].running_var)
-            means.append(models[0].running_var)
-        torch.testing.assert_close(means[1], means[0], rtol=1e-6, atol=1e-6)
 
     def test_a_peer_with_other_terms_hears_which_and_turns_no_other_away(self, peers: Peers) -> None:
         clients = peers(2)

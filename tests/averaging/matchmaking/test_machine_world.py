@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from equipoise.averaging.matchmaking.events import Action, MessageReceived, Send
 from equipoise.averaging.matchmaking.joiner import LONELY_SECONDS
 from equipoise.averaging.matchmaking.machine import Matchmaking
-from equipoise.averaging.matchmaking.messages import Invitation, JoinAccepted, JoinRequest, Whereabouts
+from equipoise.averaging.matchmaking.messages import Invitation, JoinAccepted, JoinRequest
 from equipoise.averaging.options import Needs
 from equipoise.averaging.outcome import NoPeers
 from equipoise.averaging.timing import HOLD_SECONDS, INITIAL_WAIT, REPLY_SECONDS
@@ -569,46 +569,3 @@ def test_no_storm_puts_a_peer_into_two_rounds_and_after_it_all_take_part(
     living, calm_at = [name for name, peer in world.peers.items() if not peer.dead], world.now
     assert world.run(RECOVERY_SECONDS, until=lambda: everyone_formed(world, living, calm_at + 10.0))
     check_safety(world, group_size)
-
-
-# ---- records of a stranger ----
-
-
-class Liar:
-    """A peer that answers whoever asks, and is always somewhere else."""
-
-    ready, deadline = False, float("inf")
-
-    def handle(self, event: object, now: float) -> list[Action]:
-        match event:
-            case MessageReceived(peer, Whereabouts(asks=True)):
-                return [Send(peer, Whereabouts(RUN, 2**53))]
-        return []
-
-
-@pytest.mark.parametrize("answer", [False, True], ids=["records", "peers that answer"])
-@pytest.mark.parametrize("liars", [1, pytest.param(2, marks=pytest.mark.slow), 20])
-def test_liars_about_the_round_stop_nobody(liars: int, answer: bool) -> None:
-    world = warm(3, 32, seed=liars)
-    honest = names(3)
-    for name in honest:
-        world.each_round(name, lambda: world.random.uniform(0.2, 0.25))
-
-    def rate(seconds: float) -> float:
-        before = len(rounds_of(world))
-        world.run(seconds)
-        return (len(rounds_of(world)) - before) / seconds
-
-    usual = rate(20.0)
-    ghosts = [f"ghost{index:02}" for index in range(liars)]
-    for ghost in ghosts:
-        if answer:
-            world.add(ghost).machine = cast(Matchmaking, Liar())
-        world._records[ghost] = [(world.now, Record(ghost, round=2**53))]
-    world.run(5.0)
-    assert rate(25.0) >= 0.8 * usual, "while they are there"
-    for ghost in ghosts:
-        del world._records[ghost]
-    assert rate(20.0) >= 0.8 * usual, "afterwards"
-    assert all(len(manifest.members) == 3 for _, manifest in world.peers[honest[0]].formed[-20:])
-    check_safety(world, 32)

@@ -72,13 +72,6 @@ def test_a_full_grid_is_exact_after_one_round_per_axis_from_any_round_on(count: 
         assert contraction(count, range(start, start + d), group_size) < 1e-24
 
 
-def test_sixteen_in_fours_are_four_full_groups_that_mix_in_two_rounds() -> None:
-    for round in range(20):
-        assert [len(group) for group in plan(peers(16), round, 4)] == [4] * 4
-    first, second = (plan(peers(16), round, 4) for round in (0, 1))
-    assert all(len(set(one) & set(other)) == 1 for one in first for other in second)
-
-
 @pytest.mark.parametrize("group_size", [3, 4, 5, 8, 16])
 def test_any_number_mixes_at_least_as_well_as_random_groups(group_size: int) -> None:
     for count in range(5, 41):
