@@ -41,12 +41,15 @@ class Cluster:
         self.taps: dict[str, Callable[[str, bytes, bytes], list[Frame]]] = {}
         self.routers: dict[str, Router] = {}
 
+    def host(self, name: str, dialable: bool = True, bandwidth: float = 0.0, **options: Any) -> Router:
+        transport, directory = self.net.peer(name, dialable)
+        tapped: Any = TappedTransport(transport, self.taps[name]) if name in self.taps else transport
+        self.routers[name] = Router(tapped, directory, FakeIdentity(name), bandwidth, **options)
+        return self.routers[name]
+
     async def add(self, *names: str, spec: RunSpec = SPEC) -> list[Transfer]:
         for name in names:
-            transport, directory = self.net.peer(name)
-            tapped: Any = TappedTransport(transport, self.taps[name]) if name in self.taps else transport
-            self.routers[name] = Router(tapped, directory, FakeIdentity(name))
-            await self.routers[name].join(spec)
+            await self.host(name).join(spec)
         await self.net.acquainted(spec.name, list(self.routers))
         return [self.routers[name]._runs[spec.name].transfer for name in names]
 

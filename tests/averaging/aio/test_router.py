@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+import re
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, cast
 
 import pytest
@@ -20,41 +21,19 @@ from equipoise.averaging.layout import Vectors
 from equipoise.averaging.manifest import Manifest
 from equipoise.averaging.options import RunOptions
 from equipoise.averaging.outcome import NoPeers, Outcome
+from equipoise.averaging.rules import RULES, Reduced, Rule, RuleError, parse_rule
 from equipoise.averaging.schema import Schema
 from equipoise.averaging.spec import RunSpec
 from equipoise.averaging.state import StateId
 from equipoise.compression.device_reduce import DeviceReducer
-from fakes.cluster import company
-from fakes.memory import FakeIdentity, MemoryDirectory, Net
+from fakes.cluster import Cluster, company
+from fakes.memory import MemoryDirectory
 from fakes.vectors import averaged, encoded
 
 
 def spec_of(size: int, name: str = "run", terms: dict[str, str] | None = None, **options: object) -> RunSpec:
     schema = Schema.of({"w": torch.zeros(size)})
     return RunSpec.create(name, schema, RunOptions(**{"codec": "fp32", "part_values": 256, **options}), terms)
-
-
-class Cluster:
-    """Hubs on one network in memory."""
-
-    def __init__(self) -> None:
-        self.net = Net()
-        self.routers: dict[str, Router] = {}
-
-    def add(self, name: str, dialable: bool = True, bandwidth: float = 0.0, **options) -> Router:
-        transport, directory = self.net.peer(name, dialable)
-        self.routers[name] = Router(transport, directory, FakeIdentity(name), bandwidth, **options)
-        return self.routers[name]
-
-    async def stop(self) -> None:
-        await asyncio.gather(*(router.stop() for router in self.routers.values()))
-
-
-@pytest.fixture
-async def cluster() -> AsyncIterator[Cluster]:
-    cluster = Cluster()
-    yield cluster
-    await cluster.stop()
 
 
 @pytest.fixture
@@ -73,7 +52,7 @@ def rounds(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Rout
 
 async def joined(cluster: Cluster, spec: RunSpec, names: Sequence[str]) -> list[RunDriver]:
     """The runs of peers, which are added if they are not there, once each peer knows the others."""
-    routers = [cluster.routers.get(name) or cluster.add(name) for name in names]
+    routers = [cluster.routers.get(name) or cluster.host(name) for name in names]
     runs = [await router.join(spec) for router in routers]
     await company(runs)
     return runs
@@ -140,7 +119,7 @@ async def test_equal_contributions_are_told_once_at_every_member(
 async def test_every_member_ends_with_the_same_weighted_mean(cluster: Cluster, size: int, codec: str) -> None:
     weights = {f"peer{index}": 1.0 + index for index in range(size)}
     for name in weights:
-        cluster.add(name)
+        cluster.host(name)
     values, results, outcomes = await average(cluster, spec_of(5000, codec=codec), weights)
     first = outcomes["peer0"]
     for name, outcome in outcomes.items():
@@ -154,9 +133,35 @@ async def test_every_member_ends_with_the_same_weighted_mean(cluster: Cluster, s
     assert error <= (1e-6 if codec == "fp32" else 0.010)
 
 
+@pytest.mark.parametrize(("rule", "peers"), [("median", 4), ("trimmed", 5)])
+async def test_all_members_get_what_the_rule_makes_of_the_contributions(
+    cluster: Cluster, rule: str, peers: int
+) -> None:
+    weights = {cluster.host(f"peer{index}")._sessions.peer: 1.0 + index for index in range(peers)}
+    values, results, outcomes = await average(cluster, spec_of(3000, rule=rule), weights)
+    expected = parse_rule(rule).reduce(torch.stack([*values.values()]), torch.ones(peers).double()).values
+    assert all(torch.equal(result, expected) for result in results.values()), outcomes
+
+
+async def test_a_rule_that_fails_ends_the_round_with_its_reason(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Picky(Rule):
+        name = spec = "picky"
+
+        def reduce(self, rows: torch.Tensor, weights: torch.Tensor) -> Reduced:
+            raise RuleError(f"the rule picky needs at least 9 contributions, got {len(rows)}")
+
+    monkeypatch.setattr(RULES, "_known", {**RULES._known, "picky": (Picky, {})})
+    outcomes = await together(await joined(cluster, spec_of(1000, rule="picky"), "abc"))
+    for outcome in outcomes:
+        assert not outcome.ok
+        assert re.fullmatch("the rule picky needs at least 9 contributions, got [23]", outcome.reason)
+
+
 async def test_a_group_comes_about_once_one_of_those_who_wait_can_be_dialled(cluster: Cluster) -> None:
     for name in ("one", "two"):
-        cluster.add(name, dialable=False)
+        cluster.host(name, dialable=False)
     spec = spec_of(1000)
     rounds = asyncio.create_task(average(cluster, spec, {"one": 1.0, "two": 1.0}))
     await cluster.net.ready(spec.name, ["one", "two"])
@@ -173,7 +178,7 @@ async def compare(cluster: Cluster, specs: dict[str, RunSpec]) -> dict[str, RunD
     """Peers that join one after the other and have heard of each other what they need."""
     runs = {}
     for number, (name, spec) in enumerate(specs.items()):
-        cluster.add(name)
+        cluster.host(name)
         runs[name] = await cluster.routers[name].join(spec)
         # As if a second apart: a busy machine may hold an answer up for longer than a join takes.
         runs[name]._spec_diff._began -= len(specs) - number
@@ -199,7 +204,7 @@ async def test_peers_that_differ_say_how_and_the_later_peer_objects(cluster: Clu
 async def test_a_dead_peers_record_turns_nobody_away(cluster: Cluster) -> None:
     await compare(cluster, {"dead": spec_of(1000)})
     cluster.net.kill("dead")
-    cluster.add("late")
+    cluster.host("late")
     late = await cluster.routers["late"].join(spec_of(1001))
     assert await late.objection(10.0) == ""
     assert late.reason == "1 peer of this name has another spec: how it differs has not been said"
@@ -228,7 +233,7 @@ async def test_channels_are_kept_from_round_to_round(cluster: Cluster) -> None:
 
 
 async def test_a_session_carries_news_of_the_directory_once_it_is_open(cluster: Cluster) -> None:
-    routers = {name: cluster.add(name) for name in "ab"}
+    routers = {name: cluster.host(name) for name in "ab"}
     runs = await joined(cluster, spec_of(1000), "ab")
     mine, others = (cast(MemoryDirectory, routers[name]._directory) for name in "ab")
     assert not mine.carry("nobody", b"news")
@@ -250,7 +255,7 @@ async def test_joins_and_records_say_what_a_peer_can_send(
     monkeypatch.setattr(run_driver, "REPORT_SECONDS", 0.0)
     measured = 7e6
     for name in "ab":
-        cluster.add(name, bandwidth=told)
+        cluster.host(name, bandwidth=told)
     spec = spec_of(8)
     runs = await joined(cluster, spec, "ab")
     for _ in range(2):
@@ -284,7 +289,7 @@ async def test_undialable_members_hear_nothing_of_each_other(
     """What one says to another nevertheless, over a channel that was open before, disturbs nobody."""
     spec = spec_of(5000)
     for name in ("a", "b", "client", "other"):
-        cluster.add(name, dialable=name in "ab")
+        cluster.host(name, dialable=name in "ab")
     begin, router = Rounds.begin, cluster.routers["client"]
 
     def overheard(table: Rounds, task: Task, keep: Callable[..., None]) -> RoundDriver:
@@ -310,8 +315,8 @@ async def test_undialable_members_hear_nothing_of_each_other(
 async def test_a_search_that_is_stopped_ends_at_once_with_its_reason_and_the_run_goes_on(
     cluster: Cluster,
 ) -> None:
-    cluster.add("a")
-    cluster.add("b")
+    cluster.host("a")
+    cluster.host("b")
     spec = spec_of(100)
     runs = [await cluster.routers[name].join(spec) for name in "ab"]
     result = torch.full((100,), 7.0)
@@ -365,7 +370,7 @@ async def test_parts_may_be_reduced_on_a_device_also_on_one_that_fails(cluster: 
     weights = {"loop": 1.0, "cpu": 2.0, "meta": 3.0}
     reducers = {name: DeviceReducer(torch.device(name)) for name in weights if name != "loop"}
     for name in weights:
-        cluster.add(name, reducer=reducers.get(name))
+        cluster.host(name, reducer=reducers.get(name))
     _, results, outcomes = await average(cluster, spec_of(5000, codec="int8"), weights)
     for name, outcome in outcomes.items():
         assert outcome.ok, outcome.reason
@@ -402,7 +407,7 @@ async def test_nothing_waits_twice_for_a_member_that_has_not_greeted(
 async def test_small_tensors_alone_are_averaged_exactly_under_int8(cluster: Cluster, size: int) -> None:
     weights = dict.fromkeys("abc", 1.0)
     for name in weights:
-        cluster.add(name, bandwidth=1e6 if name == "a" else 1e9)
+        cluster.host(name, bandwidth=1e6 if name == "a" else 1e9)
     values, results, outcomes = await average(cluster, spec_of(size, codec="int8"), weights)
     for name, outcome in outcomes.items():
         assert outcome.ok, outcome.reason
@@ -427,7 +432,7 @@ async def test_our_own_small_tensor_that_is_not_finite_fails_our_round(cluster: 
 
 
 async def test_bad_input_is_refused_before_anything_happens(cluster: Cluster) -> None:
-    cluster.add("a")
+    cluster.host("a")
     run = await cluster.routers["a"].join(spec_of(10))
     with pytest.raises(ValueError, match="weight"):
         await averaged(run, torch.ones(10), torch.zeros(10), float("nan"), 1.0)
@@ -466,7 +471,7 @@ async def test_a_claim_counts_if_its_peer_answers_and_up_to_what_it_gives(cluste
 
 
 async def test_only_rounds_that_are_due_by_weight_have_it_told_at_once(cluster: Cluster) -> None:
-    cluster.add("a")
+    cluster.host("a")
     patient, batches = spec_of(10, "patient", strategy="federated"), spec_of(10, "batches")
     for spec in (patient, batches):
         run = await cluster.routers["a"].join(spec)
@@ -490,7 +495,7 @@ async def test_a_contribution_to_a_state_that_the_others_have_left_is_told_how_l
 
     runs = await joined(cluster, spec, ["one", "two"])
     assert all(await asyncio.gather(*(step(run, 1.0, before) for run in runs)))
-    slow = await cluster.add("slow").join(spec)
+    slow = await cluster.host("slow").join(spec)
     await company([*runs, slow])
 
     async def catch_up() -> tuple[Outcome, Outcome]:

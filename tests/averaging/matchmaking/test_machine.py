@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import msgspec
 import pytest
 
@@ -109,12 +112,27 @@ def test_a_member_of_a_manifest_that_was_lost_before_is_expected_in_the_next_rou
 # ---- whom to ask next ----
 
 
-def test_a_coordinator_that_cannot_be_reached_is_left_for_the_next() -> None:
-    coordinator, second, rest = roles(4)
-    one = machine(rest[0], *others_of(rest[0], 4))
-    one.handle(ready(), 1.0)
-    [(peer, _)] = sent(one.handle(events.PeerLost(coordinator), 1.1), wire.JoinRequest)
-    assert peer == second
+def forged(coordinator: str, second: str, own: wire.JoinRequest) -> wire.GroupFormed:
+    false = msgspec.structs.replace(join(second), weight=1e6)
+    return wire.GroupFormed(RUN, Manifest.of(coordinator, [false, own.join]), 0.0)
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        lambda first, second, own: events.PeerLost(first),
+        lambda first, second, own: events.MessageReceived(
+            first, wire.JoinRefused(RUN, own.join.ticket, "no")
+        ),
+        lambda first, second, own: events.MessageReceived(first, forged(first, second, own)),
+    ],
+    ids=["that cannot be reached", "that refuses", "whose manifest is not valid"],
+)
+def test_a_coordinator_is_left_for_the_next(event: Callable[[str, str, wire.JoinRequest], Any]) -> None:
+    one, coordinator, second, request = searching(4)
+    actions = one.handle(event(coordinator, second, request), 1.1)
+    assert formed(actions) is None
+    assert sent(actions, wire.JoinRequest)[0][0] == second
 
 
 def test_a_coordinator_that_does_not_answer_is_left_for_the_next() -> None:
@@ -202,14 +220,6 @@ def test_a_peer_that_sends_it_round_in_circles_is_left() -> None:
             )
         ]
     assert asked == [coordinator, coordinator, second]
-
-
-def test_a_refusal_sends_it_to_the_next() -> None:
-    one, coordinator, second, request = searching(4)
-    actions = one.handle(
-        events.MessageReceived(coordinator, wire.JoinRefused(RUN, request.join.ticket, "no")), 1.1
-    )
-    assert sent(actions, wire.JoinRequest)[0][0] == second
 
 
 def test_a_round_that_is_gone_is_skipped() -> None:
@@ -306,15 +316,6 @@ def test_a_manifest_that_is_overtaken_by_the_next_round_still_counts() -> None:
     assert one.round == 2
     manifest = Manifest.of(coordinator, [join(coordinator), join(second), request.join])
     assert formed(one.handle(tells(manifest), 1.2)) == manifest
-
-
-def test_a_manifest_that_is_not_valid_is_refused_and_the_next_is_asked() -> None:
-    one, coordinator, second, request = searching(3)
-    forged = msgspec.structs.replace(join(second), weight=1e6)
-    manifest = Manifest.of(coordinator, [forged, request.join])
-    actions = one.handle(tells(manifest), 1.1)
-    assert formed(actions) is None
-    assert sent(actions, wire.JoinRequest)[0][0] == second
 
 
 def test_a_weight_that_is_no_number_is_the_callers_mistake() -> None:

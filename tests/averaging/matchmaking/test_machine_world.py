@@ -15,7 +15,6 @@ from equipoise.averaging.matchmaking.joiner import LONELY_SECONDS
 from equipoise.averaging.matchmaking.machine import Matchmaking
 from equipoise.averaging.matchmaking.messages import Invitation, JoinAccepted, JoinRequest
 from equipoise.averaging.options import Needs
-from equipoise.averaging.outcome import NoPeers
 from equipoise.averaging.timing import HOLD_SECONDS, INITIAL_WAIT, REPLY_SECONDS
 from fakes.seeds import few_and_many
 from simulator.matchmaking import RUN, SPEC, Record, Weather, World, verify
@@ -76,21 +75,6 @@ def test_a_group_forms_within_two_messages_of_the_last_one_ready(count: int) -> 
         assert world.now <= last + 2 * LATENCY
         [(_, members)] = rounds_of(world).values()
         assert members == tuple(names(count))
-
-
-def test_sixteen_in_fours_form_full_groups_that_mix_round_after_round() -> None:
-    world = warm(16, 4, seed=3)
-    for name in names(16):
-        world.each_round(name, lambda: world.random.uniform(0.2, 0.3))
-    world.run(60.0, until=lambda: all(len(peer.formed) >= 20 for peer in world.peers.values()))
-    groups = list(rounds_of(world).values())
-    full = [members for _, members in groups if len(members) == 4]
-    assert len(full) >= 0.95 * len(groups)
-    for round in range(19):
-        first = [set(members) for number, members in groups if number == round]
-        second = [set(members) for number, members in groups if number == round + 1]
-        if all(len(group) == 4 for group in (*first, *second)):
-            assert all(len(one & other) == 1 for one, other in itertools.product(first, second))
 
 
 @pytest.mark.parametrize("count", [2, 3])
@@ -183,16 +167,6 @@ def test_an_idle_daemon_that_begins_is_in_the_next_rounds() -> None:
     assert all(len(manifest.members) == 4 for _, manifest in world.peers["peer03"].formed[-10:])
 
 
-def test_alone_it_waits_and_says_so_until_another_comes() -> None:
-    world = World(["only"], 4)
-    world.ready("only")
-    world.run(100.0)
-    assert isinstance(world.peers["only"].machine.state, NoPeers)
-    world.add("other")
-    world.ready("other")
-    assert world.run(5.0, until=lambda: everyone_formed(world, ["only", "other"], 0.0))
-
-
 def test_two_that_are_ready_in_a_large_idle_run_find_each_other() -> None:
     for seed in range(10):
         world = warm(16, 4, seed)
@@ -265,15 +239,6 @@ def test_a_record_of_nobody_holds_up_only_the_first_group() -> None:
     held_up, *others = [at for at, _ in world.peers["peer00"].formed]
     assert held_up <= 3.0 + INITIAL_WAIT + 2 * LATENCY
     assert max(others) <= held_up + 1.0
-
-
-def test_client_mode_peers_alone_form_nothing() -> None:
-    world = World([], 4)
-    for name in names(3):
-        world.add(name, dialable=False)
-    together(world, names(3))
-    world.run(60.0)
-    assert not rounds_of(world)
 
 
 # ---- faults, one at a time ----
@@ -452,61 +417,6 @@ def test_a_channel_that_is_cut_keeps_nobody_out_of_the_next_round(compute: float
             if at > cut and len(one.members) == 4
         ]
         assert whole, seed
-
-
-def test_records_of_the_dead_do_not_stop_the_living() -> None:
-    world = warm(16, 4, seed=7)
-    for name in names(16):
-        world.each_round(name, lambda: world.random.uniform(0.2, 0.3))
-    world.run(5.0)
-    for name in names(16)[:5]:
-        world.kill(name)
-    killed_at = world.now
-    world.run(20.0)
-    for name in names(16)[5:]:
-        since = [at for at, _ in world.peers[name].formed if at > killed_at]
-        assert len(since) >= 10, name
-
-
-@few_and_many(3, 20)
-def test_different_views_of_the_run_converge_on_one_group(seeds: range) -> None:
-    for seed in seeds:
-        world = World(names(6), 8, seed=seed)
-        draw = Random(seed)
-        for name in names(6):
-            world.peers[name].blind_to = set(draw.sample(names(6), 2)) - {name}
-        world.run(3.0)
-        for name in names(6):
-            world.each_round(name, lambda world=world: world.random.uniform(0.3, 0.4))
-        world.run(10.0)
-        for peer in world.peers.values():
-            peer.blind_to = set()
-        world.run(15.0)
-        last = [peer.formed[-1][1] for peer in world.peers.values()]
-        assert (
-            len(
-                {manifest.id for manifest in last[:1]}
-                | {one.id for one in last if one.round == last[0].round}
-            )
-            == 1
-        )
-        assert len(last[0].members) == 6, seed
-
-
-def test_a_peer_that_restarts_comes_back_into_the_current_round() -> None:
-    world = warm(4, 8, seed=4)
-    for name in names(4):
-        world.each_round(name, lambda: 0.3)
-    world.run(20.0)
-    round = max(number for number, _ in rounds_of(world).values())
-    world.kill("peer02")
-    world.run(2.0)
-    world.add("peer02")
-    world.run(3.0)
-    world.each_round("peer02", lambda: 0.3)
-    world.run(5.0)
-    assert all(manifest.round > round for _, manifest in world.peers["peer02"].formed)
-    assert len(world.peers["peer02"].formed[-1][1].members) == 4
 
 
 # ---- storms ----
