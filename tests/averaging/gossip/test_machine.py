@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from random import Random
-from typing import Any
 
 import pytest
 
@@ -14,7 +13,7 @@ from equipoise.averaging.matchmaking.context import Context
 from equipoise.averaging.matchmaking.messages import GroupFormed, JoinRefused, JoinRequest, Whereabouts
 from equipoise.averaging.options import Needs
 from equipoise.averaging.outcome import Exchanging, Gathering, Idle, NoPeers
-from fakes.matchmaking import OTHER_SPEC, asks, join, ready, seen
+from fakes.matchmaking import OTHER_SPEC, asks, join, ready, seen, sent
 from simulator.matchmaking import RUN, SPEC, signer, verify
 
 
@@ -25,14 +24,6 @@ def pairing(name: str, *others: str, seed: int = 0) -> Pairing:
     for other in others:
         one.handle(events.MessageReceived(other, Whereabouts(RUN, 0)), 0.0)
     return one
-
-
-def sent(actions: list[events.Action], kind: type) -> list[Any]:
-    return [
-        (action.peer, action.message)
-        for action in actions
-        if isinstance(action, events.Send) and isinstance(action.message, kind)
-    ]
 
 
 def formed(actions: list[events.Action]) -> list[Manifest]:
