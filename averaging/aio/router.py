@@ -13,7 +13,8 @@ from collections import OrderedDict
 from random import Random
 
 from equipoise.averaging.aio.round_driver import HEADER_PREFIX_BYTES, ROUND_FRAME, Rounds
-from equipoise.averaging.aio.run_driver import MATCHMAKING_FRAME, RunDriver
+from equipoise.averaging.aio.run_driver import RunDriver
+from equipoise.averaging.aio.search import MATCHMAKING_FRAME
 from equipoise.averaging.aio.sessions import Sessions
 from equipoise.averaging.aio.transfer import TRANSFER_FRAME, Transfer
 from equipoise.averaging.manifest import Identity
@@ -86,7 +87,7 @@ class Router:
         self._drop(spec.name)
         ours = self._sessions, self._directory, self._identity, self._bandwidth, self._rounds, self._runs
         run = self._runs[spec.name] = RunDriver(spec, *ours)
-        run.start(observes)
+        run.search.start(observes)
         return run
 
     async def leave(self, run: RunDriver, reason: str) -> None:
@@ -136,7 +137,7 @@ class Router:
                 round.frame(peer, header, body)
             elif not body and self._rounds.keep_early(round_id, peer, header):
                 for run in list(self._runs.values()):
-                    run.speaks_of_a_round(peer)
+                    run.search.heard_a_round(peer)
         elif kind == MATCHMAKING_FRAME:
             self._matchmaking(peer, header[1:])
         elif kind == TRANSFER_FRAME:
@@ -159,7 +160,7 @@ class Router:
             transfer.lost(peer, reason)
         for run in list(self._runs.values()):
             run.transfer.lost(peer, reason)
-            run.lost(peer)
+            run.search.lost(peer)
 
     def _carry(self, peer: str, data: bytes) -> bool:
         if is_open := self._sessions.reaches(peer):
@@ -170,7 +171,7 @@ class Router:
         message = matchmaking_messages.decode(data)
         run = self._runs.get(message.run)
         if run is not None:
-            run.receive(peer, message)
+            run.search.receive(peer, message)
         elif isinstance(message, JoinRequest):
             why = f"no run named {message.run!a} here"[: matchmaking_messages.MAX_DETAIL_CHARS]
             refusal = JoinRefused(message.run, message.join.ticket, why)

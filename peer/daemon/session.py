@@ -124,7 +124,7 @@ class Session:
                 # Before joining: for a run that this peer is in, the directory returns what it knows already.
                 await self._swarm.directory.peers(agreed.name)
         run_driver = await self._use(STEP)
-        objection = await run_driver.objection(COMPARE_SECONDS)
+        objection = await run_driver.search.comparison.objection(COMPARE_SECONDS)
         if objection:
             await self._disagree(run_driver)
             raise Refused(f"run {self.name!r}: {objection}", "give the same, or use another name")
@@ -159,11 +159,11 @@ class Session:
         """End an open search for a group; a round that has begun goes on."""
         self._stopped = why[:MAX_TEXT] or "stopped"
         for run_driver in self._run_drivers.values():
-            run_driver.stop_search(self._stopped)
+            run_driver.search.stop(self._stopped)
 
     async def report_accumulated(self, weight: float) -> None:
         """Publish the weight that the client has accumulated towards its next step."""
-        (await self._use(STEP)).report_accumulated(weight)
+        (await self._use(STEP)).search.announcer.report_accumulated(weight)
 
     def tell(self, topic: str, line: str) -> None:
         """Let `status` show a line of the client; an empty one takes back the topic's last."""
@@ -190,7 +190,7 @@ class Session:
 
     async def state(self) -> RunState:
         """State of the next round of the purpose used last."""
-        return (await self._run_driver(self._purpose)).state
+        return (await self._run_driver(self._purpose)).search.state
 
     async def draw(self, state: StateId) -> Drawn:
         """The peers that train from this state, and all that live, as far as this peer sees."""
@@ -209,7 +209,7 @@ class Session:
     async def progress(self, target: float | None) -> Progress:
         """Weight accumulated towards the next step: by this peer, and by all, as far as the others' claims count."""
         run_driver = await self._use(STEP)
-        others, own = await run_driver.others_accumulated(target), run_driver.accumulated
+        others, own = await run_driver.others_accumulated(target), run_driver.search.announcer.accumulated
         return Progress(own, own + others, run_driver.transfer.wanted, run_driver.waits)
 
     async def transfer(self) -> Transfer:
@@ -259,18 +259,18 @@ class Session:
         gathering = run_driver.gathering
         return msgspec.structs.replace(
             shown,
-            state=run_driver.state,
-            accumulated=run_driver.accumulated,
-            reason=run_driver.reason if gathering is None else gathering.reason,
+            state=run_driver.search.state,
+            accumulated=run_driver.search.announcer.accumulated,
+            reason=run_driver.search.reason if gathering is None else gathering.reason,
             round=run_driver.round,
-            rounds_ok=run_driver.rounds_ok,
-            rounds_failed=run_driver.rounds_failed,
-            last=run_driver.history[-1] if run_driver.history else None,
+            rounds_ok=run_driver.tally.ok,
+            rounds_failed=run_driver.tally.failed,
+            last=run_driver.tally.last[-1] if run_driver.tally.last else None,
             exchanges=_exchanges(run_driver) if spec.strategy.pairs else None,
             drawn=drawn,
             contributed=contributed,
-            rounds_counted=run_driver.rounds_counted,
-            rounds_since=0 if run_driver.first_round is None else run_driver.round - run_driver.first_round,
+            rounds_counted=run_driver.tally.counted,
+            rounds_since=0 if run_driver.tally.first is None else run_driver.round - run_driver.tally.first,
         )
 
     def _row(self, spec: RunSpec, run_driver: RunDriver, found: Candidate) -> PeerRow:
@@ -287,7 +287,7 @@ class Session:
             same_spec=found.spec == spec.hash,
             reach=reach.state,
             why=reach.reason,
-            differs=run_driver.difference(found.peer),
+            differs=run_driver.search.comparison.difference(found.peer),
             name=self._swarm.name(found.peer),
             tags=found.tags,
         )
@@ -457,12 +457,12 @@ class Service:
 
 def _exchanges(run_driver: RunDriver) -> Exchanges:
     """The exchanges of a gossip run, in figures."""
-    apart = [one.apart for one in run_driver.history if one.apart is not None]
+    apart = [one.apart for one in run_driver.tally.last if one.apart is not None]
     return Exchanges(
-        partners=run_driver.others,
-        ok=run_driver.rounds_ok,
-        failed=run_driver.rounds_failed,
-        in_doubt=run_driver.rounds_in_doubt,
+        partners=run_driver.search.membership.count,
+        ok=run_driver.tally.ok,
+        failed=run_driver.tally.failed,
+        in_doubt=run_driver.tally.in_doubt,
         spread=sum(apart) / len(apart) if apart else None,
     )
 

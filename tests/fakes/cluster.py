@@ -59,8 +59,8 @@ class Cluster:
 
 async def company(runs: Collection[RunDriver]) -> None:
     """Wait until all of these, of one run, have met, if any of them can be dialled."""
-    can_meet = any(run._sessions.dialable for run in runs)
-    while can_meet and any(run.state != Idle(len(runs) - 1) for run in runs):  # noqa: ASYNC110
+    can_meet = any(run.search._sessions.dialable for run in runs)
+    while can_meet and any(run.search.state != Idle(len(runs) - 1) for run in runs):  # noqa: ASYNC110
         await asyncio.sleep(0)
 
 

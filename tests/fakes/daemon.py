@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import threading
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -13,6 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from equipoise.averaging.aio.run_driver import Tally
 from equipoise.averaging.layout import Vectors
 from equipoise.averaging.metrics import Report, Values
 from equipoise.averaging.outcome import (
@@ -217,7 +217,8 @@ class FakeRunDriver:
         self._network = network
         self._peer = peer
         self._spec = spec
-        self.history: deque[Outcome] = deque(maxlen=32)
+        self.tally = Tally()
+        self.search = self.announcer = self.comparison = self
         self.twins: dict[tuple[str, str], str] = {}
         with network.lock:
             self._member = network.runs.setdefault(spec.name, {})[peer] = Member(peer, spec.hash)
@@ -260,13 +261,13 @@ class FakeRunDriver:
             vectors.mean[:] = encoded(self._spec.layout, came.mean)
         if outcome.counted(self._peer):
             self._member.accumulated = 0.0
-        self.history.append(outcome)
+        self.tally.add(outcome, self._peer)
         return outcome
 
-    def stop_search(self, why: str) -> None:
+    def stop(self, why: str) -> None:
         self._network.withdraw(self._spec.name, self._peer)
 
-    withdraw = stop_search
+    withdraw = stop
 
     @property
     def accumulated(self) -> float:
@@ -286,17 +287,6 @@ class FakeRunDriver:
     @property
     def round(self) -> int:
         return self._member.round
-
-    rounds_counted = 0
-    first_round: int | None = None
-
-    @property
-    def rounds_ok(self) -> int:
-        return sum(outcome.ok for outcome in self.history)
-
-    @property
-    def rounds_failed(self) -> int:
-        return len(self.history) - self.rounds_ok
 
     def end(self) -> None:
         self._network.withdraw(self._spec.name, self._peer)

@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from equipoise.averaging.aio import run_driver
+from equipoise.averaging.aio import announcer
 from equipoise.averaging.aio.round_driver import ROUND_FRAME, RoundDriver, Rounds, Task
 from equipoise.averaging.aio.router import Router
 from equipoise.averaging.aio.run_driver import RunDriver
@@ -181,7 +181,7 @@ async def compare(cluster: Cluster, specs: dict[str, RunSpec]) -> dict[str, RunD
         cluster.host(name)
         runs[name] = await cluster.routers[name].join(spec)
         # As if a second apart: a busy machine may hold an answer up for longer than a join takes.
-        runs[name]._spec_diff._began -= len(specs) - number
+        runs[name].search.comparison._machine._began -= len(specs) - number
         await cluster.net.acquainted(spec.name, list(runs))
     return runs
 
@@ -189,14 +189,14 @@ async def compare(cluster: Cluster, specs: dict[str, RunSpec]) -> dict[str, RunD
 async def test_peers_that_differ_say_how_and_the_later_peer_objects(cluster: Cluster) -> None:
     small, large = (spec_of(1000, terms={"target batch size": size}) for size in ("2048", "4096"))
     runs = await compare(cluster, {"first": large, "second": small})
-    objection = await runs["second"].objection(10.0)
+    objection = await runs["second"].search.comparison.objection(10.0)
     assert objection == "a peer that is there has another spec: target batch size: here 2048, there 4096"
-    assert await runs["first"].objection(10.0) == ""
-    assert runs["first"].difference("second") == "target batch size: here 4096, there 2048"
+    assert await runs["first"].search.comparison.objection(10.0) == ""
+    assert runs["first"].search.comparison.difference("second") == "target batch size: here 4096, there 2048"
     for run in runs.values():
-        assert isinstance(run.state, NoPeers)
-        assert "target batch size" in run.state.reason
-        assert run.reason == run.state.reason
+        assert isinstance(run.search.state, NoPeers)
+        assert "target batch size" in run.search.state.reason
+        assert run.search.reason == run.search.state.reason
     outcome = await averaged(runs["first"], torch.zeros(1000), torch.zeros(1000), 1.0, 0.05)
     assert "1 peer of this name has another spec: target batch size: here 4096" in outcome.reason
 
@@ -206,8 +206,8 @@ async def test_a_dead_peers_record_turns_nobody_away(cluster: Cluster) -> None:
     cluster.net.kill("dead")
     cluster.host("late")
     late = await cluster.routers["late"].join(spec_of(1001))
-    assert await late.objection(10.0) == ""
-    assert late.reason == "1 peer of this name has another spec: how it differs has not been said"
+    assert await late.search.comparison.objection(10.0) == ""
+    assert late.search.reason == "1 peer of this name has another spec: how it differs has not been said"
 
 
 async def test_a_cut_channel_keeps_nobody_out_of_the_next_round(cluster: Cluster) -> None:
@@ -252,7 +252,7 @@ async def test_joins_and_records_say_what_a_peer_can_send(
     monkeypatch: pytest.MonkeyPatch,
     told: float,
 ) -> None:
-    monkeypatch.setattr(run_driver, "REPORT_SECONDS", 0.0)
+    monkeypatch.setattr(announcer, "REPORT_SECONDS", 0.0)
     measured = 7e6
     for name in "ab":
         cluster.host(name, bandwidth=told)
@@ -260,7 +260,7 @@ async def test_joins_and_records_say_what_a_peer_can_send(
     runs = await joined(cluster, spec, "ab")
     for _ in range(2):
         for run in runs:
-            run.report_accumulated(1.0)  # Is announced at once.
+            run.search.announcer.report_accumulated(1.0)  # Is announced at once.
         assert all(outcome.ok for outcome in await together(runs))
         for router in cluster.routers.values():
             router._sessions.bandwidth.estimate = measured
@@ -322,11 +322,11 @@ async def test_a_search_that_is_stopped_ends_at_once_with_its_reason_and_the_run
     result = torch.full((100,), 7.0)
     search = asyncio.create_task(averaged(runs[0], torch.ones(100), result, 1.0, 600.0))
     await cluster.net.ready(spec.name, ["a"])
-    runs[0].stop_search("nobody is left")
+    runs[0].search.stop("nobody is left")
     outcome = await search
     assert (outcome.ok, outcome.reason, outcome.group) == (False, "nobody is left", ())
     assert torch.equal(result, torch.full((100,), 7.0))
-    runs[0].stop_search("no peer has come")
+    runs[0].search.stop("no peer has come")
     both = await asyncio.gather(
         *(averaged(run, torch.ones(100), torch.empty(100), 1.0, 20.0) for run in runs)
     )
@@ -447,8 +447,8 @@ async def test_bad_input_is_refused_before_anything_happens(cluster: Cluster) ->
 async def test_a_claim_counts_if_its_peer_answers_and_up_to_what_it_gives(cluster: Cluster) -> None:
     spec = spec_of(1000)
     runs = await joined(cluster, spec, ("a", "b", "liar"))
-    runs[1].report_accumulated(100.0)
-    runs[2].report_accumulated(1e12)
+    runs[1].search.announcer.report_accumulated(100.0)
+    runs[2].search.announcer.report_accumulated(1e12)
     records = cluster.net.records[spec.name]
     while records["liar"].accumulated < 1e12 or records["b"].accumulated < 100.0:  # noqa: ASYNC110
         await asyncio.sleep(0)
@@ -464,7 +464,7 @@ async def test_a_claim_counts_if_its_peer_answers_and_up_to_what_it_gives(cluste
     )
     assert outcomes[0].events[-1] == "201 of 300 came together: liar gave 1 where 100 was counted on"
     assert not outcomes[1].events, "it had counted on nobody"
-    runs[2].report_accumulated(2e12)
+    runs[2].search.announcer.report_accumulated(2e12)
     while records["liar"].accumulated < 2e12 or records["liar"].round != runs[0].round:  # noqa: ASYNC110
         await asyncio.sleep(0)
     assert await runs[0].others_accumulated(300.0) <= 2.0 + 100.0
@@ -478,7 +478,7 @@ async def test_only_rounds_that_are_due_by_weight_have_it_told_at_once(cluster: 
         while "a" not in cluster.net.records.get(spec.name, {}):  # noqa: ASYNC110
             await asyncio.sleep(0)
         told = cluster.net.records[spec.name]["a"]
-        run.report_accumulated(100.0)
+        run.search.announcer.report_accumulated(100.0)
         for _ in range(100):
             await asyncio.sleep(0)
         assert (cluster.net.records[spec.name]["a"] is told) == (spec is patient)

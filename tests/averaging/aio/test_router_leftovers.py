@@ -42,7 +42,7 @@ async def test_a_straggler_gets_an_update_of_those_who_have_left(cluster: Cluste
     assert outcome.ok, outcome.reason
     await leave(cluster, "ab")
     straggler = cluster.routers["c"]._runs[SPEC.name]
-    await until(lambda: isinstance(straggler.state, NoPeers))
+    await until(lambda: isinstance(straggler.search.state, NoPeers))
     transfer = straggler.transfer
     found, result, sources = await recovered(transfer, STATE, "ab")
     assert found.ok, found.reason
@@ -61,7 +61,7 @@ async def test_a_peer_that_joins_only_then_gets_it_too(cluster: Cluster) -> None
     assert found.ok, found.reason
     assert found.digest == outcome.digest
     assert torch.equal(result, mean)
-    assert isinstance(run.state, NoPeers)
+    assert isinstance(run.search.state, NoPeers)
 
 
 async def test_the_last_snapshot_is_served_too(cluster: Cluster) -> None:
@@ -97,10 +97,10 @@ async def test_a_peer_that_takes_the_run_up_again_is_company_and_begins_anew(clu
     await rounds(cluster, "ab", STATE)
     await leave(cluster, "a")
     other = cluster.routers["b"]._runs[SPEC.name]
-    await until(lambda: isinstance(other.state, NoPeers))
+    await until(lambda: isinstance(other.search.state, NoPeers))
     await cluster.routers["a"].join(SPEC)
     assert not cluster.routers["a"]._leftovers
-    await until(lambda: isinstance(other.state, Idle))
+    await until(lambda: isinstance(other.search.state, Idle))
 
 
 async def test_a_leftover_ends_after_a_while(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:

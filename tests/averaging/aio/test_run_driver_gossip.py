@@ -27,12 +27,12 @@ async def test_a_partner_that_withdraws_while_its_proposal_travels_is_not_waited
     await net.acquainted(spec.name, names)
     values, result = torch.ones(VALUES), torch.empty(VALUES)
     waits = asyncio.create_task(averaged(bob, values, result, 1.0, 60.0))
-    while "not free" not in bob.reason:  # noqa: ASYNC110
+    while "not free" not in bob.search.reason:  # noqa: ASYNC110
         await asyncio.sleep(0)
     seeks = asyncio.create_task(averaged(alice, values, result.clone(), 1.0, 60.0))
-    while not isinstance(alice.state, Gathering):  # noqa: ASYNC110
+    while not isinstance(alice.search.state, Gathering):  # noqa: ASYNC110
         await asyncio.sleep(0)
-    alice.stop_search("it ends")
+    alice.search.stop("it ends")
     outcome = await waits
     assert not outcome.ok
     assert "left the round" in outcome.reason

@@ -37,7 +37,7 @@ async def search(
     runs = [router._runs[spec.name] for router in cluster.routers.values()]
     await company(runs)
     late = runs[-1]
-    late.receive = lambda peer, message: None  # type: ignore[method-assign]
+    late.search.receive = lambda peer, message: None  # type: ignore[method-assign]
     values = torch.zeros(100)
     seeks: Awaitable[Outcome] = averaged(late, values, values.clone(), weight, 1.0, state)
     if not trains:

@@ -61,7 +61,7 @@ async def test_a_peer_that_is_only_a_record_is_no_donor_that_might_have_it(clust
     _, directory = cluster.net.peer("ghost")
     run = cluster.routers["new"]._runs[SPEC.name]
     await directory.announce(SPEC.name, spec=SPEC.hash, ready=True, round=0, accumulated=0.0)
-    await until(lambda: run._membership.is_mute("ghost"))
+    await until(lambda: run.search.membership.is_mute("ghost"))
     outcome = await newcomer.fetch(Wish(7, LIMIT), 20.0, Memory().room)
     assert outcome.reason == "no other peer of this run is known"
 

@@ -75,7 +75,7 @@ def test_an_interrupted_exchange_ends_before_the_next_begins(
     runs = [client.join("notebook", [one]) for client, one in zip(clients, tensors, strict=True)]
     network.held = True
     # A round that has begun goes on, whatever the script says.
-    monkeypatch.setattr(FakeRunDriver, "stop_search", lambda run_driver, why: None)
+    monkeypatch.setattr(FakeRunDriver, "stop", lambda run_driver, why: None)
     other = runs[1].average(timeout=60.0, wait=False)
     eventually(lambda: len(network.waiting.get("notebook", {})) == 1, "the other")
 

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from equipoise.averaging.aio.run_driver import Tally
 from equipoise.averaging.outcome import Outcome
 from equipoise.compression.choice import WORTH_VALUES
 from equipoise.peer.daemon.session import LOADS, _exchanges
@@ -16,7 +17,8 @@ from equipoise.peer.daemon.session import LOADS, _exchanges
 
 def test_exchanges_in_doubt_are_counted_beyond_the_history() -> None:
     last = deque([Outcome(ok=True, reason="", apart=0.25), Outcome(ok=True, reason="", apart=None)], maxlen=2)
-    run = SimpleNamespace(history=last, others=3, rounds_ok=5000, rounds_failed=9, rounds_in_doubt=2)
+    search = SimpleNamespace(membership=SimpleNamespace(count=3))
+    run = SimpleNamespace(search=search, tally=Tally(last, ok=5000, failed=9, in_doubt=2))
     told = _exchanges(run)  # type: ignore[arg-type]
     assert (told.partners, told.ok, told.failed, told.in_doubt) == (3, 5000, 9, 2)
     assert told.spread == pytest.approx(0.25), "an exchange with a newcomer tells no distance"

@@ -1,0 +1,91 @@
+"""What the directory says of this peer in one run, and so what other peers know of it before they meet it."""
+
+from __future__ import annotations
+
+import asyncio
+
+from equipoise.averaging.aio.sessions import Sessions
+from equipoise.averaging.matchmaking.matchmaker import Matchmaker
+from equipoise.averaging.matchmaking.membership import Membership
+from equipoise.averaging.ports import Directory
+from equipoise.averaging.spec import RunSpec
+from equipoise.tasks import TaskSet
+
+REPORT_SECONDS = 0.02
+"""Least time between two reports of the accumulated weight, each a signed record to other peers: a script may
+accumulate 1,000 times a second."""
+
+
+class Announcer:
+    """Publishes this peer's record of a run.
+
+    Args:
+        bandwidth: Bytes per second that this peer can send, as its user says; 0 to measure it.
+
+    Attributes:
+        accumulated: Weight accumulated here towards the next contribution.
+        ready: Whether this peer looks for a group.
+        has_left: Whether it takes part no longer: stragglers may still ask it, and no peer waits for it.
+    """
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        sessions: Sessions,
+        directory: Directory,
+        machine: Matchmaker,
+        membership: Membership,
+        bandwidth: float,
+        tasks: TaskSet,
+    ) -> None:
+        self.accumulated = 0.0
+        self.ready = self.has_left = False
+        self._spec = spec
+        self._sessions = sessions
+        self._directory = directory
+        self._machine = machine
+        self._membership = membership
+        self._told_bandwidth = bandwidth
+        self._tasks = tasks
+        self._reported = 0.0
+        self._reporting: asyncio.TimerHandle | None = None
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes per second that this peer claims to send: its user's figure, else the measured one; 0 if unknown."""
+        return self._told_bandwidth or self._sessions.bandwidth.estimate
+
+    def report_accumulated(self, weight: float) -> None:
+        """Publish the weight accumulated towards the next contribution, at most once in `REPORT_SECONDS`."""
+        self.accumulated = weight
+        if self._reporting is None:
+            self._report()
+
+    def count(self) -> None:
+        """Note that what was accumulated counts: from now on the same weight again is news."""
+        self.accumulated = self._reported = 0.0
+
+    def publish(self) -> None:
+        """Have the record say how this peer stands now."""
+        if not self.has_left:
+            self._tasks.spawn(self.announce())
+
+    async def announce(self) -> None:
+        """See `publish`; returns once the directory has it."""
+        self._reported = self.accumulated
+        await self._directory.announce(
+            self._spec.name,
+            spec=self._spec.hash,
+            ready=not self.has_left and self.ready,
+            round=self._machine.round,
+            accumulated=0.0 if self.has_left else self._reported,
+            bandwidth=0.0 if self.has_left else self.bandwidth,
+            left=self.has_left,
+            observes=self._membership.observes,
+        )
+
+    def _report(self) -> None:
+        self._reporting = None
+        if self.accumulated != self._reported and self._spec.strategy.batches and not self.has_left:
+            self.publish()
+            self._reporting = asyncio.get_running_loop().call_later(REPORT_SECONDS, self._report)
