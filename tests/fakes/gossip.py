@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from equipoise.averaging.aio.router import Router
-from equipoise.averaging.aio.run_driver import MATCHMAKING_FRAME, RunDriver
+from equipoise.averaging.aio.run_driver import RunDriver
+from equipoise.averaging.aio.search import MATCHMAKING_FRAME
 from equipoise.averaging.matchmaking.messages import GroupFormed, JoinRefused, JoinRequest, decode
 from equipoise.averaging.options import RunOptions
 from equipoise.averaging.outcome import Outcome
@@ -287,7 +288,7 @@ def storm(seed: int, exchanges: int, peers: int = 8) -> Swarm:
                     for channel in net.transports[victim].channels[:1]:
                         channel.close()
                 case "withdraw" if run := swarm.peers[victim].run:
-                    run.stop_search("it withdraws")
+                    run.search.stop("it withdraws")
 
     async def play() -> None:
         weather = asyncio.create_task(trouble())
