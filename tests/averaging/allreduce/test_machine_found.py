@@ -17,6 +17,7 @@ from equipoise.averaging.allreduce.paxos import MAX_BALLOT_LEAP
 from equipoise.averaging.ports import FrameRefused
 from fakes.one_member import (
     ALL,
+    DIGEST,
     A,
     B,
     C,
@@ -65,6 +66,15 @@ def test_a_leader_gives_up_once_no_second_contribution_can_come() -> None:
     assert [end.reason for end in ends(table.lose(B) + table.stall()) if isinstance(end, Fail)] == [
         "fewer than 2 contributions are whole: a"
     ]
+
+
+def test_a_member_that_was_never_out_of_reach_is_asked_for_the_mean_first() -> None:
+    for returned in (B, C):
+        table = Table(D, weights=(1, 1, 1, 1))
+        table.lose(A, returned)
+        table.tell(PeerReturned(A), PeerReturned(returned))
+        chosen = wire.Votes(wire.Vote(1, Decision(0b0111, 0b0111), DIGEST), 0b0111)
+        assert recipients(table.says(B, chosen), wire.Fetch) == [B + C - returned]
 
 
 @pytest.mark.parametrize("message", [wire.Prepare, wire.Refuse])
