@@ -57,6 +57,11 @@ class Cluster:
         await asyncio.gather(*(router.stop() for router in self.routers.values()))
 
 
+async def until(condition: Callable[[], object]) -> None:
+    while not condition():  # noqa: ASYNC110
+        await asyncio.sleep(0)
+
+
 async def company(runs: Collection[RunDriver]) -> None:
     """Wait until all of these, of one run, have met, if any of them can be dialled."""
     can_meet = any(run.search._sessions.dialable for run in runs)

@@ -70,6 +70,19 @@ def elapse(one: Matchmaking, since: float, until: float) -> list[events.Action]:
     return actions + one.handle(events.Woke(), until)
 
 
+def alive(one: Matchmaking, names: list[str], until: float, now: float) -> list[events.Action]:
+    """Let time pass while these peers answer what they are asked."""
+    actions: list[events.Action] = []
+    while now < until:
+        now = min(max(one.deadline, now), until)
+        new = one.handle(events.Woke(), now)
+        for peer, _ in sent(new, wire.Invitation) + sent(new, wire.Whereabouts):
+            if peer in names:
+                new += one.handle(events.MessageReceived(peer, wire.Whereabouts(RUN, one.round)), now)
+        actions += new
+    return actions
+
+
 def closed_without(absent: str, coordinator: str, second: str) -> tuple[Matchmaking, list[events.Action]]:
     """A coordinator that has gathered from second 1.0 on and closed without a live peer; its actions at the close."""
     one = machine(coordinator, second, absent)

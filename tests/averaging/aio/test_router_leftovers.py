@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
-
 import pytest
 import torch
 
@@ -19,15 +16,10 @@ from equipoise.averaging.replication.snapshot_quorum import SnapshotQuorum
 from equipoise.averaging.replication.transfer_events import AskReceived, EpochReached, Send, TrainerLeft
 from equipoise.averaging.schema import Schema
 from equipoise.averaging.spec import RunSpec
-from fakes.cluster import IMAGE, LIMIT, SPEC, STATE, Cluster, Memory
+from fakes.cluster import IMAGE, LIMIT, SPEC, STATE, Cluster, Memory, until
 from fakes.memory import FakeIdentity
 from fakes.missed import recovered, rounds
 from fakes.transfer import RUN, TICKET, answer, ask, offer_of
-
-
-async def until(condition: Callable[[], object]) -> None:
-    while not condition():  # noqa: ASYNC110
-        await asyncio.sleep(0)
 
 
 async def leave(cluster: Cluster, names: str, run: str = SPEC.name) -> None:

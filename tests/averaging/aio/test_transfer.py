@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -15,13 +14,8 @@ from equipoise.averaging.replication.answers import Wish
 from equipoise.averaging.schema import Schema
 from equipoise.averaging.spec import RunSpec
 from equipoise.averaging.state import StateId
-from fakes.cluster import IMAGE, LIMIT, SPEC, STATE, Cluster, Memory
+from fakes.cluster import IMAGE, LIMIT, SPEC, STATE, Cluster, Memory, until
 from fakes.transfer import ask
-
-
-async def until(condition: Callable[[], object]) -> None:
-    while not condition():  # noqa: ASYNC110
-        await asyncio.sleep(0)
 
 
 async def test_an_image_comes_from_all_who_have_it(cluster: Cluster) -> None:

@@ -262,6 +262,14 @@ def test_a_donor_that_dies_is_no_reason_to_doubt_what_most_of_the_circle_offered
     assert fetching.end().ok
 
 
+def test_one_that_offers_more_than_a_mean_can_have_does_not_keep_others_from_giving_it() -> None:
+    fetching = Fetching("x", "a", proved=True)
+    fetching.hear("x", offer_of(7, kind=2, chunks=11))
+    fetching.hear("a", GENUINE)
+    fetching.download(GENUINE)
+    assert fetching.end().ok
+
+
 def test_a_liar_that_offers_at_once_and_gives_nothing_does_not_keep_anybody_from_what_others_offer_later() -> (
     None
 ):

@@ -51,36 +51,20 @@ def room(size: int) -> memoryview:
 
 async def test_one_that_missed_a_round_gets_its_mean_bit_by_bit_from_all(cluster: Cluster) -> None:
     await cluster.add("a", "b", "c", spec=SPEC)
-    (outcome, mean), *_ = await rounds(cluster, "abc", BEFORE, SPEC)
+    (outcome, mean), (other, _), _ = await rounds(cluster, "abc", BEFORE, SPEC, boast="b", reports=True)
     assert outcome.ok, outcome.reason
+    assert set(outcome.metrics) == set(outcome.evaluation) == {"score"}
     (late,) = await cluster.add("d", spec=SPEC)
     found, result, sources = await recovered(late, BEFORE, proved=True)
     assert found.ok, found.reason
-    assert found.digest == outcome.digest
-    assert found.contributors == outcome.contributors
-    assert found.group == outcome.group
+    assert found.contributors == outcome.contributors == {"a": 1.0, "b": 10.0, "c": 1.0}
+    assert found.capped == outcome.capped == {"b": 1e12}
+    for same in (found, other):
+        assert (same.digest, same.group) == (outcome.digest, outcome.group)
+        assert (same.metrics, same.evaluation) == (outcome.metrics, outcome.evaluation)
     assert found.state == BEFORE
     assert torch.equal(result, mean)
     assert len(sources) > 1
-
-
-async def test_what_was_missed_comes_with_its_metrics(cluster: Cluster) -> None:
-    await cluster.add("a", "b", "c", spec=SPEC)
-    (outcome, _), *others = await rounds(cluster, "abc", BEFORE, SPEC, reports=True)
-    assert set(outcome.metrics) == set(outcome.evaluation) == {"score"}
-    (late,) = await cluster.add("d", spec=SPEC)
-    found, _, _ = await recovered(late, BEFORE, proved=True)
-    for same in (found, *(other for other, _ in others)):
-        assert (same.metrics, same.evaluation) == (outcome.metrics, outcome.evaluation)
-
-
-async def test_what_was_missed_names_whose_weight_was_capped(cluster: Cluster) -> None:
-    await cluster.add("a", "b", "c", spec=SPEC)
-    (outcome, _), *_ = await rounds(cluster, "abc", BEFORE, SPEC, boast="b")
-    (late,) = await cluster.add("d", spec=SPEC)
-    found, _, _ = await recovered(late, BEFORE, proved=True)
-    assert found.contributors == outcome.contributors == {"a": 1.0, "b": 10.0, "c": 1.0}
-    assert found.capped == outcome.capped == {"b": 1e12}
 
 
 async def test_members_have_it_too_and_see_whether_they_contributed(cluster: Cluster) -> None:

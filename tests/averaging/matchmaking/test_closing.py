@@ -26,7 +26,7 @@ from equipoise.averaging.timing import (
     SILENT_SECONDS,
 )
 from equipoise.averaging.weights import ATTENDANCE_LIMIT
-from fakes.matchmaking import NAMES, asks, elapse, formed, in_order, join, meet, ready, seen, sent
+from fakes.matchmaking import NAMES, alive, asks, elapse, formed, in_order, join, meet, ready, seen, sent
 from simulator.matchmaking import RUN, SPEC, Record, signer, verify
 
 STATE = StateId(3, "b" * 64)
@@ -56,19 +56,6 @@ def joins(one: Matchmaking, name: str, now: float, weight: float = 1.0) -> list[
     if name == one.context.peer:
         return one.handle(ready(weight, state=STATE), now)
     return one.handle(asks(name, weight=weight, state=STATE), now)
-
-
-def alive(one: Matchmaking, names: list[str], until: float, now: float) -> list[events.Action]:
-    """Let time pass while these peers answer what they are asked."""
-    actions: list[events.Action] = []
-    while now < until:
-        now = min(max(one.deadline, now), until)
-        new = one.handle(events.Woke(), now)
-        for peer, _ in sent(new, wire.Invitation) + sent(new, wire.Whereabouts):
-            if peer in names:
-                new += one.handle(events.MessageReceived(peer, wire.Whereabouts(RUN, one.round)), now)
-        actions += new
-    return actions
 
 
 def groups(actions: list[events.Action]) -> list[set[str]]:
@@ -250,20 +237,16 @@ def test_two_newcomers_are_introduced_without_any_contribution() -> None:
     assert set(drawn[:2]) <= groups(alive(one, drawn, 10.0, 1.0))[0]
 
 
-def test_late_peers_form_no_round_of_a_state_that_the_others_have_left() -> None:
+@pytest.mark.parametrize("left", [False, True])
+def test_late_peers_form_no_round_of_a_state_that_the_others_have_left(left: bool) -> None:
     one, drawn, _ = roles(4, quorum=2, grace=1.0)
-    one.context.next_round.floor = 0
     one.context.membership.shared(NAMES)
-    one.context.next_round.floor = 1
-    one.context.next_round.number = 1
-    for name in drawn:
-        if name != one.context.peer:
-            one.context.membership.advance(name, 2)
-    late = [name for name in drawn if name != one.context.peer][:2]
-    actions: list[events.Action] = []
-    for name in late:
-        actions += one.handle(asks(name, 1, weight=1.0, state=STATE), 1.0)
-    assert not groups(actions + alive(one, NAMES, 30.0, 1.0))
+    one.context.next_round.floor = one.context.next_round.number = 1
+    others = [name for name in drawn if name != one.context.peer]
+    for name in others if left else ():
+        one.context.membership.advance(name, 2)
+    actions = again(one, others[:2], 1.0) + alive(one, NAMES, 30.0, 1.0)
+    assert groups(actions) == ([] if left else [set(others[:2])])
 
 
 def test_a_contribution_to_another_state_than_the_groups_counts_never() -> None:

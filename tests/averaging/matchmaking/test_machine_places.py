@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from equipoise.averaging.matchmaking import events
 from equipoise.averaging.matchmaking import messages as wire
 from equipoise.averaging.matchmaking.context import Context
@@ -11,7 +13,7 @@ from equipoise.averaging.options import Needs
 from equipoise.averaging.outcome import Outcome
 from equipoise.averaging.state import StateId
 from equipoise.averaging.timing import INITIAL_WAIT
-from fakes.matchmaking import NAMES, asks, elapse, formed, meet, others_of, ready, seen
+from fakes.matchmaking import NAMES, alive, asks, elapse, formed, meet, others_of, ready, seen, sent
 from simulator.matchmaking import RUN, SPEC, signer, verify
 
 SIX, PLACES = NAMES[:6], 4
@@ -104,11 +106,16 @@ def test_a_newcomer_learns_from_the_makers_themselves_that_they_have_places() ->
     assert placed(one) == {"carol", "dave", "erin", "frank"}
 
 
-def test_newcomers_form_no_group_without_a_maker_of_the_state() -> None:
+@pytest.mark.parametrize(
+    ("names", "forms"),
+    [(("alice", "bob"), False), (("dave", "erin"), False), (("dave", "erin", "frank"), True)],
+)
+def test_no_group_forms_without_most_of_the_makers_of_the_state(names: tuple[str, ...], forms: bool) -> None:
     one = machine("carol", *others_of("carol", 6))
     one.handle(made("carol", "dave", "erin", "frank"), 0.0)
-    actions = [*one.handle(asks("alice", round=1), 0.1), *one.handle(asks("bob", round=1), 0.1)]
-    assert formed(actions + elapse(one, 0.1, 20.0)) is None
+    joins = [asks(name, round=1, state=NEXT, hops=wire.MAX_HOPS) for name in names]
+    actions = [action for each in joins for action in one.handle(each, 0.1)]
+    assert bool(sent(actions + alive(one, SIX, 20.0, 0.1), wire.GroupFormed)) is forms
 
 
 def test_the_first_round_waits_until_no_more_peers_are_met() -> None:

@@ -61,30 +61,6 @@ def test_those_of_another_spec_are_asked_and_the_line_says_what_they_told() -> N
     assert one.difference("friend") == one.difference("nobody") == ""
 
 
-def test_one_answer_names_the_tensor_that_differs() -> None:
-    one = comparing()
-    one.handle(seen(bob=SHAPE), 1.0)
-    assert asked(one.handle(answer("bob", SHAPE), 1.1)) == []
-    assert one.settled(1.1)
-    assert "tensor 1: here 'b' float32 [3, 4], there 'b' float32 [4, 4]" in one.reason
-
-
-def test_a_peer_that_is_asked_answers() -> None:
-    one, other = comparing(), SpecDiff(SHAPE, "bob", 0.0)
-    events: list[tuple[SpecDiff, str, Any]] = [
-        (one, "bob", seen(me=OWN, bob=SHAPE)),
-        (other, "me", seen(me=OWN, bob=SHAPE)),
-    ]
-    for _ in range(8):
-        machine, peer, event = events.pop(0)
-        there, here = (other, "me") if machine is one else (one, "bob")
-        events += [(there, peer, MessageReceived(here, send.message)) for send in machine.handle(event, 1.0)]
-        if not events:
-            break
-    assert "here 'b' float32 [3, 4]" in one.reason
-    assert "here 'b' float32 [4, 4]" in other.reason
-
-
 def test_a_peer_that_does_not_answer_is_asked_again_and_not_for_ever() -> None:
     one, now, questions = comparing(), 1.0, 0
     while now <= 1.0 + MAX_QUESTIONS * (ANSWER_SECONDS + ASK_AGAIN_SECONDS):

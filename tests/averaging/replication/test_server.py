@@ -106,7 +106,9 @@ def test_two_who_never_finish_do_not_keep_both_places() -> None:
         giver.offer(offer_of(epoch))
         giver.ask(ask(0), peer)
         giver.ask(AskItems(RUN, TICKET, offer_of(epoch).image.digest, (0,)), peer)
-    giver.ask(ask(7, wanted=(7,)))
+    (said,) = giver.ask(ask(7, wanted=(7,)))
+    assert isinstance(said, Answer)
+    assert said.noted == (), "there is no room for another snapshot"
     assert giver.machine.wanted is None
     until = giver.now + donors.HOLD_SECONDS + donors.HOLD_SECONDS_PER_CHUNK * offer_of(1).image.chunks
     while giver.now < until:
@@ -176,17 +178,6 @@ def test_trainers_are_not_asked_for_snapshots_without_end() -> None:
     giver.now += donors.SNAPSHOTS_SECONDS
     giver.ask(ask(50, wanted=(50,)))
     assert giver.machine.wanted == 50
-
-
-def test_a_wish_that_cannot_be_fulfilled_for_want_of_room_is_not_noted() -> None:
-    giver = Giver()
-    for epoch, peer in ((1, "slow"), (2, "slower")):
-        giver.offer(offer_of(epoch))
-        giver.ask(ask(0), peer)
-        giver.ask(AskItems(RUN, TICKET, offer_of(epoch).image.digest, (0,)), peer)
-    (said,) = giver.ask(ask(7, wanted=(7,)))
-    assert isinstance(said, Answer)
-    assert said.noted == ()
 
 
 # ---- in which order they are served ----
