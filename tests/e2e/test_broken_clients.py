@@ -8,9 +8,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +19,9 @@ import torch
 
 from e2e.fleet import Fleet, normal
 from e2e.swarm import DaemonProcess, Swarm, eventually
-from equipoise.averaging.layout import Layout
-from equipoise.averaging.options import RunOptions
 from equipoise.averaging.outcome import Idle, Outcome
-from equipoise.averaging.schema import Schema, TensorSpec
-from equipoise.compression import parse_codec
-from equipoise.peer import Refused, connect
+from equipoise.peer import connect
 from equipoise.peer.client.encoding import SPAN_VALUES, Encoder
-from equipoise.peer.control.client import open_link
-from equipoise.peer.control.messages import AskStatus, JoinRun
-from equipoise.peer.shared_memory import Region
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -122,62 +114,6 @@ def test_values_that_change_while_they_are_read_are_sent_sound_or_not_at_all(
             ended.set()
             writing.join()
         fleet.check(dict(enumerate(whole_round(fleet))), 0.010)
-
-
-# ---- the control socket ----
-
-
-def sealed(size: int) -> int:
-    region = Region.create(size // 2)
-    return os.dup(region.memory.fd)
-
-
-def resizable(size: int) -> int:
-    fd = os.memfd_create("resizable", os.MFD_ALLOW_SEALING)
-    os.ftruncate(fd, size)
-    return fd
-
-
-def on_disk(size: int) -> int:
-    fd, path = tempfile.mkstemp()
-    Path(path).unlink()
-    os.ftruncate(fd, size)
-    return fd
-
-
-def pipe(_: int) -> int:
-    read, write = os.pipe()
-    os.close(write)
-    return read
-
-
-@pytest.mark.parametrize(
-    ("make", "beyond", "short", "said"),
-    [
-        (sealed, 1, 0, "expected 202752 bytes of shared memory, got 202754"),
-        (sealed, -1, 0, "expected 202752 bytes of shared memory, got 202750"),
-        (sealed, 0, 1, "expected shared memory of 101376 bytes for run 'refused', it holds 101375"),
-        (resizable, 0, 0, "expected shared memory that is sealed against shrinking"),
-        (on_disk, 0, 0, "the shared memory cannot be used: |sealed against shrinking"),
-        (pipe, 0, 0, "expected 202752 bytes of shared memory, got 0"),
-    ],
-    ids=["too large", "too small", "too small for the schema", "resizable", "a file", "a pipe"],
-)
-def test_memory_that_no_round_can_use_is_refused_in_one_line(
-    trio: list[DaemonProcess], make: Callable[[int], int], beyond: int, short: int, said: str
-) -> None:
-    schema = Schema((TensorSpec("w", (VALUES,), "float32"),))
-    size = Layout(schema, parse_codec("int8")).encoded_size - short
-    fd = make(2 * (size + beyond))
-    with contextlib.closing(open_link(trio[0].home)) as link:
-        with pytest.raises(Refused, match=said) as refused:
-            link.ask(JoinRun("refused", RunOptions(codec="int8"), schema, Schema(()), size), fds=[fd])
-        assert "\n" not in str(refused.value)
-        eventually(
-            lambda: holders(place_of(os.fstat(fd))) == {os.getpid()}, "the daemon to let go of the memory"
-        )
-        assert link.ask(AskStatus()).runs == ()
-    os.close(fd)
 
 
 # ---- crashes ----

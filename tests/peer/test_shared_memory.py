@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,10 @@ def test_memory_that_could_end_the_daemon_is_refused_and_nothing_is_left() -> No
         SharedMemory.attach(read, 80)
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(read)
+    with tempfile.TemporaryFile() as file:
+        file.truncate(80)
+        with pytest.raises(Refused):
+            SharedMemory.attach(os.dup(file.fileno()), 80)
     del honest
     assert descriptors() == before
 

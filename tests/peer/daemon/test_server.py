@@ -15,16 +15,28 @@ import pytest
 import torch
 
 from e2e.swarm import eventually
+from equipoise.averaging.options import RunOptions
+from equipoise.averaging.schema import Schema, TensorSpec
 from equipoise.compression.choice import Choice
 from equipoise.peer import connect, connecting
 from equipoise.peer.cli import program
 from equipoise.peer.config import load
-from equipoise.peer.control.messages import CONTROL_VERSION, LENGTH, AskStatus, Hello, StopDaemon, encode
+from equipoise.peer.control.client import open_link
+from equipoise.peer.control.messages import (
+    CONTROL_VERSION,
+    LENGTH,
+    AskStatus,
+    Hello,
+    JoinRun,
+    StopDaemon,
+    encode,
+)
 from equipoise.peer.daemon import session
 from equipoise.peer.daemon.server import MAX_CONNECTIONS
 from equipoise.peer.embedded import DaemonThread
-from equipoise.peer.errors import Unwelcome
+from equipoise.peer.errors import Refused, Unwelcome
 from equipoise.peer.home import connect_socket
+from equipoise.peer.shared_memory import Region
 from fakes.daemon import FakeNetwork
 
 
@@ -131,6 +143,27 @@ def test_what_cannot_be_understood_is_answered(home: Path, body: bytes, told: by
         assert told in control.recv(4096)
         control.sendall(encode(2, AskStatus()))
         assert b"uptime" in control.recv(65536)
+
+
+@pytest.mark.parametrize(
+    ("beyond", "short", "said"),
+    [
+        (1, 0, "expected 8000 bytes of shared memory, got 8002"),
+        (-1, 0, "expected 8000 bytes of shared memory, got 7998"),
+        (0, 1, "expected shared memory of 4000 bytes for run 'refused', it holds 3999"),
+    ],
+)
+def test_memory_that_no_round_can_use_is_refused_in_one_line(
+    home: Path, beyond: int, short: int, said: str
+) -> None:
+    schema, size = Schema((TensorSpec("w", (1000,), "float32"),)), 4000 - short
+    memory = Region.create(size + beyond).memory
+    request = JoinRun("refused", RunOptions(codec="fp32"), schema, Schema(()), size)
+    with contextlib.closing(open_link(home)) as link:
+        with pytest.raises(Refused, match=said) as refused:
+            link.ask(request, fds=[memory.fd])
+        assert "\n" not in str(refused.value)
+        assert link.ask(AskStatus()).runs == ()
 
 
 def test_without_a_command_it_says_what_runs_here(

@@ -186,18 +186,6 @@ def test_all_peers_end_alike_however_many_rounds_they_have() -> None:
         assert bool(told) == ends
 
 
-def test_patience_may_be_as_long_as_the_records_that_all_have() -> None:
-    whole, until, longest = long_history(60), Until.parse("accuracy >= 0.9"), REPLICATED_ROUNDS - 1
-    whole.add(record(60, 0.75))
-    ends = None
-    for number in range(61, 61 + REPLICATED_ROUNDS):
-        whole.add(record(number, 0.5))
-        if Ending(None, until, longest).reason(whole):
-            ends = number
-            break
-    assert ends == 60 + longest
-
-
 @pytest.mark.parametrize(
     "rows",
     [
