@@ -14,7 +14,7 @@ from random import Random
 
 from equipoise.averaging.aio.round_driver import HEADER_PREFIX_BYTES, ROUND_FRAME, Rounds
 from equipoise.averaging.aio.run_driver import RunDriver
-from equipoise.averaging.aio.search import MATCHMAKING_FRAME
+from equipoise.averaging.aio.search_driver import MATCHMAKING_FRAME
 from equipoise.averaging.aio.sessions import Sessions
 from equipoise.averaging.aio.transfer import TRANSFER_FRAME, Transfer
 from equipoise.averaging.manifest import Identity

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from equipoise.averaging.aio.round_driver import RoundDriver, Rounds, Task
-from equipoise.averaging.aio.search import Search
+from equipoise.averaging.aio.search_driver import SearchDriver
 from equipoise.averaging.aio.sessions import Sessions
 from equipoise.averaging.aio.transfer import Transfer
 from equipoise.averaging.claims import Claims
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass
-class Tally:
+class RoundCounts:
     """The rounds of a run that have ended here.
 
     Attributes:
@@ -79,7 +79,7 @@ class RunDriver:
         spec: The run.
         search: Finds groups.
         transfer: Gives and takes the state of the run.
-        tally: The rounds that have ended.
+        counts: The rounds that have ended.
         twins: By pair of peers that have made equal contributions, a line about them.
     """
 
@@ -94,8 +94,8 @@ class RunDriver:
         runs: Sized,
     ) -> None:
         self.spec = spec
-        self.search = Search(spec, sessions, directory, identity, bandwidth)
-        self.tally = Tally()
+        self.search = SearchDriver(spec, sessions, directory, identity, bandwidth)
+        self.counts = RoundCounts()
         self.twins: dict[tuple[str, str], str] = {}
         self._peer = sessions.peer
         self._directory = directory
@@ -182,7 +182,7 @@ class RunDriver:
             events=notes,
             waits={phase: wait for phase, wait in {**waits, **outcome.waits}.items() if wait[1] >= least},
         )
-        self.tally.add(outcome, self._peer)
+        self.counts.add(outcome, self._peer)
         return outcome
 
     @property

@@ -14,7 +14,7 @@ from equipoise.averaging.manifest import Join, Manifest
 from equipoise.averaging.matchmaking import messages as wire
 from equipoise.averaging.matchmaking.closing import ClosePolicy
 from equipoise.averaging.matchmaking.context import Context, Objection
-from equipoise.averaging.matchmaking.group_builder import Closing, GroupBuilder, Outlook, Parked
+from equipoise.averaging.matchmaking.group_builder import Closing, GroupBuilder, Outlook, ParkedJoin
 from equipoise.averaging.matchmaking.topology import rank
 from equipoise.averaging.state import StateId
 from equipoise.averaging.timing import MAX_WAIT
@@ -138,7 +138,7 @@ class Coordinator:
             return 0.0
         return _ago(min(parked.arrived for parked in ahead), now)
 
-    def _beyond(self, state: StateId, round: int) -> dict[str, Parked]:
+    def _beyond(self, state: StateId, round: int) -> dict[str, ParkedJoin]:
         """The joins of a round that claim a later state than this one."""
         builder = self._builders.get(round)  # None if it has just closed without the join.
         parked = {} if builder is None else builder.parked
@@ -177,7 +177,7 @@ class Coordinator:
     def park_own(self, join: Join, patience: float, now: float) -> None:
         """Park this peer's own join with itself."""
         # The own join needs no answer. With `MAX_HOPS` it is not redirected: the joiner itself moves it.
-        self._builder(join.round, now).park(Parked(join, now, patience, wire.MAX_HOPS, answered=True))
+        self._builder(join.round, now).park(ParkedJoin(join, now, patience, wire.MAX_HOPS, answered=True))
 
     def drop(self, peer: str, ticket: bytes | None = None) -> None:
         """Forget a peer's joins: it left, or was lost."""
@@ -196,7 +196,7 @@ class Coordinator:
         if closed := self._closed.get(join.round):
             self._answer_late(peer, join, closed, now)
             return
-        parked = Parked(join, now, request.patience, request.hops)
+        parked = ParkedJoin(join, now, request.patience, request.hops)
         if not self._redirects_join(parked, now) and not self._builder(join.round, now).park(parked):
             self._context.refuse(join.peer, join, Objection("more joins are parked here than may be"))
 
@@ -295,7 +295,7 @@ class Coordinator:
         late = self.lateness(join.bound, join.round, now)
         return why._replace(late=late, group=tuple(sorted(self._ended[join.round].peers))) if late else why
 
-    def _redirects_join(self, parked: Parked, now: float) -> bool:
+    def _redirects_join(self, parked: ParkedJoin, now: float) -> bool:
         """Redirect a join, unless this peer should have it or it has been redirected `MAX_HOPS` times."""
         join = parked.join
         better = self._better(join.peer, join.round, now) if parked.hops < wire.MAX_HOPS else None
@@ -426,7 +426,7 @@ class Coordinator:
             self._builders[round] = GroupBuilder(round, needs, policy.keepalive, invites=policy.patient)
         return self._builders[round]
 
-    def _accept(self, builder: GroupBuilder, parked: Parked, outlook: Outlook, now: float) -> None:
+    def _accept(self, builder: GroupBuilder, parked: ParkedJoin, outlook: Outlook, now: float) -> None:
         join, short = parked.join, builder.is_short(outlook)
         wait = min(max(builder.promise(outlook) - now, 0.0), MAX_WAIT)
         count = len(builder.parked), len(outlook.expected | builder.parked.keys())

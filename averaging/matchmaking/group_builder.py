@@ -79,7 +79,7 @@ INVITE_AGAIN_SECONDS = 5.0
 alone with another coordinator."""
 
 
-class Parked(msgspec.Struct):
+class ParkedJoin(msgspec.Struct):
     """A join that waits for its group; `told` is the standing of the round that its peer was told last."""
 
     join: Join
@@ -152,7 +152,7 @@ class GroupBuilder:
 
     def __init__(self, round: int, needs: Needs, keepalive: float = KEEPALIVE, invites: bool = False) -> None:
         self.round = round
-        self.parked: dict[str, Parked] = {}
+        self.parked: dict[str, ParkedJoin] = {}
         self.opened: float | None = None
         self._needs = needs
         self._keepalive = keepalive
@@ -162,7 +162,7 @@ class GroupBuilder:
         self._shifted = 0.0
         self._closes_from = float("-inf")
 
-    def park(self, parked: Parked) -> bool:
+    def park(self, parked: ParkedJoin) -> bool:
         """Take a join, in place of an earlier join of the same peer; returns False if there is no room."""
         peer = parked.join.peer
         before = self.parked.get(peer)
@@ -256,7 +256,7 @@ class GroupBuilder:
         self._invite_at = now + INVITE_AGAIN_SECONDS if again else float("inf")
         return outlook.missing - self.parked.keys()
 
-    def speak(self, outlook: Outlook, now: float) -> list[Parked]:
+    def speak(self, outlook: Outlook, now: float) -> list[ParkedJoin]:
         """The parked joins to answer now: new joins, and regularly all of them.
 
         If no group is possible after the wait, the next arrival starts a new one: an early bird shows no lateness.
@@ -278,7 +278,7 @@ class GroupBuilder:
         return max(spent[(len(spent) - 1) // 2], latest + GRACE)
 
     def _choose(self, outlook: Outlook) -> list[Join]:
-        def place(parked: Parked) -> tuple[bool, bool, float]:
+        def place(parked: ParkedJoin) -> tuple[bool, bool, float]:
             peer = parked.join.peer
             return peer not in outlook.owed, peer not in outlook.group, parked.arrived
 

@@ -19,7 +19,7 @@ from equipoise.dht.sanitize import escaped
 from equipoise.dht.state import AddressState, BootstrapStatus, SwarmStatus
 from equipoise.peer.config import Loaded
 from equipoise.peer.control.messages import Welcome
-from equipoise.peer.daemon.history import History
+from equipoise.peer.daemon.history import RoundHistory
 from equipoise.peer.daemon.logs import PrivateFileHandler, close_log, open_log
 from equipoise.peer.daemon.server import ControlServer
 from equipoise.peer.daemon.session import Service
@@ -65,7 +65,7 @@ class Daemon:
     """
 
     service: Service
-    history: History
+    history: RoundHistory
     _swarm: Swarm
     _reducer: DeviceReducer | None
     _home: Home
@@ -164,7 +164,7 @@ class Daemon:
         for warning in self._loaded.warnings:
             log.warning(warning)
             self._say(f"warning: {warning}")
-        self.history = History(self._home.path)
+        self.history = RoundHistory(self._home.path)
         self._ending.callback(self.history.close)
         from equipoise.peer.daemon import wiring  # It imports hivemind, while the home is taken already.
 

@@ -14,7 +14,7 @@ from equipoise.peer.errors import Refused
 from equipoise.peer.shared_memory import SharedMemory
 
 if TYPE_CHECKING:
-    from equipoise.peer.daemon.history import History
+    from equipoise.peer.daemon.history import RoundHistory
     from equipoise.peer.status import Status
 
 MAX_ROUNDS_LISTED = 64
@@ -25,7 +25,7 @@ class Serving(Protocol):
     """The daemon, as a dispatcher needs it."""
 
     service: Service
-    history: History
+    history: RoundHistory
 
     def request_stop(self, reason: str) -> None:
         """Begin to stop."""

@@ -25,7 +25,7 @@ MAX_KEPT = 512
 _outcomes = msgspec.json.Decoder(Outcome)
 
 
-class History:
+class RoundHistory:
     """The last outcomes of a daemon, in memory and as lines of JSON in its home."""
 
     def __init__(self, home: Path) -> None:

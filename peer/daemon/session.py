@@ -263,14 +263,14 @@ class Session:
             accumulated=run_driver.search.announcer.accumulated,
             reason=run_driver.search.reason if gathering is None else gathering.reason,
             round=run_driver.round,
-            rounds_ok=run_driver.tally.ok,
-            rounds_failed=run_driver.tally.failed,
-            last=run_driver.tally.last[-1] if run_driver.tally.last else None,
+            rounds_ok=run_driver.counts.ok,
+            rounds_failed=run_driver.counts.failed,
+            last=run_driver.counts.last[-1] if run_driver.counts.last else None,
             exchanges=_exchanges(run_driver) if spec.strategy.pairs else None,
             drawn=drawn,
             contributed=contributed,
-            rounds_counted=run_driver.tally.counted,
-            rounds_since=0 if run_driver.tally.first is None else run_driver.round - run_driver.tally.first,
+            rounds_counted=run_driver.counts.counted,
+            rounds_since=0 if run_driver.counts.first is None else run_driver.round - run_driver.counts.first,
         )
 
     def _row(self, spec: RunSpec, run_driver: RunDriver, found: Candidate) -> PeerRow:
@@ -457,12 +457,12 @@ class Service:
 
 def _exchanges(run_driver: RunDriver) -> Exchanges:
     """The exchanges of a gossip run, in figures."""
-    apart = [one.apart for one in run_driver.tally.last if one.apart is not None]
+    apart = [one.apart for one in run_driver.counts.last if one.apart is not None]
     return Exchanges(
         partners=run_driver.search.membership.count,
-        ok=run_driver.tally.ok,
-        failed=run_driver.tally.failed,
-        in_doubt=run_driver.tally.in_doubt,
+        ok=run_driver.counts.ok,
+        failed=run_driver.counts.failed,
+        in_doubt=run_driver.counts.in_doubt,
         spread=sum(apart) / len(apart) if apart else None,
     )
 

@@ -22,7 +22,7 @@ from equipoise.averaging.machines import policy
 from equipoise.averaging.manifest import NONCE_BYTES, Join, Manifest
 from equipoise.averaging.matchmaking.context import Context
 from equipoise.averaging.matchmaking.coordinator import ENDED_KEPT, LEAST_LATE
-from equipoise.averaging.matchmaking.group_builder import Closing, GroupBuilder, Outlook, Parked
+from equipoise.averaging.matchmaking.group_builder import Closing, GroupBuilder, Outlook, ParkedJoin
 from equipoise.averaging.matchmaking.membership import MISSES, Membership
 from equipoise.averaging.matchmaking.messages import MAX_HOPS
 from equipoise.averaging.matchmaking.patient import federated
@@ -282,7 +282,7 @@ class SimulatedRun:
             told = f"the group of round {beyond.manifest.round} has closed"
             self.stop(member, f"too late by {late:.3g} s: {told}", late)
             return
-        parked = Parked(join, self._time.now, search.request.timeout, MAX_HOPS, answered=True)
+        parked = ParkedJoin(join, self._time.now, search.request.timeout, MAX_HOPS, answered=True)
         # Observers make room, and follow by downloads.
         if not self._builder.park(parked) and join.bound is not None:
             idle = (peer for peer, one in self._builder.parked.items() if one.join.bound is None)

@@ -27,7 +27,7 @@ MARGIN = 0.75
 """Part of a micro-batch's time to leave unused: the others would wait for a peer that fills all of its wait."""
 
 
-class Pace:
+class BatchQuota:
     """This peer's share of the target batch. Times are the seconds of any steady clock."""
 
     def __init__(self, target: float) -> None:

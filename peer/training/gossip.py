@@ -26,7 +26,7 @@ from equipoise.peer.errors import Refused
 from equipoise.peer.training import member
 from equipoise.peer.training.local import LocalTraining
 from equipoise.peer.training.options import LocalOptions
-from equipoise.peer.training.progress import Progress
+from equipoise.peer.training.progress import ProgressLine
 
 NEWCOMER = ATTENDANCE_LIMIT
 """Weight of a peer in its first exchange: the mean is almost its partner's model."""
@@ -80,7 +80,7 @@ class Gossip(LocalTraining[Outcome]):
         run.trained_by = type(self).__name__
         self.exchanged = 0
         self.last: Outcome | None = None
-        self._progress = Progress(run.name)
+        self._progress = ProgressLine(run.name)
         self._pending: PendingRound | None = None
         # All live peers are drawn, so the group closes at once when they are in, or with two and after the grace.
         all_of_them = {"strategy": f"federated:quorum=2,grace={END_GRACE}", "group_size": MAX_GROUP_SIZE}

@@ -28,7 +28,7 @@ from equipoise.peer.errors import Refused
 from equipoise.peer.training.downloads import RECOVER_SECONDS, Downloads, Mean
 from equipoise.peer.training.image import Image, ModelPart, TrainingState, digest
 from equipoise.peer.training.options import CommonOptions
-from equipoise.peer.training.progress import Progress
+from equipoise.peer.training.progress import ProgressLine
 from equipoise.peer.training.safetensors_io import ImageError
 from equipoise.tasks import Driver
 
@@ -152,7 +152,7 @@ class Member:
         self._claimed: StateId | None = None
         self._news: deque[events.Event] = deque()
         self._downloads = Downloads(run, subject.state)
-        self._progress = Progress(run.name)
+        self._progress = ProgressLine(run.name)
         self._stays_away_until: float | None = None
         self._ends_at: float | None = None
         self._offered = -1

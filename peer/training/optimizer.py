@@ -27,7 +27,7 @@ from equipoise.peer.client.run import JoinedRun
 from equipoise.peer.client.tensors import sparse_gradients, stepped_tensors
 from equipoise.peer.errors import Refused
 from equipoise.peer.training import image
-from equipoise.peer.training.batch_quota import Pace
+from equipoise.peer.training.batch_quota import BatchQuota
 from equipoise.peer.training.checkpoint import Checkpoints, keep_checkpoints
 from equipoise.peer.training.guard import Guard, is_probe
 from equipoise.peer.training.member import FINISH_SECONDS, Finished, Member, Subject, require_places, wait_for
@@ -117,7 +117,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
         state = image.TrainingState(parts)
         subject = Subject(parameters, buffers, model, state, self._update, self._note_update)
         self.member = Member(run, subject, options, options.target_batch_size)
-        self._pace = Pace(options.target_batch_size)
+        self._pace = BatchQuota(options.target_batch_size)
         self._paced: Outcome | None = None
         self._given = 0.0
         self._updating: int | None = None

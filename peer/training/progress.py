@@ -20,11 +20,11 @@ PAUSE_SECONDS = 0.3
 ERASE = "\r\x1b[K"
 """Has a terminal begin its line again, with nothing on it."""
 
-_latest: list[Progress] = []
+_latest: list[ProgressLine] = []
 """The one that has shown its line last."""
 
 
-class Progress:
+class ProgressLine:
     """Shows where a training is, on standard error where that is a terminal; a notebook or a file shows nothing."""
 
     def __init__(self, run: str, clock: Callable[[], float] = time.monotonic) -> None:

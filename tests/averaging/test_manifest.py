@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from equipoise.averaging.aio.search import MATCHMAKING_FRAME
+from equipoise.averaging.aio.search_driver import MATCHMAKING_FRAME
 from equipoise.averaging.manifest import (
     MAX_PEER_CHARS,
     MAX_ROUND,

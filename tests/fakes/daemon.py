@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from equipoise.averaging.aio.run_driver import Tally
+from equipoise.averaging.aio.run_driver import RoundCounts
 from equipoise.averaging.layout import Vectors
 from equipoise.averaging.metrics import Report, Values
 from equipoise.averaging.outcome import (
@@ -217,7 +217,7 @@ class FakeRunDriver:
         self._network = network
         self._peer = peer
         self._spec = spec
-        self.tally = Tally()
+        self.counts = RoundCounts()
         self.search = self.announcer = self.comparison = self
         self.twins: dict[tuple[str, str], str] = {}
         with network.lock:
@@ -261,7 +261,7 @@ class FakeRunDriver:
             vectors.mean[:] = encoded(self._spec.layout, came.mean)
         if outcome.counted(self._peer):
             self._member.accumulated = 0.0
-        self.tally.add(outcome, self._peer)
+        self.counts.add(outcome, self._peer)
         return outcome
 
     def stop(self, why: str) -> None:

@@ -17,7 +17,7 @@ import torch
 
 from equipoise.averaging.aio.router import Router
 from equipoise.averaging.aio.run_driver import RunDriver
-from equipoise.averaging.aio.search import MATCHMAKING_FRAME
+from equipoise.averaging.aio.search_driver import MATCHMAKING_FRAME
 from equipoise.averaging.matchmaking.messages import GroupFormed, JoinRefused, JoinRequest, decode
 from equipoise.averaging.options import RunOptions
 from equipoise.averaging.outcome import Outcome

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from equipoise.averaging.aio import round_driver
 from equipoise.averaging.aio.round_driver import ROUND_FRAME
 from equipoise.averaging.aio.router import Router
-from equipoise.averaging.aio.search import MATCHMAKING_FRAME
+from equipoise.averaging.aio.search_driver import MATCHMAKING_FRAME
 from equipoise.averaging.aio.sessions import MAX_CHANNELS
 from equipoise.averaging.aio.transfer import TRANSFER_FRAME
 from equipoise.averaging.allreduce import messages as wire

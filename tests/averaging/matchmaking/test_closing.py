@@ -11,7 +11,7 @@ from equipoise.averaging.machines import policy
 from equipoise.averaging.matchmaking import events
 from equipoise.averaging.matchmaking import messages as wire
 from equipoise.averaging.matchmaking.context import Context
-from equipoise.averaging.matchmaking.group_builder import INVITE_AGAIN_SECONDS, GroupBuilder, Parked
+from equipoise.averaging.matchmaking.group_builder import INVITE_AGAIN_SECONDS, GroupBuilder, ParkedJoin
 from equipoise.averaging.matchmaking.machine import Matchmaking
 from equipoise.averaging.options import Needs
 from equipoise.averaging.outcome import Gathering, Idle
@@ -170,7 +170,7 @@ def test_a_round_still_waits_for_a_peer_that_a_newcomer_has_displaced() -> None:
     assert order[0] in drawn
     assert order[5] not in drawn, "it is displaced"
     builder = GroupBuilder(0, Needs(8, 2))
-    builder.park(Parked(join(first, state=STATE), 1.0, 99.0, 0))
+    builder.park(ParkedJoin(join(first, state=STATE), 1.0, 99.0, 0))
     expected, _ = closing.awaited(builder, 1.0)
     assert order[5] in expected
 
@@ -184,7 +184,7 @@ def test_another_trains_in_place_of_a_drawn_peer_that_holds_the_other_state_of_a
         context.membership.hear(name, 1.0)
     other = StateId(STATE.epoch, "f" * 64)
     for name, weight, state in ((first, 1.0, STATE), (forked, 1.0, other), (third, 0.0, STATE)):
-        gathering.park(Parked(join(name, weight=weight, state=state), 1.0, 99.0, 0))
+        gathering.park(ParkedJoin(join(name, weight=weight, state=state), 1.0, 99.0, 0))
     assert gathering.apart == {forked}
     standing = closing.standing(gathering, 1.0)
     assert standing is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from equipoise.averaging.matchmaking.group_builder import FACTOR, MARGIN, GroupBuilder, Parked
+from equipoise.averaging.matchmaking.group_builder import FACTOR, MARGIN, GroupBuilder, ParkedJoin
 from equipoise.averaging.matchmaking.membership import (
     MAX_PEERS,
     MAX_SUSPECT_SECONDS,
@@ -57,7 +57,7 @@ def test_one_mate_that_boasts_does_not_change_the_believed_round() -> None:
 def test_a_join_after_long_waits_of_others_still_gets_in() -> None:
     builder = GroupBuilder(0, Needs(4))
     for name, arrived in (("bob", 0.0), ("carol", 0.1), ("dave", 9.0)):
-        builder.park(Parked(join(name), arrived, 1.0, 0))
+        builder.park(ParkedJoin(join(name), arrived, 1.0, 0))
     assert builder.out_of_patience() == 9.0 + GRACE
 
 

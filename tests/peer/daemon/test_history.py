@@ -14,7 +14,7 @@ from equipoise.peer import connect
 from equipoise.peer.cli import program
 from equipoise.peer.config import load
 from equipoise.peer.daemon import history
-from equipoise.peer.daemon.history import MAX_KEPT, ROUNDS_FILE, History, last_of_each_run, read_history
+from equipoise.peer.daemon.history import MAX_KEPT, ROUNDS_FILE, RoundHistory, last_of_each_run, read_history
 from equipoise.peer.embedded import DaemonThread
 from fakes.daemon import FakeNetwork
 
@@ -26,7 +26,7 @@ def outcome(number: int, run: str = "digits") -> Outcome:
 
 
 def filled(home: Path, count: int) -> None:
-    kept = History(home)
+    kept = RoundHistory(home)
     for number in range(count):
         kept.add(outcome(number))
     kept.close()
@@ -35,7 +35,7 @@ def filled(home: Path, count: int) -> None:
 def test_rounds_outlive_the_daemon(tmp_path: Path) -> None:
     filled(tmp_path, 3)
 
-    later = History(tmp_path)
+    later = RoundHistory(tmp_path)
     later.add(outcome(3))
     later.close()
 
@@ -44,7 +44,7 @@ def test_rounds_outlive_the_daemon(tmp_path: Path) -> None:
 
 def test_what_was_measured_outlives_the_daemon_too(tmp_path: Path) -> None:
     measured = msgspec.structs.replace(outcome(1), metrics={"loss": 0.1}, evaluation={"f 1": 1e300})
-    kept = History(tmp_path)
+    kept = RoundHistory(tmp_path)
     kept.add(measured)
     kept.close()
 
@@ -73,7 +73,7 @@ def test_a_torn_file_costs_only_the_torn_line(tmp_path: Path, torn: bytes) -> No
     with (tmp_path / ROUNDS_FILE).open("ab") as file:
         file.write(torn)
 
-    later = History(tmp_path)
+    later = RoundHistory(tmp_path)
     later.add(outcome(2))
     later.close()
 
@@ -117,7 +117,7 @@ def test_a_disk_that_fills_under_a_daemon_is_a_warning_until_there_is_room(
         (warning,) = client.status().warnings
         monkeypatch.setattr(psutil, "disk_usage", lambda path: room)
         assert client.status().warnings == ()
-        monkeypatch.setattr(History, "trouble", "cannot write it")
+        monkeypatch.setattr(RoundHistory, "trouble", "cannot write it")
         assert client.status().warnings == ("cannot write it",)
     daemon.stop()
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from equipoise.averaging.aio.run_driver import Tally
+from equipoise.averaging.aio.run_driver import RoundCounts
 from equipoise.averaging.outcome import Outcome
 from equipoise.compression.choice import WORTH_VALUES
 from equipoise.peer.daemon.session import LOADS, _exchanges
@@ -18,7 +18,7 @@ from equipoise.peer.daemon.session import LOADS, _exchanges
 def test_exchanges_in_doubt_are_counted_beyond_the_history() -> None:
     last = deque([Outcome(ok=True, reason="", apart=0.25), Outcome(ok=True, reason="", apart=None)], maxlen=2)
     search = SimpleNamespace(membership=SimpleNamespace(count=3))
-    run = SimpleNamespace(search=search, tally=Tally(last, ok=5000, failed=9, in_doubt=2))
+    run = SimpleNamespace(search=search, counts=RoundCounts(last, ok=5000, failed=9, in_doubt=2))
     told = _exchanges(run)  # type: ignore[arg-type]
     assert (told.partners, told.ok, told.failed, told.in_doubt) == (3, 5000, 9, 2)
     assert told.spread == pytest.approx(0.25), "an exchange with a newcomer tells no distance"

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from equipoise.averaging.outcome import Outcome
-from equipoise.peer.training.batch_quota import FORMING_SECONDS, Pace, deal
+from equipoise.peer.training.batch_quota import FORMING_SECONDS, BatchQuota, deal
 
 weights = st.dictionaries(st.sampled_from("abcdefgh"), st.floats(0.5, 1e4), min_size=1)
 
@@ -20,20 +20,20 @@ def test_all_is_dealt_and_nobody_is_a_whole_unit_off(units: int, given_weights: 
     assert all(abs(dealt[name] - units * weight / total) < 1 for name, weight in given_weights.items())
 
 
-def averaged(pace: Pace, contributors: dict[str, float], waited: float) -> None:
+def averaged(pace: BatchQuota, contributors: dict[str, float], waited: float) -> None:
     pace.averaged(
         Outcome(ok=True, reason="", contributors=contributors, seconds={"matchmaking": waited}), "a", 8
     )
 
 
 def test_before_the_first_round_the_swarm_must_have_it_all() -> None:
-    pace = Pace(32)
+    pace = BatchQuota(32)
     assert not pace.reached(24, 31)
     assert pace.reached(24, 32)
 
 
 def test_equal_peers_make_a_quarter_each() -> None:
-    pace = Pace(32)
+    pace = BatchQuota(32)
     averaged(pace, dict.fromkeys("abcd", 2.0**-30), 3.0)
     assert pace.reached(8, 8)
     assert not pace.reached(7, 7)
@@ -41,7 +41,7 @@ def test_equal_peers_make_a_quarter_each() -> None:
 
 @pytest.mark.parametrize(("waited", "batches"), [(0.0, 1), (FORMING_SECONDS, 1), (FORMING_SECONDS + 3.0, 3)])
 def test_who_waits_long_makes_more(waited: float, batches: int) -> None:
-    pace = Pace(32)
+    pace = BatchQuota(32)
     pace.returned(10.0)
     pace.computed(11.0)
     averaged(pace, dict.fromkeys("abcd", 8.0), waited)
@@ -50,7 +50,7 @@ def test_who_waits_long_makes_more(waited: float, batches: int) -> None:
 
 
 def test_one_that_was_capped_has_made_what_it_claimed() -> None:
-    pace = Pace(3200.0)
+    pace = BatchQuota(3200.0)
     pace.returned(10.0)
     pace.computed(11.0)
     weights = {"a": 80.0, "b": 8.0, "c": 8.0}
@@ -63,14 +63,14 @@ def test_one_that_was_capped_has_made_what_it_claimed() -> None:
 
 
 def test_alone_it_makes_it_all() -> None:
-    pace = Pace(32)
+    pace = BatchQuota(32)
     averaged(pace, {"a": 8.0, "b": 24.0}, 0.0)
     pace.alone()
     assert not pace.reached(31, 31)
 
 
 def test_one_that_has_just_come_meets_with_what_it_has_however_long_it_waited() -> None:
-    pace = Pace(64.0)
+    pace = BatchQuota(64.0)
     pace.returned(0.0)
     pace.computed(1.0)
     pace.averaged(

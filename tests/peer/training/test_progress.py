@@ -12,7 +12,7 @@ import pytest
 
 from equipoise.averaging.outcome import Outcome
 from equipoise.peer.training import progress
-from equipoise.peer.training.progress import ERASE, PAUSE_SECONDS, Progress
+from equipoise.peer.training.progress import ERASE, PAUSE_SECONDS, ProgressLine
 
 LAST = Outcome(ok=True, reason="", group=("a", "b", "c"), seconds={"total": 0.314})
 
@@ -41,7 +41,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
 
 def test_the_line_is_renewed_at_most_a_few_times_a_second(terminal: Terminal) -> None:
     now = [0.0]
-    line = Progress("digits", lambda: now[0])
+    line = ProgressLine("digits", lambda: now[0])
 
     for _ in range(100):
         line.show(7, "50 % of the batch", LAST)
@@ -57,7 +57,7 @@ def test_the_line_is_renewed_at_most_a_few_times_a_second(terminal: Terminal) ->
 
 
 def test_what_is_logged_has_a_line_of_its_own(terminal: Terminal) -> None:
-    line = Progress("digits", lambda: 0.0)
+    line = ProgressLine("digits", lambda: 0.0)
     line.show(7, "step 3 of 50", None)
 
     logging.getLogger("equipoise.test").warning("a warning")
@@ -73,7 +73,7 @@ def test_nothing_is_shown_where_there_is_no_terminal(
 ) -> None:
     monkeypatch.setattr(progress, "sys", SimpleNamespace(stderr=stream))
 
-    line = Progress("digits")
+    line = ProgressLine("digits")
     line.show(7, "step 3 of 50", LAST)
     line.clear()
 
@@ -81,4 +81,4 @@ def test_nothing_is_shown_where_there_is_no_terminal(
     closed = Terminal()
     closed.close()
     monkeypatch.setattr(progress, "sys", SimpleNamespace(stderr=closed))
-    Progress("digits").show(7, "step 3 of 50", LAST)
+    ProgressLine("digits").show(7, "step 3 of 50", LAST)

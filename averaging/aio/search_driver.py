@@ -37,7 +37,7 @@ without a peer that is new here."""
 log = logging.getLogger(__name__)
 
 
-class Search:
+class SearchDriver:
     """Finds groups for as long as this peer takes part in the run.
 
     Args:
