@@ -276,7 +276,7 @@ class Transfer:
     async def fetch(self, wish: Wish, timeout: float, room: Room) -> FetchOutcome:
         """Get a snapshot from all peers that have it, or a mean that this peer missed.
 
-        Unless the mean is `proved`, this peer stands at the state before it.
+        This peer stands at the state before the mean.
 
         Args:
             timeout: Seconds for everything; the outcome fails with a reason when they are over.
@@ -315,22 +315,24 @@ class Transfer:
         self._driver.tell(events.RoundOver())
 
     async def _recover(self, wish: Wish, after: StateId, timeout: float, room: Room) -> FetchOutcome:
-        if not wish.proved:
-            self.reach(after.epoch)
-        memory = memoryview(b"")
+        self.reach(after.epoch)
+        spec = self._spec
+        memory = own = await self._own_image(after)
 
         def image(size: int) -> memoryview:
             nonlocal memory
             memory = memoryview(mmap.mmap(-1, size))  # It takes no memory before it is written to.
             return memory
 
-        spec = self._spec
-        got = await self._get(self._question(wish, after), timeout, image)
+        got = FetchOutcome(ok=True, reason="")
+        if own is None:
+            got = await self._get(self._question(wish, after), timeout, image)
         if got.ok:
             try:
-                args = memory, spec, after, self._verify, room
+                how = "missed, and had from others: " if own is None else "missed, and kept here: "
+                args = memory or memoryview(b""), spec, after, self._verify, room, how
                 mean, found = await self._loop.run_in_executor(None, unpack, *args)
-                if not wish.proved:  # What its digest may yet disprove goes to no other peer.
+                if own is None:
                     self.keep(mean, got.age)
                 got = msgspec.structs.replace(got, reason=found.reason, size=self.size, round=found)
             except (ValueError, FrameRefused) as error:
@@ -340,11 +342,18 @@ class Transfer:
         self.on_mean(got)
         return got
 
+    async def _own_image(self, after: StateId) -> memoryview | None:
+        """The image of a mean that is kept here, if it is: this daemon was in the round without its script's state."""
+        kept = self._means.get(after)
+        if isinstance(kept, ImageId):
+            return self._held[kept.digest].data
+        return memoryview(await self._loop.run_in_executor(None, kept.image)) if kept else None
+
     def _question(self, wish: Wish, after: StateId) -> Request:
         """The question for the mean after a state."""
         spec, ticket, circle = self._spec, self._sessions.chance.randbytes(TICKET_BYTES), wish.circle
         membership, drawn = self._membership, frozenset(self.draw(after).peers)
-        follows = not (wish.proved or wish.patient) and membership.crowded and not membership.observes
+        follows = not wish.patient and membership.crowded and not membership.observes
         follows = follows and self._sessions.peer not in drawn
         quorum = spec.strategy.quorum if spec.strategy.least or follows else 0
         if spec.strategy.least:  # Its last group may have nobody in common with the next.
@@ -527,7 +536,7 @@ class Transfer:
 
 
 def unpack(
-    image: memoryview, spec: RunSpec, after: StateId, verify: Verify, room: Room
+    image: memoryview, spec: RunSpec, after: StateId, verify: Verify, room: Room, how: str
 ) -> tuple[EncodedMean, Outcome]:
     """Take the image of a mean apart, for a thread; its digest was checked. Returns it and its round's outcome.
 
@@ -535,6 +544,7 @@ def unpack(
         after: The state that the mean must lead on from.
         verify: Checks the signatures of the members' joins.
         room: Makes room for the encoded mean, u8 [`encoded_size`]; its content is undefined if this raises.
+        how: What its outcome's reason begins with.
 
     Raises:
         ValueError: The image is no mean of this run after this state, or there is no room.
@@ -553,5 +563,5 @@ def unpack(
     for part, place, encoded in zip(group.parts, places, mean.parts, strict=True):
         layout.codec_of(part).check(encoded, part.size)
         result[place] = encoded
-    outcome = mean_outcome(spec, group, mean, mean.digest(), "missed, and had from others: ")
+    outcome = mean_outcome(spec, group, mean, mean.digest(), how)
     return mean, msgspec.structs.replace(outcome, bytes_received=mean.size)

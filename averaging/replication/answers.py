@@ -35,7 +35,6 @@ class Wish(msgspec.Struct, frozen=True):
             its snapshot. More than half of them must offer the same mean, as far as they can be reached. For a
             snapshot: PeerIDs of the only peers to take it from, while any is there.
         barred: PeerIDs of the peers whose last snapshot did not fit the newcomer's model: they are not asked.
-        proved: Whether the newcomer will know that mean by its digest, so that it can take it from any donor.
         patient: Whether to wait for the peers that are not as far, if no other peer has that mean.
     """
 
@@ -44,7 +43,6 @@ class Wish(msgspec.Struct, frozen=True):
     after: StateId | None = None
     circle: Peers = frozenset()
     barred: Peers = frozenset()
-    proved: bool = False
     patient: bool = False
 
 

@@ -7,7 +7,7 @@ asked for its chunks at once. If no donor is left, the newcomer asks again, and 
 offered. It ends with the whole image or, at its timeout, with the reason why it has none.
 
 A newcomer gets a mean that it missed in the same way, or learns once the donors have answered that it cannot have it
-(`update_query`). If no donor delivers anything of a mean, the newcomer tries another that is offered.
+(`update_query`).
 """
 
 from __future__ import annotations
@@ -56,7 +56,6 @@ class Fetch:
         self._image: ImageId | None = None
         self._digests_known = False
         self._memory = 0
-        self._slow: set[str] = set()
         self._ask_at = now + ASK_AGAIN_SECONDS
         self._notes: deque[str] = deque(maxlen=MAX_NOTES)
         self._next_change = float("inf")
@@ -136,14 +135,11 @@ class Fetch:
             self._bar(peer, f"{what} from it has not the digest it should have")
             return
         self._sources.receive(peer, message.item, now)
-        self._slow.discard(peer)
         if not self._digests_known:
             self._digests_known = True
             self._sources = ChunkScheduler(range(1, self._image.chunks + 1), self._sources.donors)
 
     def _lose(self, peer: str, reason: str) -> None:
-        if self._sources.expects(peer, 0):
-            self._slow.add(peer)  # The donor broke off before it sent the digests.
         self._poll.forget(peer)
         self._leave_out(peer, reason)
 
@@ -195,19 +191,9 @@ class Fetch:
             self._fail(problem, now)
 
     def _outranked(self, offer: Offer, now: float) -> bool:
-        """True if another mean may come sooner, or is more likely to be the group's, than the mean on its way."""
-        if self._missed is None or not self._sources.left:
-            return False
-        self._note_slow(now)
-        if self._sources.donors.keys() <= self._slow:
-            self._missed.doubt(offer)
-        best = self._missed.agreement(now)
-        return best is not None and self._missed.rank(best.offer) > self._missed.rank(offer)
-
-    def _note_slow(self, now: float) -> None:
-        for peer in self._sources.stalled(now):
-            self._slow.add(peer)
-            self._notes.append(f"{peer[-8:]}: nothing came from it for {STALL_SECONDS:g} s")
+        """True if another mean is more likely to be the group's than the mean on its way."""
+        best = self._missed.agreement(now) if self._missed and self._sources.left else None
+        return best is not None and best.offer != offer
 
     def _begin(self, agreement: Agreement, now: float) -> None:
         image = agreement.offer.image
@@ -216,7 +202,6 @@ class Fetch:
             self._image = image
             self._sources = ChunkScheduler([0])
             self._digests_known, self._memory = False, 0
-            self._slow.clear()
             self._out.append(events.Allocate(image))
         for peer in agreement.donors:
             self._sources.add(peer)
@@ -226,7 +211,8 @@ class Fetch:
         if not self._sources.left:
             self._complete(agreement, now)
             return
-        self._note_slow(now)
+        for peer in self._sources.stalled(now):
+            self._notes.append(f"{peer[-8:]}: nothing came from it for {STALL_SECONDS:g} s")
         image = agreement.offer.image
         if self._memory == image.size or not self._digests_known:
             for peer, items in self._sources.requests(now):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import msgspec
 
 from equipoise.averaging.outcome import Outcome
-from equipoise.averaging.replication.log import Entry
 from equipoise.averaging.state import StateId
 
 
@@ -15,12 +14,10 @@ class RoundEnded(msgspec.Struct, frozen=True):
     Attributes:
         outcome: The round's outcome.
         missing: If it is ok: number of known peers that did not take part.
-        values: The mean, encoded; see `Entry`.
     """
 
     outcome: Outcome
     missing: int = 0
-    values: object = None
 
 
 class SnapshotFetched(msgspec.Struct, frozen=True):
@@ -31,7 +28,7 @@ class SnapshotFetched(msgspec.Struct, frozen=True):
 
 
 class MeanFetched(msgspec.Struct, frozen=True):
-    """A missed mean is here, encoded, and the outcome of its round."""
+    """A missed mean is here, encoded, and the outcome of its round; the follower never looks at the values."""
 
     outcome: Outcome
     values: object = None
@@ -52,7 +49,7 @@ class DownloadFailed(msgspec.Struct, frozen=True):
 
 
 class Stopped(msgspec.Struct, frozen=True):
-    """The download was stopped; the follower drops means that were fetched and not applied."""
+    """The download was stopped."""
 
 
 class Overdue(msgspec.Struct, frozen=True):
@@ -100,7 +97,7 @@ class Checked(msgspec.Struct, frozen=True):
 
 
 class Interrupted(msgspec.Struct, frozen=True):
-    """An update, or a load, has raised half-way; the follower drops the held means."""
+    """An update, or a load, has raised half-way."""
 
 
 class Written(msgspec.Struct, frozen=True):
@@ -116,9 +113,17 @@ Event = RoundEnded | DownloadEvent | OwnEvent
 
 
 class Commit(msgspec.Struct, frozen=True):
-    """Apply a mean."""
+    """Apply a mean.
 
-    entry: Entry
+    Attributes:
+        before: The state to which the group applied it.
+        outcome: The outcome of its round.
+        values: The mean, encoded, as it was fetched; None for the mean of the round that has just ended.
+    """
+
+    before: StateId
+    outcome: Outcome
+    values: object = None
 
 
 class Check(msgspec.Struct, frozen=True):

@@ -35,7 +35,6 @@ from equipoise.averaging.outcome import Outcome
 from equipoise.averaging.replication import events, lineage
 from equipoise.averaging.replication.events import Action, Event
 from equipoise.averaging.replication.known import Known, Trust
-from equipoise.averaging.replication.log import HELD_MEANS, MAX_MISSED, Entry, Log, within_reach
 from equipoise.averaging.state import StateId
 from equipoise.averaging.weights import ATTENDANCE_LIMIT, LEAST_CONTRIBUTION
 from equipoise.limits import backoff
@@ -64,6 +63,11 @@ FIRST_SNAPSHOT = 2
 LOOKS_BACK = 3
 """Most questions of a peer whose group has left for the mean after one state; each may cost seconds of training."""
 
+MAX_MISSED = 32
+"""Most means that a peer applies on its way to the group's state, if daemons keep them. A snapshot with Adam's two
+moments has twelve bytes a value, a round in int8 about two. So on a link that bounds both, a snapshot is six rounds
+old, and older if the link is shared."""
+
 FETCH_PAUSE = 0.5
 """Seconds from a failed download to the next. The pause doubles after each failure in a row: otherwise a peer that no
 image fits would make all donors send whole images after every round, for ever."""
@@ -88,13 +92,13 @@ class Following(msgspec.Struct, frozen=True):
 
 
 class Behind(msgspec.Struct, frozen=True):
-    """This peer's state is not the group's: it attends without a contribution, and keeps each mean in its log.
+    """This peer's state is not the group's: it attends without a contribution, so that its daemon keeps each mean.
 
-    Meanwhile it fetches the few means that it missed, which all daemons keep for a while, or else a snapshot. Then it
-    applies the kept means and follows the group; no peer had to wait for it.
+    Meanwhile it fetches the few means that it missed, which all daemons keep for a while, or else a snapshot, and then
+    the means since. Then it follows the group; no peer had to wait for it.
 
     Attributes:
-        group: The group's state in the last round; None if others have said no more than their epoch.
+        group: The group's state before the last round; None if others have said no more than their epoch.
         epoch: That epoch, or that state's.
     """
 
@@ -163,7 +167,6 @@ class Follower:
         phase: This peer's phase.
         reason: Reason for the phase, one line.
         doubts: Whether the script has written to the state, and no round has ended since.
-        log: The means of the group that this peer has not applied.
         known: The peers that this peer has trained with, and believes before all others.
         circle: PeerIDs of the peers that vouch for the group's state: they held it in the last round, or had a vote on
             the snapshot.
@@ -178,11 +181,10 @@ class Follower:
         now: float,
         alone: Alone = "train",
         patience: float = 10.0,
-        held: int = HELD_MEANS,
         trust: Trust = "known",
     ) -> None:
         """This peer, `name`, starts with `state`. With `alone="train"` it trains alone after `patience` seconds without
-        company. It has memory for `held` means, at least 2. `trust`: the peers whose claims count."""
+        company. `trust`: the peers whose claims count."""
         self._name = name
         self._alone = alone
         self._patience = patience
@@ -191,13 +193,14 @@ class Follower:
         self.doubts = False
         self.phase: Phase = Joining()
         self.reason = "it has not met the group yet"
-        self.log = Log(held)
         self.known = Known(name, trust, patience, now)
         self.circle: tuple[str, ...] = ()
         # What it does about it.
         self._placed = True
         self._rounds = _Rounds(now, now)
         self._looks = _Looks((state, 0))
+        self._asked: StateId | None = None
+        self._given_up: StateId | None = None
         self._snapshot = _Snapshot(now)
 
     @property
@@ -258,8 +261,7 @@ class Follower:
             case events.DownloadFailed(_, decided, beyond):
                 return self._look_failed(decided, beyond, now)
             case events.Stopped():
-                self._snapshot.asked, self._looks.meets = None, False
-                self.log.forget()
+                self._snapshot.asked, self._looks.meets, self._asked = None, False, None
                 return []
 
     def _on_own(self, event: events.OwnEvent, now: float) -> list[Action]:
@@ -279,7 +281,7 @@ class Follower:
                 return [events.Check()] if lineage.is_checked(self.state.epoch) else []
             case events.Checked(digest):
                 self._become(self.state.epoch, f"parameters {digest}")
-                return self._replay(now) if self.behind else []
+                return [] if self.joins else self._go_on(now)
             case events.Interrupted():
                 # Nobody else holds this state. It has the epoch before, to outvote no peer of an equal one.
                 self._become(max(self.state.epoch - 1, 0), f"interrupted at {self._name}")
@@ -297,7 +299,7 @@ class Follower:
         self.doubts = self.state.epoch > 0
         self.state = StateId(self.state.epoch, lineage.beginning(digest).lineage)
         if self.behind:
-            self.log.forget(reason)
+            self._asked, self._given_up = None, self.state
             return self._return(now)
         self._join_anew(reason)
         return []
@@ -329,15 +331,12 @@ class Follower:
         gave = any(weight >= MEETING_WEIGHT for weight in outcome.contributors.values())
         if not gave and group == self.state and self._waits_for_older_group(event.missing):
             return []
-        entry = Entry(group, outcome, event.values) if gave else None
         if group == self.state:
-            return self._follow_on(entry, outcome, now)
+            return self._follow_on(outcome, gave, now)
         if not self.behind:
             told, other = lineage.told(self.state), lineage.told(group)
             self.reason = f"behind: it holds {told}, the group {other}"
         self.phase = Behind(group, group.epoch)
-        if entry is not None:
-            self.log.hold(entry)
         return self._return(now)
 
     def _note_members(self, outcome: Outcome, group: StateId) -> None:
@@ -363,10 +362,9 @@ class Follower:
         self.reason = f"waiting: this peer has met only other newcomers so far; {others} may know more"
         return True
 
-    def _follow_on(self, entry: Entry | None, outcome: Outcome, now: float) -> list[Action]:
+    def _follow_on(self, outcome: Outcome, gave: bool, now: float) -> list[Action]:
         """The group's state is this peer's: follow it."""
-        self.log.clear()
-        self._snapshot = _Snapshot(now)
+        self._asked, self._snapshot, self._looks.ahead = None, _Snapshot(now), 0
         self.phase, self.reason = Following(), "its state is the group's"
         most = outcome.state
         if most is not None and most != self.state:
@@ -376,12 +374,11 @@ class Follower:
                 f"this peer keeps its own state: {others}, with none of which it has trained; "
                 'pass trust="heads" to follow the majority'
             )
-        if entry is None:
+        if not gave:
             return []
         givers = {name: weight for name, weight in outcome.contributors.items() if weight >= MEETING_WEIGHT}
         self.known.add(self._others_at(self.state, outcome, givers))
-        self.log.hold(entry)
-        return self._replay(now)
+        return self._commit(outcome)
 
     def _nobody_knows(self, now: float) -> list[Action]:
         """No member claimed a state. If that lasts, all its holders have left, and each peer claims its own again."""
@@ -390,21 +387,24 @@ class Follower:
         return []
 
     def _join_anew(self, reason: str) -> None:
-        self.phase, self.reason, self._snapshot.asked = Joining(), reason, None
-        self.log.clear()
+        self.phase, self.reason, self._snapshot.asked, self._asked = Joining(), reason, None, None
 
     # ---- the way back ----
 
     def _return(self, now: float) -> list[Action]:
         """Return to the group: by the missed means or, if no peer has them, by a snapshot."""
         assert isinstance(self.phase, Behind)
-        if self._snapshot.asked is not None or self.log.asked is not None:
+        if self._snapshot.asked is not None or self._asked is not None:
             return []
-        after = self.log.next(self.state, self.log.start or self.phase.group)
-        if after is not None:
-            return [events.FetchMean(after)]
-        self.log.forget(self.log.given_up)
-        return self._fetch(self.log.start.epoch if self.log.start else self.phase.epoch, now)
+        group = self.phase.group
+        missed = 0 if group is None else group.epoch - self.state.epoch
+        if self._given_up != self.state and 0 < missed <= MAX_MISSED:
+            return self._ask()
+        return self._fetch(self.phase.epoch, now)
+
+    def _ask(self) -> list[Action]:
+        self._asked = self.state
+        return [events.FetchMean(self.state)]
 
     def _fetch(self, at_least: int, now: float) -> list[Action]:
         if self._snapshot.asked is not None or now < self._snapshot.after:
@@ -423,90 +423,67 @@ class Follower:
         self._snapshot.asked = None
         if self.follows or (self.joins and state.epoch < self.state.epoch):
             return []
-        if any(entry.before.epoch == state.epoch and entry.before != state for entry in self.log.held):
-            return self._snapshot_failed(
-                f"that of epoch {state.epoch} is of another state than the group's", now
-            )
-        first = self.log.start or state
-        if state.epoch < first.epoch and not within_reach(state, first):
-            self.reason = (
-                f"behind: the snapshot of epoch {state.epoch} is older than the means that were kept"
-            )
-            return self._fetch(first.epoch, now)
-        self.state = state
-        self.log.skip_to(state)
-        if self.log.held:
-            return [events.Heal(), *self._replay(now)]
-        self.circle = voters
-        # This peer does not know which means the group has applied since.
-        return [events.Heal(), *self._replay(now), *self._look_ahead(MAX_MISSED)]
+        group, epoch = (self.phase.group, self.phase.epoch) if isinstance(self.phase, Behind) else (None, 0)
+        if group is None:
+            self.circle = voters
+        elif group.epoch == state.epoch and group != state:
+            told = f"that of epoch {state.epoch} is of another state than the group's"
+            return self._snapshot_failed(told, now)
+        if epoch - state.epoch > MAX_MISSED:
+            self.reason = f"behind: the snapshot of epoch {state.epoch} is older than the means that are kept"
+            return self._fetch(epoch, now)
+        self.state, self._asked = state, None
+        return [events.Heal(), *self._go_on(now)]
 
     def _mean_fetched(self, outcome: Outcome, values: object, now: float) -> list[Action]:
-        before = outcome.state
-        entry = None if before is None else Entry(before, outcome, values)
-        if before is None or entry is None or not self.log.take(entry):
+        if self._asked is None or self._asked != outcome.state:
             return []
-        self.circle = self._others_at(before, outcome, outcome.contributors) or self.circle
-        if not isinstance(self.phase, Behind):
-            return self._caught_up(entry, now)
-        target = self.log.start or self.phase.group
-        assert target is not None, "it is behind a state"
-        if entry.leads_to(target):
-            self.log.believe()
-            return self._replay(now)
-        if entry.after.epoch >= target.epoch:
-            return self._give_up_means("they do not lead to the group's state", now)
-        return self._return(now)
-
-    def _caught_up(self, entry: Entry, now: float) -> list[Action]:
-        """Apply a mean that the group has applied to this peer's state."""
+        self._asked = None
+        self.circle = self._others_at(self.state, outcome, outcome.contributors) or self.circle
         self._looks.meets = self._looks.unsure = False
         self._snapshot.pause, self._rounds.late = 0.0, 0
-        self.log.believe()
-        self.phase = Following()
-        self.reason = f"it missed the mean after {lineage.told(entry.before)}, and has it now"
-        actions = self._replay(now)
-        checks = isinstance(actions[-1], events.Check)
-        return actions if checks else [*actions, *self._look_ahead(self._looks.ahead - 1)]
+        if not self.behind:
+            self.phase = Following()
+            self.reason = f"it missed the mean after {lineage.told(self.state)}, and has it now"
+        actions = self._commit(outcome, values)
+        return actions if isinstance(actions[-1], events.Check) else [*actions, *self._go_on(now)]
+
+    def _commit(self, outcome: Outcome, values: object = None) -> list[Action]:
+        """Apply a mean; now and then, check the parameters too."""
+        before, self.state = self.state, lineage.after(self.state, outcome.digest)
+        commit = events.Commit(before, outcome, values)
+        return [commit, events.Check()] if lineage.is_checked(self.state.epoch) else [commit]
 
     def _give_up_means(self, reason: str, now: float) -> list[Action]:
         self.reason += f"; the means between are not to be had: {reason}"
-        self.log.forget(reason)
+        self._asked, self._given_up = None, self.state
         return self._return(now)
 
-    def _replay(self, now: float) -> list[Action]:
-        """Apply the held means one after another, up to the next check of the parameters."""
-        actions: list[Action] = []
-        while (entry := self.log.pop(self.state)) is not None:
-            actions.append(events.Commit(entry))
-            self.state = entry.after
-            if lineage.is_checked(self.state.epoch):
-                return [*actions, events.Check()]
-        if (start := self.log.start) is not None:
-            if start.epoch == self.state.epoch:
-                own, group = lineage.told(self.state), lineage.told(start)
+    def _go_on(self, now: float) -> list[Action]:
+        """Take the next step of the way to the group's state, if this peer is on it and has just moved."""
+        group = self.phase.group if isinstance(self.phase, Behind) else None
+        if group is not None and self.state != group and self.state.epoch <= group.epoch:
+            if group.epoch == self.state.epoch:
+                own, other = lineage.told(self.state), lineage.told(group)
                 causes = "another machine or library, or a script that wrote to the state"
-                self.reason = f"behind: this peer computed {own}, the group {group}: {causes}"
-            return [*actions, *self._return(now)]
-        if not self.follows:
-            # The next round tells whether this is the group's state; most likely it is.
-            self.phase = Following()
-            self.reason = f"it caught up with the group at {lineage.told(self.state)}"
-        return actions
+                self.reason = f"behind: this peer computed {own}, the group {other}: {causes}"
+            return self._return(now)
+        if self.follows:
+            return self._look_ahead(self._looks.ahead - 1)
+        # The next round tells whether this is the group's state; most likely it is.
+        self.phase = Following()
+        self.reason = f"it caught up with the group at {lineage.told(self.state)}"
+        return self._look_ahead(MAX_MISSED if group is None else 1)
 
     # ---- looks for the mean after its own state ----
 
     def _look_ahead(self, most: int = 1) -> list[Action]:
         """Ask for the mean that the group may have applied to this state, and then for the next, up to `most`."""
-        self._looks.ahead = most
-        if not most or self.log.asked is not None:
-            return []
-        self.log.asked = self.state
-        return [events.FetchMean(self.state)]
+        self._looks.ahead = max(most, 0)
+        return self._ask() if most > 0 and self._asked is None else []
 
     def _look_failed(self, decided: bool, beyond: int, now: float) -> list[Action]:
-        self.log.forget()
-        looks = self._looks
+        looks, self._asked, self._looks.ahead = self._looks, None, 0
         if beyond > self.state.epoch and (looks.meets or not self._placed):
             return self._overtaken(beyond, now)
         if decided and looks.back[0] == self.state:
@@ -526,7 +503,6 @@ class Follower:
         self.phase = Behind(None, epoch)
         self.reason = f"behind: it holds {lineage.told(self.state)}, and the group has reached epoch {epoch}"
         self._rounds.group_at = now
-        self.log.clear()
         actions = self._return(now)
         # A snapshot that takes longer than means are kept does not help: donors must not send such for ever.
         self._snapshot.put_off(now)
@@ -592,6 +568,6 @@ class Follower:
     def _step_alone(self, why: str) -> list[Action]:
         if self.behind:
             self._snapshot.asked = None
-        self.log.clear()
+        self._asked = None
         self.phase, self.reason, self.doubts = Joining(), f"it trains alone: {why}", False
         return [events.StepAlone()]

@@ -1,7 +1,6 @@
 """The id of a state follows from the id before and the mean that was applied.
 
-A lineage is a digest over all applied means. So the digests of a chain of means, from a peer's own state to a state
-that the group claims, prove all these means together, from any source.
+A lineage is a digest over all applied means, so peers with equal ids hold equal states.
 """
 
 from __future__ import annotations

@@ -26,6 +26,10 @@ KEPT_MEANS = 8
 """Most means that a donor keeps. A peer that is further behind takes a snapshot instead: eight means in int8 are as
 large as the image of a state with Adam's two moments."""
 
+OWN_MEANS, OWN_BYTES = 32, 1024 * 1024 * 1024
+"""Most means that a donor keeps because its own trainer lacks them, while that downloads a snapshot, and their bytes: a
+snapshot is always some rounds old, and needs the means since. Snapshots are larger, by six times with Adam and int8."""
+
 MAX_SNAPSHOTS, SNAPSHOTS_SECONDS = 8, 60.0
 """Most snapshots that newcomers may ask a trainer for, and the time for them: each copies the trainer's memory. The
 bound is for all newcomers together, because identities are free; a snapshot is offered to all of them."""
@@ -250,14 +254,18 @@ class Server:
     def _keep(self, before: StateId, mean: _Mean, most: int) -> None:
         """Keep another mean, in place of an earlier one after the same state, and drop the oldest beyond the bounds.
 
-        All means together take at most `most` bytes; the last one is kept whatever its size. Means that are being
-        downloaded go last.
+        All means together take at most `most` bytes, unless this donor's trainer lacks them; the last one is kept
+        whatever its size. Means that are being downloaded go last.
         """
         means, read = self._means, self._reading
         means.pop(before, None)
         means[before] = mean
-        while len(means) > 1 and (len(means) > KEPT_MEANS or sum(one.size for one in means.values()) > most):
+        while len(means) > 1:
             *older, _ = means.items()
+            lacks = self._epoch is not None and older[0][0].epoch >= self._epoch
+            count, size = (OWN_MEANS, OWN_BYTES) if lacks else (KEPT_MEANS, most)
+            if len(means) <= count and sum(one.size for one in means.values()) <= size:
+                return
             unread = (state for state, one in older if one.image is None or one.image.digest not in read)
             oldest = next(unread, older[0][0])
             del means[oldest]

@@ -12,9 +12,7 @@ missed it. Drawn peers belong to the circle, though they may never have met this
 not beyond the state do not count, and the quorum of such a round must offer the mean, but for its members that are
 gone. One member in the circle is enough: the others may have come to the state by a download.
 
-A peer that will know the mean by its digest takes it from any donor. It first tries the mean that most of its circle
-offer, so that inventions of strangers cost it no time, and last a mean that its donors offer but do not deliver. The
-choice changes as answers come: a peer in the middle of that round answers when the round has ended.
+The choice changes as answers come: a peer in the middle of that round answers when the round has ended.
 """
 
 from __future__ import annotations
@@ -37,17 +35,10 @@ class UpdateQuery(Answers):
         self._after = request.wish.after
         self._request = request
         self._circle = request.wish.circle
-        self._doubted: set[Offer] = set()
 
-    def doubt(self, offer: Offer) -> None:
-        """Note that no donor of this offer has delivered any of it when asked."""
-        self._doubted.add(offer)
-
-    def rank(self, offer: Offer) -> tuple[bool, bool, int]:
-        """The rank of an offer; the highest is tried first. An offer of more than half of the circle comes before all
-        others, then an offer that is not doubted, then the offer of more peers of the circle."""
-        near = sum(self.offers(peer, offer) for peer in self._circle)
-        return 2 * near > len(self._circle), offer not in self._doubted, near
+    def _near(self, offer: Offer) -> int:
+        """The number of peers of the circle that make an offer."""
+        return sum(self.offers(peer, offer) for peer in self._circle)
 
     @property
     def behind(self) -> int:
@@ -63,17 +54,16 @@ class UpdateQuery(Answers):
     def agreement(self, now: float) -> Agreement | None:
         """Return the mean to try next; None if no mean is believed so far."""
         tally = self._tally
-        offer = max(tally, key=lambda one: (*self.rank(one), tally[one], one.image.digest), default=None)
+        offer = max(tally, key=lambda one: (self._near(one), tally[one], one.image.digest), default=None)
         if offer is None:
             return None
         voters, quorum = self._circle, self._request.quorum
         if self._settled(now, LONE_SECONDS):
             voters = voters & self.peers.keys() - self._silent
-        *_, near = self.rank(offer)
-        gone = len(self._circle) - len(voters)
+        near, gone = self._near(offer), len(self._circle) - len(voters)
         if quorum and near and tally[offer] + gone >= quorum:
             voters = voters - {peer for peer in voters if self._waits(peer)}
-        if 2 * near <= len(voters) and not (self._request.wish.proved and self._settled(now)):
+        if 2 * near <= len(voters):
             return None
         return self._agreed(offer, f"{tally[offer]} of {count(len(self.peers), 'peer')} offer it")
 
@@ -101,10 +91,9 @@ class UpdateQuery(Answers):
 
     @property
     def _awaited(self) -> Set[str]:
-        """The peers of the circle that are there, unless any donor will do: other peers are asked too, but anybody can
-        write records of peers that never answer, and those must not delay every question."""
-        near = self._circle & self.peers.keys()
-        return self.peers.keys() if self._request.wish.proved or not near else near
+        """The peers of the circle that are there, if any: other peers are asked too, but anybody can write records of
+        peers that never answer, and those must not delay every question."""
+        return self._circle & self.peers.keys() or self.peers.keys()
 
     @property
     def standing(self) -> str:
@@ -114,9 +103,7 @@ class UpdateQuery(Answers):
         tally, what = self._tally, f"the mean after epoch {self._after.epoch}"
         if not tally:
             return f"none of {count(len(self._answers), 'peer')} that answered keeps {what}"
-        if self._request.wish.proved:
-            return f"{tally.total()} of {count(len(self.peers), 'peer')} offer {what}"
-        near = max(self.rank(offer)[-1] for offer in tally)
+        near = max(map(self._near, tally))
         circle = count(len(self._circle), "peer")
         return f"{near} of the {circle} that vouch for this peer's state offer the same as {what}"
 

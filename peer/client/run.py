@@ -414,17 +414,8 @@ class JoinedRun:
             ValueError: The timeout is out of range.
             Refused: The limit is too large for this machine; or, when `result` is called, a download was going on.
         """
-        size = wish.limit if wish.after is None else self.mean_bytes
+        size = wish.limit if wish.after is None else self._binding.steps.layout.encoded_size
         return Download(self._link, messages.Fetch(self.name, size, timeout, wish))
-
-    @property
-    def mean_bytes(self) -> int:
-        """Bytes of an encoded mean."""
-        return self._binding.steps.layout.encoded_size
-
-    def encoded_mean(self) -> memoryview:
-        """A copy of the mean of the last step, for `decode`."""
-        return memoryview(bytes(self._region.mean[: self.mean_bytes]))
 
     def decode(self, mean: memoryview) -> None:
         """Let `mean` hold the values of a mean that `fetch` has brought, and averaged buffers their part of it."""

@@ -139,7 +139,7 @@ class MeanDownload(Download):
 
     def _find(self) -> Callable[[], FetchOutcome] | str:
         kept = self._run.kept.get(self._after)
-        if kept is not None and not all(one.dead or one is self.member for one in kept.holders):
+        if kept is not None and not all(one.dead for one in kept.holders):
             return lambda: self._taken(kept)
         if self._in_round or (self.request.wish.patient and self._behind):
             return ""

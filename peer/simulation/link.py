@@ -238,8 +238,7 @@ class SimulatedLink(Connection):
         if request.wish.after is None:
             SnapshotDownload(*given)
             return
-        if not request.wish.proved:
-            member.epoch = request.wish.after.epoch
+        member.epoch = request.wish.after.epoch
         MeanDownload(*given)
         run.serve()
 

@@ -23,13 +23,6 @@ MAX_BARRED = 256
 """Most peers that are left out; see `Run.fetch`."""
 
 
-class Mean:
-    """The encoded mean of a round; without `content` it is the last round's, which the run has decoded."""
-
-    def __init__(self, content: memoryview | None = None) -> None:
-        self.content = content
-
-
 class Downloads:
     """At most one download, and the result of the last one.
 
@@ -109,4 +102,4 @@ class Downloads:
         self.behind, self.unheard = found.behind, found.unheard
         if found.round is None:
             return events.DownloadFailed(found.reason, decided=not found.unheard, beyond=found.beyond)
-        return events.MeanFetched(found.round, Mean(content))
+        return events.MeanFetched(found.round, content)

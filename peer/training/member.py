@@ -17,7 +17,6 @@ from equipoise.averaging.replication import events
 from equipoise.averaging.replication.answers import Wish
 from equipoise.averaging.replication.follower import ATTENDANCE, FIRST_SNAPSHOT, MEETING_WEIGHT, Follower
 from equipoise.averaging.replication.lineage import beginning
-from equipoise.averaging.replication.log import HELD_MEANS, Entry
 from equipoise.averaging.state import StateId
 from equipoise.averaging.weights import ATTENDANCE_LIMIT
 from equipoise.peer.client.accumulate import Accumulator
@@ -25,7 +24,7 @@ from equipoise.peer.client.futures import PendingRound
 from equipoise.peer.client.run import JoinedRun
 from equipoise.peer.client.tensors import Gradients, named_gradients
 from equipoise.peer.errors import Refused
-from equipoise.peer.training.downloads import RECOVER_SECONDS, Downloads, Mean
+from equipoise.peer.training.downloads import RECOVER_SECONDS, Downloads
 from equipoise.peer.training.image import Image, ModelPart, TrainingState, digest
 from equipoise.peer.training.options import CommonOptions
 from equipoise.peer.training.progress import ProgressLine
@@ -68,10 +67,6 @@ LEAST_SECONDS = 0.1
 FINISH_SECONDS = 10.0
 """Longest time, in seconds, that a peer that ends stays for the others: enough for a stalled round, or the snapshot of
 a small model. The peer leaves at once if all others are as far."""
-
-HELD_BYTES, LEAST_HELD = 1024 * 1024 * 1024, 2
-"""Most bytes of encoded means kept while a snapshot comes, but for so many means: a snapshot is always some rounds old,
-and needs the means since. Snapshots are larger, by six times with Adam and int8."""
 
 log = logging.getLogger(__name__)
 
@@ -349,10 +344,7 @@ class Member:
             # The number of known peers that were not in the group, and for which it had places.
             most = min(state.peers + 1, self._run.options.group_size)
             missing = max(most - len(outcome.group), 0)
-        mean = Mean()
-        self._hear(events.RoundEnded(outcome, missing, mean))
-        if any(entry.values is mean for entry in self._follower.log.held):
-            mean.content = self._run.encoded_mean()  # The next round writes over it.
+        self._hear(events.RoundEnded(outcome, missing))
         if not outcome.ok and self._downloads.recovering:
             self._await_mean()  # Asked for before the round ended. The next contribution needs it.
         if was_in_step != self.in_step:
@@ -473,8 +465,7 @@ class Member:
 
     def _start_from(self, state: StateId) -> None:
         options = self._options
-        held = max(min(HELD_BYTES // max(self._run.mean_bytes, 1), HELD_MEANS), LEAST_HELD)
-        how = options.alone, options.patience, held, options.trust
+        how = options.alone, options.patience, options.trust
         self._follower = Follower(self._run.peer, state, self.clock(), *how)
 
     @property
@@ -551,8 +542,8 @@ class Member:
 
     def _perform(self, action: events.Action) -> None:
         match action:
-            case events.Commit(entry):
-                self._commit(entry)
+            case events.Commit():
+                self._commit(action)
             case events.Check():
                 self._news.append(events.Checked(self._subject.model.digest()))
             case events.FetchSnapshot(at_least):
@@ -583,17 +574,17 @@ class Member:
             self._start(self._options.timeout)
             self.gave = True
 
-    def _commit(self, entry: Entry) -> None:
+    def _commit(self, mean: events.Commit) -> None:
         self._own = None  # These gradients are of the state before.
         self._whole = None
-        self._subject.applied(entry.before, entry.outcome)
-        if isinstance(entry.values, Mean) and entry.values.content is not None:
-            self._run.decode(entry.values.content)
-            if entry.outcome.counted(self._run.peer):
+        self._subject.applied(mean.before, mean.outcome)
+        if isinstance(mean.values, memoryview):
+            self._run.decode(mean.values)
+            if mean.outcome.counted(self._run.peer):
                 self._run.take()  # This contribution, to a round that failed here, is in the mean.
         self._subject.update(self._run.mean)
         self._subject.model.settle()
-        if self._run.peer not in entry.outcome.givers:
+        if self._run.peer not in mean.outcome.givers:
             self._subject.model.adopt()
 
     def _step_alone(self) -> None:
@@ -634,7 +625,7 @@ class Member:
         if self._ends_at is not None:
             left = max(self._ends_at - self.clock(), LEAST_SECONDS)
             patient = not astray and self.has_company()
-        wish = Wish(0, 0, after, frozenset(self._follower.circle), proved=astray, patient=patient)
+        wish = Wish(0, 0, after, frozenset(self._follower.circle), patient=patient)
         self._downloads.begin(wish, left)
         self._asks = True
 

@@ -56,11 +56,11 @@ def kept_by(keeper: Transfer, before: StateId) -> EncodedMean:
 
 
 async def recovered(
-    transfer: Transfer, after: StateId, circle: Iterable[str] = "", proved: bool = False
+    transfer: Transfer, after: StateId, circle: Iterable[str] = ""
 ) -> tuple[Outcome, torch.Tensor, dict[str, int]]:
     """What comes of the mean after that state."""
     stored = memoryview(bytearray(transfer.size))
-    wish = Wish(after=after, circle=frozenset(circle), proved=proved)
+    wish = Wish(after=after, circle=frozenset(circle))
     got = await transfer.fetch(wish, 20.0, lambda size: stored)
     outcome = got.round or Outcome(ok=False, reason=got.reason)
     return outcome, decoded(transfer._spec.layout, stored), got.sources

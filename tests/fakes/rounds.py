@@ -15,7 +15,6 @@ def succeeded(
     weights: Mapping[str, float],
     members: Iterable[str],
     missing: int = 0,
-    values: object = None,
 ) -> RoundEnded:
     outcome = Outcome(
         ok=True,
@@ -25,7 +24,7 @@ def succeeded(
         contributors=dict(weights),
         group=tuple(members),
     )
-    return RoundEnded(outcome, missing, values)
+    return RoundEnded(outcome, missing)
 
 
 def failed(reason: str, formed: bool = False, late: float = 0.0) -> RoundEnded:

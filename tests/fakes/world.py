@@ -361,7 +361,7 @@ class World:
         return [
             (peer, asked.wish.after)
             for peer, asked, got in asked
-            if asked.wish.after and got is not None and got.ok
+            if asked.wish.after and got is not None and got.sources
         ]
 
     @property

@@ -11,7 +11,7 @@ import pytest
 
 from equipoise.averaging.aio.transfer import Transfer, unpack
 from equipoise.averaging.outcome import FetchOutcome
-from equipoise.averaging.replication.answers import ANSWER_SECONDS, LONE_SECONDS, Request, Wish
+from equipoise.averaging.replication.answers import LONE_SECONDS, Request, Wish
 from equipoise.averaging.replication.chunks import CHUNK_BYTES
 from equipoise.averaging.replication.client import Fetch
 from equipoise.averaging.replication.messages import Ask, AskItems, Offer
@@ -30,7 +30,6 @@ from equipoise.averaging.replication.transfer_events import (
 from equipoise.averaging.replication.update import EncodedMean
 from equipoise.averaging.spec import RunSpec
 from equipoise.averaging.state import StateId
-from equipoise.averaging.timing import STALL_SECONDS
 from fakes.cluster import SPEC, Cluster
 from fakes.memory import FakeIdentity
 from fakes.missed import mean_of, recovered
@@ -63,14 +62,24 @@ async def test_drawn_peers_are_believed_by_those_that_were_in_no_group_with_them
 async def test_a_peer_that_downloaded_a_mean_gives_it_to_others(cluster: Cluster) -> None:
     a, b, c, _ = await cluster.add(*"abcd")
     keep(mean_of("ad", BEFORE), a)
-    found, _, _ = await recovered(b, BEFORE, "d", proved=True)
-    assert found.ok, found.reason
-    assert not b.kept_bytes, "its digest is still to be proved"
     found, _, _ = await recovered(b, BEFORE, "a")
     await cluster.routers["a"].stop()
     found, _, sources = await recovered(c, BEFORE, "ab")
     assert found.ok, found.reason
     assert set(sources) == {"b"}
+
+
+async def test_what_this_daemon_keeps_it_asks_nobody_for(cluster: Cluster) -> None:
+    await cluster.add(*"ab")
+    (late,) = await cluster.add("c")
+    mean = mean_of("abc", BEFORE)
+    keep(mean, late)
+    for _ in range(2):
+        found, result, sources = await recovered(late, BEFORE)
+        assert (found.digest, sources) == (mean.digest().hex(), {})
+        assert found.reason.startswith("missed, and kept here: ")
+        assert bool((result == 3.0).all())
+        await late._make_image(BEFORE)  # Another peer has asked for it.
 
 
 async def test_a_peer_that_catches_up_waits_for_no_second_between_two_means(cluster: Cluster) -> None:
@@ -118,11 +127,11 @@ async def test_where_there_is_no_room_there_is_none_for_any(cluster: Cluster) ->
 def test_a_join_that_its_peer_did_not_sign_makes_no_mean() -> None:
     mean = mean_of("ab", BEFORE)
     image, room = memoryview(mean.image()), lambda size: memoryview(bytearray(size))
-    assert unpack(image, SPEC, BEFORE, FakeIdentity("b").verify, room)[1].ok
+    assert unpack(image, SPEC, BEFORE, FakeIdentity("b").verify, room, "")[1].ok
     with pytest.raises(ValueError, match="expected a join signed by a"):
-        unpack(image, SPEC, BEFORE, lambda *signed: False, room)
+        unpack(image, SPEC, BEFORE, lambda *signed: False, room, "")
     with pytest.raises(ValueError, match="after epoch 8"):
-        unpack(image, SPEC, NEXT, FakeIdentity("b").verify, room)
+        unpack(image, SPEC, NEXT, FakeIdentity("b").verify, room, "")
 
 
 # ---- what is tried, one after another ----
@@ -134,8 +143,8 @@ GENUINE, FORGED = offer_of(7), offer_of(7, kind=1)
 class Fetching:
     """The machine of one that missed a mean, of which all chunks come as soon as they are asked for."""
 
-    def __init__(self, *peers: str, circle: str = "", proved: bool = False, quorum: int = 0) -> None:
-        wish = Wish(0, 10 * CHUNK_BYTES, GENUINE.state, frozenset(circle), proved=proved)
+    def __init__(self, *peers: str, circle: str = "", quorum: int = 0) -> None:
+        wish = Wish(0, 10 * CHUNK_BYTES, GENUINE.state, frozenset(circle))
         request = Request(RUN, HASH, TICKET, wish, quorum)
         self.machine = Fetch(request, 0.0, timeout=60.0)
         self.done: list[object] = []
@@ -189,7 +198,6 @@ class Fetching:
         ("abcd", "abcd", "ab", "cd", {"quorum": 2}),
         ("abcd", "bc", "ab", "cd", {"quorum": 2}),
         ("acd", "abcd", "a", "cd", {"quorum": 2}),
-        ("ab", "", "ab", "", {"proved": True}),
     ],
     ids=[
         "most of the circle, of which one is silent",
@@ -197,7 +205,6 @@ class Fetching:
         "the few that a draw chose",
         "one of those few, the other downloaded the state",
         "one of those few, the other is gone",
-        "strangers, where the next state proves it",
     ],
 )
 def test_a_mean_is_believed_of(
@@ -263,56 +270,15 @@ def test_a_donor_that_dies_is_no_reason_to_doubt_what_most_of_the_circle_offered
 
 
 def test_one_that_offers_more_than_a_mean_can_have_does_not_keep_others_from_giving_it() -> None:
-    fetching = Fetching("x", "a", proved=True)
+    fetching = Fetching("x", "a", circle="a")
     fetching.hear("x", offer_of(7, kind=2, chunks=11))
     fetching.hear("a", GENUINE)
     fetching.download(GENUINE)
     assert fetching.end().ok
 
 
-def test_a_liar_that_offers_at_once_and_gives_nothing_does_not_keep_anybody_from_what_others_offer_later() -> (
-    None
-):
-    fetching = Fetching(*"xabc", circle="abc", proved=True)
-    fetching.hear("x", FORGED)
-    assert fetching.wait(0.0) == ANSWER_SECONDS
-    assert fetching.take() == [Allocate(FORGED.image)]
-    fetching.hear("a", GENUINE, now=1.2)
-    fetching.download(GENUINE, now=1.3)
-    assert fetching.end().ok
-
-
-@pytest.mark.parametrize("given", [0, 1, 2], ids=["nothing", "the digests", "a chunk"])
-def test_nor_does_one_of_the_circle(given: int) -> None:
-    fetching = Fetching(*"xab", circle="xab", proved=True)
-    fetching.hear("x", FORGED)
-    fetching.wait(0.0)
-    fetching.tell(MemoryReady(FORGED.image.size), 1.1)
-    for item in range(given):
-        fetching.tell(item_came("x", FORGED, item), 1.1)
-    fetching.hear("a", GENUINE, now=1.2)
-    assert fetching.take() == [Allocate(FORGED.image)], "one of them each: it goes on"
-    now = fetching.wait(1.2)
-    assert now < 1.2 + 2 * STALL_SECONDS
-    fetching.download(GENUINE, now=now)
-    assert fetching.end().ok
-
-
-def test_nor_do_two_of_which_one_breaks_off_when_it_is_asked_and_the_other_gives_nothing() -> None:
-    fetching = Fetching(*"xyabc", circle="xyabc", proved=True)
-    for liar in "xy":
-        fetching.hear(liar, FORGED)
-    assert fetching.wait(0.0) == ANSWER_SECONDS
-    assert fetching.take() == [Allocate(FORGED.image)]
-    fetching.tell(PeerLost("x", "reset"), 1.1)
-    fetching.hear("x", FORGED, now=1.2)
-    fetching.hear("a", GENUINE, now=1.3)
-    assert fetching.wait(1.3) < 1.2 + STALL_SECONDS
-    assert fetching.take() == [Allocate(GENUINE.image)]
-
-
 def test_what_is_being_downloaded_is_not_given_up_for_what_strangers_offer() -> None:
-    fetching = Fetching(*"axyz", circle="a", proved=True)
+    fetching = Fetching(*"axyz", circle="a")
     fetching.hear("a", GENUINE)
     assert fetching.take() == [Allocate(GENUINE.image)]
     for stranger in "xyz":

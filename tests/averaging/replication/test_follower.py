@@ -38,11 +38,11 @@ from equipoise.averaging.replication.follower import (
     FIRST_SNAPSHOT,
     LOOKS_BACK,
     MAX_INTRODUCTIONS,
+    MAX_MISSED,
     Behind,
     Follower,
 )
 from equipoise.averaging.replication.lineage import CHECK_EVERY, after, beginning, follow
-from equipoise.averaging.replication.log import HELD_MEANS, MAX_MISSED
 from equipoise.averaging.state import StateId
 from fakes import rounds
 
@@ -66,19 +66,19 @@ def ok(
     """A round from the group's state, whose mean is known by its epoch."""
     states = {} if group is None else dict.fromkeys(weights, group)
     epoch = 0 if group is None else group.epoch
-    return rounds.succeeded(states, f"m{epoch}", weights, sorted({*weights, "a"}), missing, f"m{epoch}")
+    return rounds.succeeded(states, f"m{epoch}", weights, sorted({*weights, "a"}), missing)
 
 
 def mean(epoch: int, digest: str = "") -> MeanFetched:
     weights = {"b": 8.0, "c": 8.0}
     states = dict.fromkeys("bc", state_at(epoch))
     made = Outcome(ok=True, reason="", states=states, digest=digest or f"m{epoch}", contributors=weights)
-    return MeanFetched(made, f"m{epoch}")
+    return MeanFetched(made, b"")
 
 
 def told(actions: list[Action]) -> list[Action | str]:
     """The actions; in place of a commit, the mean."""
-    return [str(one.entry.values) if isinstance(one, Commit) else one for one in actions]
+    return [one.outcome.digest if isinstance(one, Commit) else one for one in actions]
 
 
 def following(state: StateId = START) -> Follower:
@@ -109,73 +109,65 @@ def test_a_follower_applies_each_mean_and_claims_the_state_after_it() -> None:
     assert machine.claim == machine.state == state_at(3)
 
 
-def test_a_peer_behind_claims_nothing_and_applies_what_it_held_to_the_snapshot() -> None:
+def test_a_peer_behind_claims_nothing_and_applies_the_means_since_the_snapshot() -> None:
     machine = behind(5)
     assert machine.claim is None
     assert machine.reason.startswith("behind: it holds epoch 0")
     assert [machine.handle(ok(state_at(epoch)), 20.0) for epoch in (6, 7)] == [[], []]
-    assert told(machine.handle(SnapshotFetched(state_at(6)), 31.0)) == [Heal(), "m6", "m7"]
-    assert machine.follows
+    assert machine.handle(SnapshotFetched(state_at(6)), 31.0) == [Heal(), FetchMean(state_at(6))]
+    assert told(machine.handle(mean(6), 31.1)) == ["m6", FetchMean(state_at(7))]
+    assert machine.follows, "the last round began from here"
+    assert told(machine.handle(mean(7), 31.2)) == ["m7"]
     assert machine.state == state_at(8)
 
 
-def test_a_gap_makes_the_means_before_it_useless() -> None:
+def test_a_snapshot_beyond_the_last_round_is_followed_at_once() -> None:
     machine = behind(5)
-    machine.handle(ok(state_at(7)), 20.0)
-    assert told(machine.handle(SnapshotFetched(state_at(7)), 22.0)) == [Heal(), "m7"]
+    assert machine.handle(SnapshotFetched(state_at(6)), 31.0) == [Heal(), FetchMean(state_at(6))]
+    assert machine.handle(NOBODY, 31.1) == []
+    assert machine.claim == state_at(6)
 
 
-def test_a_snapshot_a_few_means_too_old_serves_if_daemons_keep_those() -> None:
+def test_a_snapshot_serves_if_daemons_keep_the_means_since() -> None:
     machine = behind(20)
-    machine.handle(ok(state_at(30)), 20.0)
-    assert machine.handle(SnapshotFetched(state_at(21)), 21.0) == [FetchSnapshot(30)]
-    assert "older than the means that were kept" in machine.reason
-    assert machine.handle(SnapshotFetched(state_at(29)), 22.0) == [Heal(), FetchMean(state_at(29))]
-    assert told(machine.handle(mean(29), 22.1)) == ["m29", "m30"]
-    assert machine.follows
+    machine.handle(ok(state_at(60)), 20.0)
+    assert machine.handle(SnapshotFetched(state_at(21)), 21.0) == [FetchSnapshot(60)]
+    assert "older than the means that are kept" in machine.reason
+    first = state_at(60 - MAX_MISSED)
+    assert machine.handle(SnapshotFetched(first), 22.0) == [Heal(), FetchMean(first)]
+    assert machine.handle(NOBODY, 22.1) == [FetchSnapshot(60)]
 
 
 def test_a_snapshot_of_another_lineage_is_not_loaded() -> None:
     machine = behind(5)
     assert machine.handle(SnapshotFetched(StateId(5, "f" * 64)), 11.0) == []
     assert "that of epoch 5 is of another state than the group's" in machine.reason
-    assert machine.handle(ok(state_at(6)), 12.0) == [FetchSnapshot(5)]
-
-
-def test_means_are_held_up_to_a_bound_that_bounds_the_missed_ones_too() -> None:
-    machine = behind(5)
-    for epoch in range(6, 5 + 2 * HELD_MEANS):
-        machine.handle(ok(state_at(epoch)), 20.0)
-    assert len(machine.log.held) == HELD_MEANS
-    for epoch, first in ((4, FetchMean(START)), (5, FetchSnapshot(5))):
-        assert Follower("a", START, 0.0, held=4).handle(ok(state_at(epoch)), 1.0) == [first]
+    assert machine.handle(ok(state_at(6)), 12.0) == [FetchSnapshot(6)]
 
 
 def test_a_peer_that_missed_a_few_rounds_fetches_those_means_in_place_of_a_snapshot() -> None:
     machine = following()
     assert machine.handle(ok(state_at(2)), 1.0) == [FetchMean(START)]
     assert machine.handle(mean(1), 1.05) == [], "it has not asked for that"
-    assert machine.handle(mean(0), 1.1) == [FetchMean(state_at(1))]
+    assert told(machine.handle(mean(0), 1.1)) == ["m0", FetchMean(state_at(1))]
+    assert machine.claim is None
     assert machine.handle(ok(state_at(3)), 1.2) == []
-    assert told(machine.handle(mean(1), 1.3)) == ["m0", "m1", "m2", "m3"]
+    for epoch in (1, 2):
+        assert told(machine.handle(mean(epoch), 1.3)) == [f"m{epoch}", FetchMean(state_at(epoch + 1))]
+    assert told(machine.handle(mean(3), 1.4)) == ["m3"]
     assert machine.handle(ok(state_at(4 + MAX_MISSED + 1)), 2.0) == [FetchSnapshot(4 + MAX_MISSED + 1)]
 
 
-def test_means_that_do_not_lead_to_the_groups_state_are_not_applied() -> None:
+def test_where_no_more_means_come_a_snapshot_does() -> None:
     machine = following()
     machine.handle(ok(state_at(2)), 1.0)
     lie = after(START, "a lie")
-    assert machine.handle(mean(0, "a lie"), 1.1) == [FetchMean(lie)]
-    made = Outcome(ok=True, reason="", states={"b": lie}, digest="m1", contributors={"b": 8.0})
-    assert machine.handle(MeanFetched(made), 1.3) == [FetchSnapshot(2)]
-    assert "do not lead to the group's state" in machine.reason
+    assert told(machine.handle(mean(0, "a lie"), 1.1)) == ["a lie", FetchMean(lie)]
+    assert machine.handle(NOBODY, 1.3) == [FetchSnapshot(2)]
+    assert "the means between are not to be had" in machine.reason
     assert machine.handle(ok(state_at(3)), 2.0) == []
-
-
-def test_no_chain_of_means_leads_past_a_check_of_the_parameters() -> None:
-    machine = following(state_at(CHECK_EVERY - 3))
-    group = StateId(CHECK_EVERY + 1, "c" * 64)
-    assert machine.handle(ok(group), 1.0) == [FetchSnapshot(CHECK_EVERY + 1)]
+    assert machine.handle(DownloadFailed("nobody offers it"), 3.0) == []
+    assert machine.handle(ok(state_at(4)), 10.0) == [FetchSnapshot(4)], "it does not ask for the mean again"
 
 
 def test_every_so_often_the_parameters_are_checked_and_a_replay_finds_drift() -> None:
@@ -185,12 +177,13 @@ def test_every_so_often_the_parameters_are_checked_and_a_replay_finds_drift() ->
     assert told(machine.handle(ok(before), 1.0)) == [f"m{before.epoch}", Check()]
     assert machine.handle(Checked("p"), 1.0) == []
     assert machine.state == checked
-    for seen, expected in (("p", ["m64"]), ("q", [FetchSnapshot(CHECK_EVERY)])):
+    for seen, expected in (("p", FetchMean(checked)), ("q", FetchSnapshot(CHECK_EVERY))):
         machine = behind(before.epoch)
         machine.handle(ok(checked), 20.0)
-        healed = told(machine.handle(SnapshotFetched(before), 21.0))
-        assert healed == [Heal(), f"m{before.epoch}", Check()]
-        assert told(machine.handle(Checked(seen), 21.0)) == expected
+        assert machine.handle(SnapshotFetched(before), 21.0) == [Heal(), FetchMean(before)]
+        assert told(machine.handle(mean(before.epoch), 21.0)) == [f"m{before.epoch}", Check()]
+        assert machine.handle(Checked(seen), 21.0) == [expected]
+        assert ("this peer computed" in machine.reason) == (seen == "q")
 
 
 def test_a_peer_whose_round_failed_asks_for_its_mean_at_once() -> None:

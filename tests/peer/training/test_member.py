@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from equipoise.averaging.outcome import NoPeers, Outcome
-from equipoise.averaging.replication import lineage, log
+from equipoise.averaging.replication import follower, lineage, server
 from equipoise.averaging.replication.answers import Wish
 from equipoise.averaging.replication.lineage import CHECK_EVERY
 from equipoise.averaging.state import StateId
@@ -251,7 +251,8 @@ def test_a_download_across_a_look_at_the_parameters(world: World, monkeypatch: p
 def test_a_download_that_takes_longer_than_means_are_kept_is_tried_again(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(log, "HELD_MEANS", 4)
+    monkeypatch.setattr(follower, "MAX_MISSED", 4)
+    monkeypatch.setattr(server, "OWN_MEANS", 4)
     world.fetch_seconds = 6.0
     early = [Trainer(world, index, 60).begin() for index in range(3)]
     late = Trainer(world, 3, 60).begin(at=5.0)
