@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from equipoise.averaging.outcome import Outcome
+from equipoise.averaging.outcome import FetchOutcome, Outcome
 from equipoise.averaging.state import StateId
 
 
@@ -20,32 +20,16 @@ class RoundEnded(msgspec.Struct, frozen=True):
     missing: int = 0
 
 
-class SnapshotFetched(msgspec.Struct, frozen=True):
-    """A snapshot of this state is here, checked, ready to load; `voters` had a vote on which snapshot to take."""
-
-    state: StateId
-    voters: tuple[str, ...] = ()
-
-
-class MeanFetched(msgspec.Struct, frozen=True):
-    """A missed mean is here, encoded, and the outcome of its round; the follower never looks at the values."""
-
-    outcome: Outcome
-    values: object = None
-
-
-class DownloadFailed(msgspec.Struct, frozen=True):
-    """No snapshot came that fits, or no mean.
+class Fetched(msgspec.Struct, frozen=True):
+    """The download has ended: with a snapshot, checked, ready to load; with a missed mean; or with neither.
 
     Attributes:
-        reason: Why, one line.
-        decided: Of a mean: whether all peers have answered. If not, some may still be in its round.
-        beyond: Of a mean: the later epoch that most peers of the circle have reached; 0 if they have reached none.
+        outcome: Its outcome, not ok if the snapshot does not fit.
+        values: The mean, encoded; the follower never looks at it.
     """
 
-    reason: str
-    decided: bool = True
-    beyond: int = 0
+    outcome: FetchOutcome
+    values: object = None
 
 
 class Stopped(msgspec.Struct, frozen=True):
@@ -107,9 +91,8 @@ class Written(msgspec.Struct, frozen=True):
     reason: str
 
 
-DownloadEvent = SnapshotFetched | MeanFetched | DownloadFailed | Stopped
-OwnEvent = Due | Overdue | Deserted | Ending | SteppedAlone | Checked | Interrupted | Written
-Event = RoundEnded | DownloadEvent | OwnEvent
+OwnEvent = Stopped | Due | Overdue | Deserted | Ending | SteppedAlone | Checked | Interrupted | Written
+Event = RoundEnded | Fetched | OwnEvent
 
 
 class Commit(msgspec.Struct, frozen=True):

@@ -31,7 +31,7 @@ from typing import Literal
 import msgspec
 
 from equipoise.averaging.counts import count
-from equipoise.averaging.outcome import Outcome
+from equipoise.averaging.outcome import FetchOutcome, Outcome
 from equipoise.averaging.replication import events, lineage
 from equipoise.averaging.replication.events import Action, Event
 from equipoise.averaging.replication.known import Known, Trust
@@ -244,28 +244,24 @@ class Follower:
         match event:
             case events.RoundEnded(outcome):
                 return self._round_succeeded(event, now) if outcome.ok else self._round_failed(outcome, now)
-            case events.SnapshotFetched() | events.MeanFetched() | events.DownloadFailed() | events.Stopped():
-                return self._on_download(event, now)
+            case events.Fetched(outcome, values):
+                return self._on_download(outcome, values, now)
         return self._on_own(event, now)
 
-    def _on_download(self, event: events.DownloadEvent, now: float) -> list[Action]:
-        match event:
-            case events.SnapshotFetched(state, voters):
-                return self._snapshot_fetched(state, voters, now)
-            case events.MeanFetched(outcome, values):
-                return self._mean_fetched(outcome, values, now)
-            case events.DownloadFailed(reason) if self._snapshot.asked is not None:
-                return self._snapshot_failed(reason, now)
-            case events.DownloadFailed(reason) if self.behind:
-                return self._give_up_means(reason, now)
-            case events.DownloadFailed(_, decided, beyond):
-                return self._look_failed(decided, beyond, now)
-            case events.Stopped():
-                self._snapshot.asked, self._looks.meets, self._asked = None, False, None
-                return []
+    def _on_download(self, found: FetchOutcome, values: object, now: float) -> list[Action]:
+        if found.round is not None:
+            return self._mean_fetched(found.round, values, now)
+        if found.ok and found.state is not None:
+            return self._snapshot_fetched(found.state, found.voters, now)
+        if self._snapshot.asked is not None:
+            return self._snapshot_failed(found.reason, now)
+        return self._give_up_means(found.reason, now) if self.behind else self._look_failed(found, now)
 
     def _on_own(self, event: events.OwnEvent, now: float) -> list[Action]:
         match event:
+            case events.Stopped():
+                self._snapshot.asked, self._looks.meets, self._asked = None, False, None
+                return []
             case events.Due(company, placed):
                 self._placed = placed or not company
                 return self._due(company, now) if self._placed else self._follow(now)
@@ -482,7 +478,8 @@ class Follower:
         self._looks.ahead = max(most, 0)
         return self._ask() if most > 0 and self._asked is None else []
 
-    def _look_failed(self, decided: bool, beyond: int, now: float) -> list[Action]:
+    def _look_failed(self, found: FetchOutcome, now: float) -> list[Action]:
+        decided, beyond = not found.unheard, found.beyond
         looks, self._asked, self._looks.ahead = self._looks, None, 0
         if beyond > self.state.epoch and (looks.meets or not self._placed):
             return self._overtaken(beyond, now)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from msgspec import structs
 
 from equipoise.averaging.outcome import FetchOutcome
 from equipoise.averaging.replication import events
@@ -41,24 +42,22 @@ class Downloads:
         self._state = state
         self._going: Download | None = None
         self.recovering = False
-        self._refused: events.DownloadFailed | None = None
+        self._refused: events.Fetched | None = None
 
     @property
     def busy(self) -> bool:
         """Whether a download goes on, or its end has not been taken by `ended`."""
         return self._going is not None or self._refused is not None
 
-    def fetch(self, at_least: int, limit: int, among: tuple[str, ...] = ()) -> None:
-        """Begin to fetch a snapshot; it leaves out the donors of an image that did not fit, once."""
-        self.begin(Wish(at_least, limit, None, frozenset(among), frozenset(self._barred)), FETCH_SECONDS)
-
     def begin(self, wish: Wish, timeout: float) -> None:
-        """Begin a download; see `Run.fetch`."""
+        """Begin a download; see `Run.fetch`. It leaves out the donors of an image that did not fit, once."""
         self.stop()
+        self.recovering = wish.after is not None
         try:
-            self._going, self.recovering = self._run.fetch(wish, timeout), wish.after is not None
+            barred = frozenset(() if self.recovering else self._barred)
+            self._going = self._run.fetch(structs.replace(wish, barred=barred), timeout)
         except Refused as error:
-            self._refused = events.DownloadFailed(str(error))
+            self._refused = _failed(error)
 
     def stop(self) -> None:
         """Stop the download, and drop the last result."""
@@ -72,7 +71,7 @@ class Downloads:
         """Wait for the download, at most `seconds`; returns whether it has ended, or none was going on."""
         return self._going is None or self._going.wait(seconds)
 
-    def ended(self) -> events.Event | None:
+    def ended(self) -> events.Fetched | None:
         """Return the download's end as an event, if it has just ended."""
         if self._going is None or not self._going.done():
             refused, self._refused = self._refused, None
@@ -80,14 +79,19 @@ class Downloads:
         going, self._going = self._going, None
         recovered, self.recovering = self.recovering, False
         try:
-            return (self._recovered if recovered else self._fetched)(going.result(), going.content)
+            found = going.result()
+            if recovered:
+                self.behind, self.unheard = found.behind, found.unheard
+            else:
+                self._read(found, going.content)
         except (ImageError, Refused) as error:  # Another donor may have a better image, now or later.
-            return events.DownloadFailed(str(error))
+            return _failed(error)
+        return events.Fetched(found, going.content)
 
-    def _fetched(self, found: FetchOutcome, content: memoryview) -> events.Event:
+    def _read(self, found: FetchOutcome, content: memoryview) -> None:
         barred, self._barred = self._barred, ()
         if not found.ok:
-            return events.DownloadFailed(found.reason)
+            return
         try:
             image = self._state.read(torch.frombuffer(content, dtype=torch.uint8), foreign=True)
             if image.id != found.state:
@@ -96,10 +100,7 @@ class Downloads:
             self._barred = (*barred, *found.sources)[-MAX_BARRED:]
             raise
         self.image = image
-        return events.SnapshotFetched(image.id, found.voters)
 
-    def _recovered(self, found: FetchOutcome, content: memoryview) -> events.Event:
-        self.behind, self.unheard = found.behind, found.unheard
-        if found.round is None:
-            return events.DownloadFailed(found.reason, decided=not found.unheard, beyond=found.beyond)
-        return events.MeanFetched(found.round, content)
+
+def _failed(error: Exception) -> events.Fetched:
+    return events.Fetched(FetchOutcome(ok=False, reason=str(error)))

@@ -12,7 +12,7 @@ import torch
 
 from equipoise.averaging.counts import count
 from equipoise.averaging.metrics import Evaluation
-from equipoise.averaging.outcome import Exchanging, Idle, NoPeers, Outcome
+from equipoise.averaging.outcome import Exchanging, FetchOutcome, Idle, NoPeers, Outcome
 from equipoise.averaging.replication import events
 from equipoise.averaging.replication.answers import Wish
 from equipoise.averaging.replication.follower import ATTENDANCE, FIRST_SNAPSHOT, MEETING_WEIGHT, Follower
@@ -24,7 +24,7 @@ from equipoise.peer.client.futures import PendingRound
 from equipoise.peer.client.run import JoinedRun
 from equipoise.peer.client.tensors import Gradients, named_gradients
 from equipoise.peer.errors import Refused
-from equipoise.peer.training.downloads import RECOVER_SECONDS, Downloads
+from equipoise.peer.training.downloads import FETCH_SECONDS, RECOVER_SECONDS, Downloads
 from equipoise.peer.training.image import Image, ModelPart, TrainingState, digest
 from equipoise.peer.training.options import CommonOptions
 from equipoise.peer.training.progress import ProgressLine
@@ -283,7 +283,7 @@ class Member:
         if event is None:
             return False
         self._hear(event)
-        return recovering and isinstance(event, events.DownloadFailed) and not self._follower.behind
+        return recovering and event.outcome.round is None and not self._follower.behind
 
     def find_group(self, seconds: float = CATCH_UP_SECONDS) -> None:
         """For at most `seconds`: find out whether this peer holds the group's state, and catch up if it does not."""
@@ -547,7 +547,8 @@ class Member:
             case events.Check():
                 self._news.append(events.Checked(self._subject.model.digest()))
             case events.FetchSnapshot(at_least):
-                self._downloads.fetch(at_least, self.limit, self._follower.known.names)
+                known = frozenset(self._follower.known.names)
+                self._downloads.begin(Wish(at_least, self.limit, None, known), FETCH_SECONDS)
             case events.FetchMean(after):
                 self._recover(after)
             case events.Heal():
@@ -640,7 +641,7 @@ class Member:
         event = self._downloads.ended()
         if event is None:
             self._downloads.stop()
-            event = events.DownloadFailed(f"not within {seconds:g} s", decided=False)
+            event = events.Fetched(FetchOutcome(ok=False, reason=f"not within {seconds:g} s", unheard=1))
         self._hear(event)
 
     def _look_for_download(self) -> None:

@@ -1,11 +1,11 @@
-"""The ends of rounds, as a follower hears of them."""
+"""The ends of rounds and downloads, as a follower hears of them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from equipoise.averaging.outcome import Outcome
-from equipoise.averaging.replication.events import RoundEnded
+from equipoise.averaging.outcome import FetchOutcome, Outcome
+from equipoise.averaging.replication.events import Fetched, RoundEnded
 from equipoise.averaging.state import StateId
 
 
@@ -29,3 +29,15 @@ def succeeded(
 
 def failed(reason: str, formed: bool = False, late: float = 0.0) -> RoundEnded:
     return RoundEnded(Outcome(ok=False, reason=reason, group=("a", "b") if formed else (), late=late))
+
+
+def snapshot(state: StateId, voters: tuple[str, ...] = ()) -> Fetched:
+    return Fetched(FetchOutcome(ok=True, reason="", state=state, voters=voters))
+
+
+def mean(outcome: Outcome) -> Fetched:
+    return Fetched(FetchOutcome(ok=True, reason="", state=outcome.state, round=outcome))
+
+
+def nothing(reason: str, unheard: int = 0, beyond: int = 0) -> Fetched:
+    return Fetched(FetchOutcome(ok=False, reason=reason, unheard=unheard, beyond=beyond))

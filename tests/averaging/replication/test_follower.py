@@ -15,18 +15,16 @@ from equipoise.averaging.replication.events import (
     Checked,
     Commit,
     Deserted,
-    DownloadFailed,
     Due,
     Ending,
+    Fetched,
     FetchMean,
     FetchSnapshot,
     Heal,
     Interrupted,
-    MeanFetched,
     Meet,
     Overdue,
     RoundEnded,
-    SnapshotFetched,
     StepAlone,
     SteppedAlone,
     Stopped,
@@ -49,7 +47,7 @@ from fakes import rounds
 START, OTHER = beginning("start"), beginning("other")
 LATE = rounds.failed("too late by 1.3 s: the group of round 7 has closed", late=1.3)
 LOST = rounds.failed("lost b", formed=True)
-NOBODY = DownloadFailed("nobody keeps it")
+NOBODY = rounds.nothing("nobody keeps it")
 INTRODUCED = dict.fromkeys("abc", ATTENDANCE)
 
 
@@ -69,11 +67,11 @@ def ok(
     return rounds.succeeded(states, f"m{epoch}", weights, sorted({*weights, "a"}), missing)
 
 
-def mean(epoch: int, digest: str = "") -> MeanFetched:
+def mean(epoch: int, digest: str = "") -> Fetched:
     weights = {"b": 8.0, "c": 8.0}
     states = dict.fromkeys("bc", state_at(epoch))
     made = Outcome(ok=True, reason="", states=states, digest=digest or f"m{epoch}", contributors=weights)
-    return MeanFetched(made, b"")
+    return rounds.mean(made)
 
 
 def told(actions: list[Action]) -> list[Action | str]:
@@ -114,7 +112,7 @@ def test_a_peer_behind_claims_nothing_and_applies_the_means_since_the_snapshot()
     assert machine.claim is None
     assert machine.reason.startswith("behind: it holds epoch 0")
     assert [machine.handle(ok(state_at(epoch)), 20.0) for epoch in (6, 7)] == [[], []]
-    assert machine.handle(SnapshotFetched(state_at(6)), 31.0) == [Heal(), FetchMean(state_at(6))]
+    assert machine.handle(rounds.snapshot(state_at(6)), 31.0) == [Heal(), FetchMean(state_at(6))]
     assert told(machine.handle(mean(6), 31.1)) == ["m6", FetchMean(state_at(7))]
     assert machine.follows, "the last round began from here"
     assert told(machine.handle(mean(7), 31.2)) == ["m7"]
@@ -123,7 +121,7 @@ def test_a_peer_behind_claims_nothing_and_applies_the_means_since_the_snapshot()
 
 def test_a_snapshot_beyond_the_last_round_is_followed_at_once() -> None:
     machine = behind(5)
-    assert machine.handle(SnapshotFetched(state_at(6)), 31.0) == [Heal(), FetchMean(state_at(6))]
+    assert machine.handle(rounds.snapshot(state_at(6)), 31.0) == [Heal(), FetchMean(state_at(6))]
     assert machine.handle(NOBODY, 31.1) == []
     assert machine.claim == state_at(6)
 
@@ -131,16 +129,16 @@ def test_a_snapshot_beyond_the_last_round_is_followed_at_once() -> None:
 def test_a_snapshot_serves_if_daemons_keep_the_means_since() -> None:
     machine = behind(20)
     machine.handle(ok(state_at(60)), 20.0)
-    assert machine.handle(SnapshotFetched(state_at(21)), 21.0) == [FetchSnapshot(60)]
+    assert machine.handle(rounds.snapshot(state_at(21)), 21.0) == [FetchSnapshot(60)]
     assert "older than the means that are kept" in machine.reason
     first = state_at(60 - MAX_MISSED)
-    assert machine.handle(SnapshotFetched(first), 22.0) == [Heal(), FetchMean(first)]
+    assert machine.handle(rounds.snapshot(first), 22.0) == [Heal(), FetchMean(first)]
     assert machine.handle(NOBODY, 22.1) == [FetchSnapshot(60)]
 
 
 def test_a_snapshot_of_another_lineage_is_not_loaded() -> None:
     machine = behind(5)
-    assert machine.handle(SnapshotFetched(StateId(5, "f" * 64)), 11.0) == []
+    assert machine.handle(rounds.snapshot(StateId(5, "f" * 64)), 11.0) == []
     assert "that of epoch 5 is of another state than the group's" in machine.reason
     assert machine.handle(ok(state_at(6)), 12.0) == [FetchSnapshot(6)]
 
@@ -166,7 +164,7 @@ def test_where_no_more_means_come_a_snapshot_does() -> None:
     assert machine.handle(NOBODY, 1.3) == [FetchSnapshot(2)]
     assert "the means between are not to be had" in machine.reason
     assert machine.handle(ok(state_at(3)), 2.0) == []
-    assert machine.handle(DownloadFailed("nobody offers it"), 3.0) == []
+    assert machine.handle(rounds.nothing("nobody offers it"), 3.0) == []
     assert machine.handle(ok(state_at(4)), 10.0) == [FetchSnapshot(4)], "it does not ask for the mean again"
 
 
@@ -180,7 +178,7 @@ def test_every_so_often_the_parameters_are_checked_and_a_replay_finds_drift() ->
     for seen, expected in (("p", FetchMean(checked)), ("q", FetchSnapshot(CHECK_EVERY))):
         machine = behind(before.epoch)
         machine.handle(ok(checked), 20.0)
-        assert machine.handle(SnapshotFetched(before), 21.0) == [Heal(), FetchMean(before)]
+        assert machine.handle(rounds.snapshot(before), 21.0) == [Heal(), FetchMean(before)]
         assert told(machine.handle(mean(before.epoch), 21.0)) == [f"m{before.epoch}", Check()]
         assert machine.handle(Checked(seen), 21.0) == [expected]
         assert ("this peer computed" in machine.reason) == (seen == "q")
@@ -199,9 +197,9 @@ def test_while_others_may_still_be_in_the_round_a_peer_asks_again_before_it_give
     for failed in (LOST, LATE):
         machine = following()
         machine.handle(failed, 1.0)
-        machine.handle(DownloadFailed("not within 3 s", decided=False), 4.0)
+        machine.handle(rounds.nothing("not within 3 s", unheard=1), 4.0)
         assert machine.handle(Due(company=True), 4.0) == [FetchMean(START)]
-        assert machine.handle(DownloadFailed("not within 3 s", decided=False), 7.0) == [Meet()]
+        assert machine.handle(rounds.nothing("not within 3 s", unheard=1), 7.0) == [Meet()]
         assert machine.handle(Due(company=True), 8.0) == [Meet()]
 
 
@@ -219,11 +217,9 @@ def test_a_peer_that_is_late_again_without_a_mean_meets_the_group_anew() -> None
 def test_a_peer_without_a_place_that_is_overtaken_fetches_a_snapshot(event: Due | Overdue) -> None:
     machine = following()
     assert machine.handle(event, 1.0) == [FetchMean(START)]
-    assert machine.handle(DownloadFailed("none keeps it", decided=False, beyond=12), 1.1) == [
-        FetchSnapshot(12)
-    ]
+    assert machine.handle(rounds.nothing("none keeps it", unheard=1, beyond=12), 1.1) == [FetchSnapshot(12)]
     assert machine.claim is None
-    machine.handle(DownloadFailed("nobody offers it"), 1.2)
+    machine.handle(rounds.nothing("nobody offers it"), 1.2)
     assert machine.handle(Overdue(FIRST_SNAPSHOT), 1.3) == [], "after a pause"
     assert machine.handle(Overdue(FIRST_SNAPSHOT), 20.0) == [FetchSnapshot(12)]
 
@@ -233,7 +229,7 @@ def test_a_newcomer_that_finds_others_at_work_fetches_at_once_and_follows_what_c
     assert machine.handle(Overdue(FIRST_SNAPSHOT), 0.1) == [FetchSnapshot(FIRST_SNAPSHOT)]
     assert machine.handle(Overdue(FIRST_SNAPSHOT), 0.2) == []
     assert machine.handle(Overdue(0), 0.3) == [FetchSnapshot(0)], "the others have begun, and are not as far"
-    actions = machine.handle(SnapshotFetched(state_at(5), ("b", "c", "late")), 2.0)
+    actions = machine.handle(rounds.snapshot(state_at(5), ("b", "c", "late")), 2.0)
     assert actions == [Heal(), FetchMean(state_at(5))]
     assert machine.circle == ("b", "c", "late")
     assert told(machine.handle(mean(5), 2.1)) == ["m5", FetchMean(state_at(6))]
@@ -253,12 +249,12 @@ def test_the_circle_are_the_others_that_held_the_groups_state_in_the_last_round(
 
 def test_downloads_that_fail_are_tried_ever_less_often() -> None:
     machine = behind(5)
-    machine.handle(DownloadFailed("it does not fit"), 10.0)
+    machine.handle(rounds.nothing("it does not fit"), 10.0)
     began = []
     for second in range(11, 4000):
         if machine.handle(rounds.failed("nobody came"), float(second)):
             began.append(second)
-            machine.handle(DownloadFailed("it does not fit"), float(second))
+            machine.handle(rounds.nothing("it does not fit"), float(second))
     pauses = [later - earlier for earlier, later in pairwise(began)]
     assert pauses[:4] == [1, 2, 4, 8]
     assert pauses[-1] == follower.MAX_FETCH_PAUSE
@@ -316,7 +312,7 @@ def test_a_peer_whose_group_has_gone_first_asks_for_what_that_has_left_behind() 
     assert told(machine.handle(mean(0), 100.0)) == ["m0"]
     for _ in range(LOOKS_BACK):
         assert machine.handle(Due(company=False), 100.0) == [FetchMean(state_at(1))]
-        machine.handle(DownloadFailed("one has not answered", decided=False), 100.0)
+        machine.handle(rounds.nothing("one has not answered", unheard=1), 100.0)
     assert machine.handle(Due(company=False), 100.0) == [StepAlone()]
     machine.handle(SteppedAlone("mine"), 100.0)
     assert machine.state.epoch == 2
@@ -341,7 +337,7 @@ def test_at_the_end_a_peer_asks_for_what_it_may_have_missed() -> None:
     machine.handle(Stopped(), 1.3)
     assert machine.handle(Ending(), 1.4) == [FetchMean(state_at(1))]
     machine = behind(20)
-    machine.handle(DownloadFailed("nobody offers it"), 10.0)
+    machine.handle(rounds.nothing("nobody offers it"), 10.0)
     assert machine.handle(Ending(), 10.0) == [FetchSnapshot(20)], "without a pause"
 
 
