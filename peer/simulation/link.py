@@ -15,7 +15,7 @@ from equipoise.peer.control.messages import Answer, Progress, Request, RunReques
 from equipoise.peer.errors import DaemonLost, EquipoiseError, Refused
 from equipoise.peer.purposes import AVERAGE, STEP, agreed_spec, run_specs
 from equipoise.peer.shared_memory import Region, SharedMemory
-from equipoise.peer.simulation.downloads import MeanDownload, SnapshotDownload
+from equipoise.peer.simulation.downloads import Download
 from equipoise.peer.simulation.swarm import Member, SimulatedRun, SimulatedSwarm
 from equipoise.peer.simulation.virtual_time import SimulationError
 
@@ -86,11 +86,9 @@ class Part:
         """See `Run.progress`; all peers tell the truth."""
         run, member = self.use(STEP)
         swarm = sum(one.accumulated for one in run.present.values())
-        others = (
-            one for one in run.downloads if isinstance(one, SnapshotDownload) and one.member is not member
-        )
+        wanted = (one.wanted for one in run.downloads if one.member is not member)
         return Progress(
-            member.accumulated, swarm, min((one.request.wish.at_least for one in others), default=None)
+            member.accumulated, swarm, min((one for one in wanted if one is not None), default=None)
         )
 
     def leave(self, reason: str, dead: bool = False) -> None:
@@ -234,12 +232,9 @@ class SimulatedLink(Connection):
         run, member = self._part(request).use(STEP)
         if any(download.member is member for download in run.downloads):
             raise Refused(f"a state of run {run.spec.name!r} is being fetched already: wait for it")
-        given = run, member, self._time, request, reply, SharedMemory.attach(os.dup(fd), request.size)
-        if request.wish.after is None:
-            SnapshotDownload(*given)
-            return
-        member.epoch = request.wish.after.epoch
-        MeanDownload(*given)
+        if request.wish.after is not None:
+            member.epoch = request.wish.after.epoch
+        Download(run, member, self._time, request, reply, SharedMemory.attach(os.dup(fd), request.size))
         run.serve()
 
     def _part(self, request: Request[Any]) -> Part:

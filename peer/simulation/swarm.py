@@ -136,6 +136,10 @@ class Waiting(Protocol):
 
     member: Member
 
+    @property
+    def wanted(self) -> int | None:
+        """The first epoch of which a snapshot is of use; None if a mean is wanted."""
+
     def look(self) -> None:
         """Go on, if it can."""
 
