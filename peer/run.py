@@ -20,6 +20,7 @@ class Run(JoinedRun):
     Attributes:
         name: The run's name.
         mean: The mean of the last ok `step`, by name, fp32, on the tensors' devices. Empty before the first one.
+        binding: The tensors that the run was joined with, and those that travel, for its trainers.
         options: The strategy, rule, codec and sizes that its peers share.
         request: The request that joined the run, kept for a daemon that replaces a lost one.
         left: Whether the script has left the run.

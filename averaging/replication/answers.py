@@ -134,12 +134,6 @@ class Answers:
         """True if `peer` offers this image."""
         return peer in self._answers and offer in self._answers[peer].offers
 
-    def deadline(self, now: float) -> float:
-        """When time alone may change the result."""
-        waits = [since for peer, since in self.peers.items() if peer not in self._answers]
-        times = [since + seconds for since in waits for seconds in (ANSWER_SECONDS, LONE_SECONDS)]
-        return min((time for time in times if time > now), default=float("inf"))
-
     def _settled(self, now: float, seconds: float = ANSWER_SECONDS) -> bool:
         """True if each awaited peer has answered, cannot answer, or has had `seconds` to answer."""
         return all(

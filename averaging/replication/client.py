@@ -32,6 +32,9 @@ from equipoise.averaging.timing import RENEW_SECONDS, STALL_SECONDS
 ASK_AGAIN_SECONDS = 1.0
 """Longest time between two asks before the donors agree: the newcomer's view of their epochs is no older."""
 
+LOOK_SECONDS = 0.25
+"""Time between two looks at the answers, while the donors do not agree: time alone may decide."""
+
 MAX_NOTES = 4
 """Most mishaps that the reason of the result names: the last ones."""
 
@@ -171,9 +174,8 @@ class Fetch:
         if not self.ended and now >= self._ask_at:
             self._ask_at = now + (ASK_AGAIN_SECONDS if self._agreement is None else RENEW_SECONDS)
             self._ask(list(self._poll.peers))
-        self._next_change = self._poll.deadline(now)
-        if self._agreement is not None:
-            self._next_change = min(self._next_change, self._sources.deadline(now))
+        seeks = self._agreement is None
+        self._next_change = now + LOOK_SECONDS if seeks else self._sources.deadline(now)
 
     def _seek(self, now: float) -> None:
         agreement = self._poll.agreement(now)

@@ -83,13 +83,6 @@ class SnapshotQuorum(Answers):
             offered = {offer for one in self._answers.values() for offer in one.offers}
             self._since = {offer: since for offer, since in self._since.items() if offer in offered}
 
-    def deadline(self, now: float) -> float:
-        """See `Answers`."""
-        times = [since + PATIENCE_SECONDS for since in self._since.values()]
-        times += [since + STUCK_SECONDS for _, since in self._moved.values()]
-        times += [self._wished_at + SLOW_SECONDS, self._wished_at + self._rest]
-        return min([super().deadline(now), *(time for time in times if time > now)])
-
     def hopeless(self, now: float) -> str:
         """Why no snapshot can come, one line: no known peer holds one or may take one. Empty if one may come."""
         if not self.peers:

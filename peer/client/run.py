@@ -15,7 +15,6 @@ from typing import Any, Literal, Self, overload
 import torch
 from msgspec import structs
 
-from equipoise.averaging.draw import Drawn
 from equipoise.averaging.metrics import Evaluation, Report, Values, report_of, values_of
 from equipoise.averaging.options import RunOptions
 from equipoise.averaging.outcome import (
@@ -84,7 +83,7 @@ class JoinedRun:
         self.mean: dict[str, torch.Tensor] = {}
         self.pending: PendingRound | None = None
         self._link = link
-        self._binding = binding
+        self.binding = binding
         self._region = region
         pin(region, binding.devices)
         self._process = os.getpid()
@@ -136,11 +135,11 @@ class JoinedRun:
                 happened = "was left" if self.left else "has accumulated or stepped already"
                 hint = "agree after join, before the first accumulate and step"
                 raise Refused(f"run {self.name!r} {happened}", hint)
-            carried = self._binding.buffer_schema() if buffers else Schema(())
-            dtypes = self._binding.dtypes if self.replicated else ()
+            carried = self.binding.buffer_schema() if buffers else Schema(())
+            dtypes = self.binding.dtypes if self.replicated else ()
             request = messages.AgreeRun(self.name, agreed, carried, observes, dtypes)
             self._link.ask(request, AGREE_SECONDS)
-            self._binding.carry(carried)
+            self.binding.carry(carried)
             self.terms, self.agreed = dict(agreed), request
 
     @overload
@@ -205,7 +204,7 @@ class JoinedRun:
         """
         with self._lock:
             if self._accumulated is None:
-                self._accumulated = self._spare or Accumulator(self._binding.stepped())
+                self._accumulated = self._spare or Accumulator(self.binding.stepped())
                 self._spare = None
             self._accumulated.add(named_gradients(gradients), weight)
             self._stepping = True
@@ -276,11 +275,11 @@ class JoinedRun:
         with uninterrupted(), self._lock:
             self._require_idle()
             self._stepping = True
-            stepped, accumulated, region = self._binding.stepped(), self._accumulated, self._region
+            stepped, accumulated, region = self.binding.stepped(), self._accumulated, self._region
             weight, clamped, began = accumulated.weight if accumulated else 0.0, 0, self.clock()
-            self._binding.carried()  # A buffer that has changed is told before the round, also to an observer.
+            self.binding.carried()  # A buffer that has changed is told before the round, also to an observer.
             if accumulated is not None and weight > 0 and self._link.lost is None:
-                clamped = self._binding.write_step(accumulated, region.contribution)
+                clamped = self.binding.write_step(accumulated, region.contribution)
             self._contributed, self._accumulated = accumulated, None
             settle = partial(self._stepped, tensors=stepped, region=region, me=self.peer)
             try:
@@ -295,7 +294,7 @@ class JoinedRun:
     @property
     def kernels(self) -> str:
         """The kernels that encode and decode, one line for all devices of the tensors, and why if not the best."""
-        devices = {tensor.device for tensor in self._binding.tensors().values()}
+        devices = {tensor.device for tensor in self.binding.tensors().values()}
         return "; ".join(sorted(kernels_of(device) for device in devices))
 
     @property
@@ -348,7 +347,7 @@ class JoinedRun:
             self._link.sleep(LOOK_SECONDS)
         return True
 
-    def progress(self, target: float | None = None) -> Progress:
+    def progress(self, target: float | None = None, held: StateId | None = None) -> Progress:
         """Weight accumulated towards the next step, here and in the swarm; only here if the daemon has gone.
 
         Another peer's claim counts if that peer answers, and up to twice its last contribution.
@@ -357,28 +356,15 @@ class JoinedRun:
             target: Weight that all peers together must accumulate, if any. The claim of a peer that has not contributed
                 yet counts up to its fair share of the target. If a round falls short of the target, `Outcome.events`
                 names the peers that contributed less than their claims.
+            held: The state that the group has agreed on: which peers train from it? All peers draw alike among the same
+                live peers, and the next in order stand for those that die. A run that is not federated draws all.
         """
         local = self.accumulated
         try:
-            answer = self._link.ask(messages.AskProgress(self.name, target))
+            answer = self._link.ask(messages.AskProgress(self.name, target, held))
         except DaemonLost:
-            return Progress(local, local, None)
-        swarm = max(answer.swarm - answer.local, 0.0) + local
-        return Progress(local, swarm, answer.wanted, answer.waits)
-
-    def draw(self, state: StateId) -> Drawn:
-        """Ask which peers train from this state, as far as this peer sees now.
-
-        All peers draw alike among the same live peers, and the next in order stand for those that die. A run that is
-        not federated draws all. If the daemon has gone, no peer is drawn and no peer lives.
-
-        Args:
-            state: The state that the group has agreed on.
-        """
-        try:
-            return self._link.ask(messages.AskDraw(self.name, state))
-        except DaemonLost:
-            return Drawn((), ())
+            return Progress(local, local)
+        return structs.replace(answer, local=local, swarm=max(answer.swarm - answer.local, 0.0) + local)
 
     def offer(self, state: StateId, image: bytes | bytearray | memoryview) -> None:
         """Let the daemon serve a snapshot to newcomers, in place of the last one; costs one copy here.
@@ -414,12 +400,12 @@ class JoinedRun:
             ValueError: The timeout is out of range.
             Refused: The limit is too large for this machine; or, when `result` is called, a download was going on.
         """
-        size = wish.limit if wish.after is None else self._binding.steps.layout.encoded_size
+        size = wish.limit if wish.after is None else self.binding.steps.layout.encoded_size
         return Download(self._link, messages.Fetch(self.name, size, timeout, wish))
 
     def decode(self, mean: memoryview) -> None:
         """Let `mean` hold the values of a mean that `fetch` has brought, and averaged buffers their part of it."""
-        self._binding.read_step(mean, self._binding.stepped(), self.mean, hand_back=False)
+        self.binding.read_step(mean, self.binding.stepped(), self.mean, hand_back=False)
 
     def take(self) -> Accumulator | None:
         """Take back the accumulated gradients that are not part of an open round; None without any."""
@@ -433,11 +419,6 @@ class JoinedRun:
         """PeerID of the daemon."""
         return self._link.welcome.peer_id
 
-    @property
-    def source(self) -> Tensors:
-        """The tensors that the run was joined with."""
-        return self._binding.source
-
     def tell(self, topic: messages.Topic, line: str) -> None:
         """Let the daemon's `status` show a line on a topic, in place of the topic's last line; none if it is empty."""
         with self._lock:
@@ -445,18 +426,9 @@ class JoinedRun:
             self._link.start(messages.TellStatus(self.name, topic, line))
 
     @property
-    def counters(self) -> dict[str, torch.Tensor]:
-        """The module's short integer and bool buffers, by name."""
-        return self._binding.counters
-
-    def averaged_buffers(self) -> dict[str, torch.Tensor]:
-        """The module's floating-point buffers, and shadows, fp32, of its counters: those travel in their place."""
-        return self._binding.averaged_buffers()
-
-    @property
     def schema(self) -> Schema:
         """The tensors of `step`: gradients, and the buffers that travel with them."""
-        return self._binding.steps.layout.schema
+        return self.binding.steps.layout.schema
 
     @property
     def home(self) -> str:
@@ -472,8 +444,8 @@ class JoinedRun:
             DaemonLost: The daemon has gone.
         """
         with uninterrupted():  # A loop whose constructor is interrupted leaves its branches.
-            branch = self._join(structs.replace(self.options, **changes), name, tensors, self.source)
-            branch._is_branch, branch._binding.shadows = True, self._binding.shadows
+            branch = self._join(structs.replace(self.options, **changes), name, tensors, self.binding.source)
+            branch._is_branch, branch.binding.shadows = True, self.binding.shadows
             self._branches.append(branch)
         return branch
 
@@ -553,7 +525,7 @@ class JoinedRun:
                 link.start(messages.LeaveRun(self.name))
                 return
             self._link, self._region, self._asked = link, region, None
-            pin(region, self._binding.devices)
+            pin(region, self.binding.devices)
             for topic, line in self._told.items():
                 link.start(messages.TellStatus(self.name, topic, line))
             if self._stepping:
@@ -607,7 +579,7 @@ class JoinedRun:
         if self.pending is not None:
             hint = "call .result() on what average or step returned, or on .pending; .cancel() withdraws it"
             raise RoundPending(f"a round of run {self.name!r} is going on or has not been collected", hint)
-        self._binding.settle()
+        self.binding.settle()
 
     def _start(
         self,
@@ -628,12 +600,12 @@ class JoinedRun:
         weight = check_weight(weight)
         with uninterrupted(), self._lock:
             self._require_idle()
-            tensors, region = self._binding.tensors(), self._region
+            tensors, region = self.binding.tensors(), self._region
             clamped, began = 0, self.clock()
-            copies = self._binding.unrounded(tensors) if moves else {}
+            copies = self.binding.unrounded(tensors) if moves else {}
             # An observer's tensors may hold NaN: the mean will replace it.
             if weight > 0 and self._link.lost is None:
-                clamped = self._binding.averages.encode(copies or tensors, region.contribution)
+                clamped = self.binding.averages.encode(copies or tensors, region.contribution)
             settle = partial(self._averaged, tensors=tensors, region=region, copies=copies)
             request = messages.StartRound(self.name, AVERAGE, weight, timeout, clamped=clamped)
             return self._start(request, deadline, settle, began)
@@ -650,11 +622,11 @@ class JoinedRun:
             self._collected(outcome)
             if outcome is not None and outcome.ok:
                 # The tensors may have been reshaped; a partial write must not happen.
-                self._binding.schema.check(tensors)
+                self.binding.schema.check(tensors)
                 if copies:
-                    self._binding.shift(region.mean, tensors, copies)
+                    self.binding.shift(region.mean, tensors, copies)
                 else:
-                    self._binding.averages.decode(region.mean, tensors)
+                    self.binding.averages.decode(region.mean, tensors)
 
     def _stepped(
         self, outcome: Outcome | None, tensors: Mapping[str, torch.Tensor], region: Region, me: str
@@ -668,7 +640,7 @@ class JoinedRun:
             else:
                 self._keep()
             if outcome is not None and outcome.ok:
-                self._binding.read_step(region.mean, tensors, self.mean, not self.trained_by)
+                self.binding.read_step(region.mean, tensors, self.mean, not self.trained_by)
             self._report()
 
     def _report(self) -> None:

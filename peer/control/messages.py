@@ -27,7 +27,7 @@ from equipoise.averaging.state import StateId
 from equipoise.peer.errors import ControlError
 from equipoise.peer.status import PeerRow, Status
 
-CONTROL_VERSION = 10
+CONTROL_VERSION = 11
 
 MAX_FRAME_BYTES = 2 * 1024 * 1024
 """The largest messages are a schema (10,000 tensors with names of 60 characters take half of it) and 64 outcomes."""
@@ -140,12 +140,6 @@ class AskState(RunRequest[RunState], frozen=True):
     """Ask for the standing of the next round of the run."""
 
 
-class AskDraw(RunRequest[Drawn], frozen=True):
-    """Ask which peers train from this state, and which live."""
-
-    state: StateId
-
-
 class Progress(msgspec.Struct, frozen=True):
     """Answers `AskProgress`: weight accumulated towards the next step.
 
@@ -155,18 +149,24 @@ class Progress(msgspec.Struct, frozen=True):
         wanted: Epoch of which some peer wants a snapshot; None while none does. A peer that holds that state offers it.
             A later state serves too, but donors may then differ and the newcomer must ask again.
         waits: Why this peer contributes to no round for now, one line; empty if it may.
+        drawn: The peers that train from the state that this peer holds, if it was told, and those that live.
     """
 
     local: float
     swarm: float
     wanted: int | None = None
     waits: str = ""
+    drawn: Drawn = Drawn((), ())
 
 
 class AskProgress(RunRequest[Progress], frozen=True):
-    """Ask for the weight accumulated by this peer and the others; all are to reach `target`, if there is one."""
+    """Ask for the weight accumulated by this peer and the others; all are to reach `target`, if there is one.
+
+    This peer holds the state `held`, if that is given.
+    """
 
     target: float | None = None
+    held: StateId | None = None
 
 
 class OfferState(RunRequest[None], frozen=True):

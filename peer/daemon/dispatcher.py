@@ -118,10 +118,8 @@ class Dispatcher:
                 session.tell(topic, line)
             case messages.AskState():
                 return await session.state()
-            case messages.AskDraw(_, state):
-                return await session.draw(state)
-            case messages.AskProgress(_, target):
-                return await session.progress(target)
+            case messages.AskProgress(_, target, held):
+                return await session.progress(target, held)
             case messages.LeaveRun(run):
                 await self._daemon.service.leave(session, "its client has left the run")
                 self._sessions.pop(run, None)

@@ -192,11 +192,6 @@ class Session:
         """State of the next round of the purpose used last."""
         return (await self._run_driver(self._purpose)).search.state
 
-    async def draw(self, state: StateId) -> Drawn:
-        """The peers that train from this state, and all that live, as far as this peer sees."""
-        self._held = state
-        return (await self._use(STEP)).draw(state)
-
     def _draw(self, run_driver: RunDriver) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """The peers that train in the next round of a federated run, and those that have contributed to it."""
         gathering = run_driver.gathering
@@ -206,11 +201,13 @@ class Session:
             return run_driver.draw(self._held).peers, ()
         return (), ()
 
-    async def progress(self, target: float | None) -> Progress:
+    async def progress(self, target: float | None, held: StateId | None) -> Progress:
         """Weight accumulated towards the next step: by this peer, and by all, as far as the others' claims count."""
         run_driver = await self._use(STEP)
+        self._held = held or self._held
+        drawn = run_driver.draw(held) if held is not None else Drawn((), ())
         others, own = await run_driver.others_accumulated(target), run_driver.search.announcer.accumulated
-        return Progress(own, own + others, run_driver.transfer.wanted, run_driver.waits)
+        return Progress(own, own + others, run_driver.transfer.wanted, run_driver.waits, drawn)
 
     async def transfer(self) -> Transfer:
         """The exchange of the run's state, among the peers that step if there are gradients."""

@@ -110,14 +110,16 @@ class Download:
 
     def _mean(self, after: StateId) -> Found | str:
         kept = self._run.kept.get(after)
-        if kept is None or all(one.dead for one in kept.holders):
+        holders = [peer for peer in kept.outcome.group if not self._run.members[peer].dead] if kept else []
+        if kept is None or not holders:
             if self._in_round(after) or (self._wish.patient and self._behind(after)):
                 return ""
             return f"none of {len(self._others)} peers keeps the mean after epoch {after.epoch}"
         reason = f"missed, and had from others: {kept.outcome.reason}"
         outcome = structs.replace(kept.outcome, reason=reason, bytes_received=len(kept.mean))
-        sources = {one.peer: 0 for one in kept.holders if not one.dead}
-        return kept.mean, FetchOutcome(ok=True, reason=reason, sources=sources, round=outcome)
+        return kept.mean, FetchOutcome(
+            ok=True, reason=reason, sources=dict.fromkeys(holders, 0), round=outcome
+        )
 
     def _behind(self, after: StateId) -> int:
         here = [one for one in self._others if not one.left]

@@ -8,7 +8,9 @@ from concurrent.futures import Future
 from contextlib import closing
 from typing import Any
 
+from equipoise.averaging.draw import Drawn
 from equipoise.averaging.outcome import Gathering, NoPeers, RunState
+from equipoise.averaging.state import StateId
 from equipoise.peer.control import messages
 from equipoise.peer.control.client import ANSWER_SECONDS, Connection
 from equipoise.peer.control.messages import Answer, Progress, Request, RunRequest, Welcome
@@ -82,14 +84,14 @@ class Part:
         run, member = self.use(self._purpose)
         return run.state(member)
 
-    def progress(self) -> Progress:
+    def progress(self, held: StateId | None) -> Progress:
         """See `Run.progress`; all peers tell the truth."""
         run, member = self.use(STEP)
         swarm = sum(one.accumulated for one in run.present.values())
         wanted = (one.wanted for one in run.downloads if one.member is not member)
-        return Progress(
-            member.accumulated, swarm, min((one for one in wanted if one is not None), default=None)
-        )
+        first = min((one for one in wanted if one is not None), default=None)
+        drawn = Drawn((), ()) if held is None else run.draw(held)
+        return Progress(member.accumulated, swarm, first, drawn=drawn)
 
     def leave(self, reason: str, dead: bool = False) -> None:
         """Leave the run."""
@@ -195,11 +197,8 @@ class SimulatedLink(Connection):
                 self._parts[name] = Part(self._swarm, self.welcome.peer_id, self.tags, request, region)
             case messages.AskState():
                 answer = self._part(request).state()
-            case messages.AskDraw(state=state):
-                run, _ = self._part(request).use(STEP)
-                answer = run.draw(state)
-            case messages.AskProgress():
-                answer = self._part(request).progress()
+            case messages.AskProgress(held=held):
+                answer = self._part(request).progress(held)
             case messages.ReportAccumulated(weight=weight):
                 if request.run in self._parts:  # A script that leaves reports last of all.
                     _, member = self._part(request).use(STEP)

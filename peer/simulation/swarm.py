@@ -116,21 +116,6 @@ class Member:
     dead: bool = False
 
 
-@dataclass(frozen=True)
-class Kept:
-    """A mean that daemons keep for peers that missed it.
-
-    Attributes:
-        outcome: The outcome of its round, alike at all members.
-        mean: The encoded mean.
-        holders: The members of its round.
-    """
-
-    outcome: Outcome
-    mean: memoryview
-    holders: tuple[Member, ...]
-
-
 class Waiting(Protocol):
     """A member's download that goes on; see `downloads.Download`."""
 
@@ -178,7 +163,7 @@ class SimulatedRun:
     def __init__(self, spec: RunSpec, time: VirtualTime, chance: Random, pool: BufferPool) -> None:
         self.spec = spec
         self.members: dict[str, Member] = {}
-        self.kept: LruDict[StateId, Kept] = LruDict(OWN_MEANS)
+        self.kept: LruDict[StateId, Exchanged] = LruDict(OWN_MEANS)
         self.downloads: list[Waiting] = []
         self._time = time
         self._chance = chance
@@ -411,7 +396,7 @@ class SimulatedRun:
         if outcome.ok:
             self._time.progressed()
         if before is not None:
-            self.kept[before] = Kept(outcome, mean, tuple(self.members[peer] for peer in outcome.group))
+            self.kept[before] = found
         for peer, search in searches.items():
             member = self.members[peer]
             member.exchange = None

@@ -187,7 +187,7 @@ class Federated:
         self._strategy = strategy
         self._run, self._fit, self._evaluate = run, fit, evaluate
         self._outer = parse_outer(outer) if isinstance(outer, str) else copy.deepcopy(outer)
-        self._local = stepped_tensors(run.source)
+        self._local = stepped_tensors(run.binding.source)
         self._agreed = copies_of(self._local)
         self.history = History()
         self.evaluation: Evaluation | None = None
@@ -201,7 +201,7 @@ class Federated:
         self._live, self._begun = 0, False
         self._deserted = ""
         buffers = image.averaged_buffers(run)
-        terms = {**self._terms(buffers), **image.frozen_term(run.source)}
+        terms = {**self._terms(buffers), **image.frozen_term(run.binding.source)}
         run.agree(terms, bool(buffers), observes=fit is None)
         run.trained_by = type(self).__name__
         self.member = self._join(buffers)
@@ -311,7 +311,7 @@ class Federated:
 
     def _advance(self) -> str:
         """Take the next step that is due, and wait a moment; returns why the round failed, if it has."""
-        drawn = self._run.draw(self.member.id)
+        drawn = self._run.progress(held=self.member.id).drawn
         lived, self._live, places = self._live, len(drawn.live), self._run.options.group_size
         if self._live != lived and max(self._live, lived) > places:
             told = f"{self._live} peers share {places} places: each round draws anew, and the others follow"
@@ -431,7 +431,7 @@ class Federated:
         self._return_to_agreed()
         try:
             weight, metrics = _returned("fit", self._fit(self._task(state.epoch + 1)))
-            require_same_tensors(self._run.source, self._local)
+            require_same_tensors(self._run.binding.source, self._local)
             with torch.no_grad():
                 values = {name: self._began(name) - own for name, own in self._local.items()}
         except BaseException:  # Ctrl-C too leaves the model as it was.
@@ -479,7 +479,9 @@ class Federated:
     # ---- the replicated state ----
 
     def _join(self, buffers: Mapping[str, torch.Tensor]) -> Member:
-        self._model = image.ModelPart({**self._agreed}, buffers, self._return_to_agreed, self._run.counters)
+        self._model = image.ModelPart(
+            {**self._agreed}, buffers, self._return_to_agreed, self._run.binding.counters
+        )
         parts: dict[str, image.Part] = {
             image.EXTRA + name: image.UserPart(what) for name, what in self._options.extra.items()
         }

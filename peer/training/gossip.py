@@ -70,7 +70,7 @@ class Gossip(LocalTraining[Outcome]):
                 any of its tensors.
         """
         self._options = LocalOptions(every=every, weight=weight, timeout=timeout, wait_for=wait_for)
-        super().__init__(run, named_tensors(run.source).values())
+        super().__init__(run, named_tensors(run.binding.source).values())
         run.refuse_if_trained()
         if not run.strategy.pairs:
             raise Refused(
@@ -84,7 +84,7 @@ class Gossip(LocalTraining[Outcome]):
         self._pending: PendingRound | None = None
         # All live peers are drawn, so the group closes at once when they are in, or with two and after the grace.
         all_of_them = {"strategy": f"federated:quorum=2,grace={END_GRACE}", "group_size": MAX_GROUP_SIZE}
-        self._end = run.branch(f"{run.name}/end", run.source, **all_of_them)
+        self._end = run.branch(f"{run.name}/end", run.binding.source, **all_of_them)
         member.wait_for((run, self._end), wait_for)
 
     def finish(self, timeout: float = END_SECONDS) -> Outcome:

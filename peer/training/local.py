@@ -178,7 +178,7 @@ class DiLoCo(LocalTraining[Finished]):
         outer = parse_outer(outer) if isinstance(outer, str) else outer or Nesterov()
         run.refuse_if_trained()
         require_places(run, self._options.wait_for)
-        parameters = stepped_tensors(run.source)
+        parameters = stepped_tensors(run.binding.source)
         super().__init__(run, parameters.values())
         run.trained_by = type(self).__name__
         self._parameters = parameters
@@ -199,7 +199,7 @@ class DiLoCo(LocalTraining[Finished]):
             "delay": str(self._options.delay),
             "merge": number(self._options.merge),
             "buffers": "averaged" if self._options.buffers else "each peer's own",
-            **image.frozen_term(run.source),
+            **image.frozen_term(run.binding.source),
         }
         for at, fragment in enumerate(self._fragments):
             fragment.run.agree(terms, self._options.buffers and at == 0)
@@ -253,7 +253,7 @@ class DiLoCo(LocalTraining[Finished]):
         Returns:
             Whether this peer ends with the group's state, and why not: the loop may have made steps of its own since.
         """
-        require_same_tensors(self._run.source, self._parameters)
+        require_same_tensors(self._run.binding.source, self._parameters)
         deadline = self.members[0].clock() + timeout
         open_ = self.members
         while open_:
@@ -268,8 +268,8 @@ class DiLoCo(LocalTraining[Finished]):
         self.steps += 1
         self.members[0].show(f"step {self.steps % self._options.every} of {self._options.every}")
         if self.steps % self._options.every == 0:
-            require_same_tensors(self._run.source, self._parameters)
-            if stepped_tensors(self._run.source).keys() != self._parameters.keys():
+            require_same_tensors(self._run.binding.source, self._parameters)
+            if stepped_tensors(self._run.binding.source).keys() != self._parameters.keys():
                 raise SchemaError("the parameters that require gradients have changed since join; join again")
         for fragment in self._fragments:
             caught_up = fragment.tick(self.steps)
@@ -322,7 +322,7 @@ class Fragment:
         self._offset = (at + 1) * options.every // options.fragments
         self._retry_at: int | None = None
         self.diverged = self._gave = self._caught_up = False
-        self._model = image.ModelPart(self._agreed, buffers, self._follow_agreed, run.counters)
+        self._model = image.ModelPart(self._agreed, buffers, self._follow_agreed, run.binding.counters)
         parts: dict[str, image.Part] = {"outer": image.OuterPart(outer, self._agreed), "model": self._model}
         subject = Subject(self._local, buffers, self._model, image.TrainingState(parts), self._update)
         self.member = Member(run, subject, options)

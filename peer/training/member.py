@@ -45,10 +45,6 @@ LOOK_AHEAD_SECONDS = 3.0
 """Longest time that a step of the loop waits for the mean of a round that failed here. The peer needs it now, because
 its gradients of that round must not count twice. If it takes longer, the next round tells."""
 
-STAY_AWAY_SECONDS = 2.0
-"""Longest time that a peer which fetches missed means attends no round. A round would hold it until its end, without a
-contribution of the peer. The peer also fetches the mean of a round that it misses meanwhile."""
-
 GONE_SECONDS = 0.25
 """Longest time until a step that waits for a group notices that the last other peer has left."""
 
@@ -148,7 +144,6 @@ class Member:
         self._news: deque[events.Event] = deque()
         self._downloads = Downloads(run, subject.state)
         self._progress = ProgressLine(run.name)
-        self._stays_away_until: float | None = None
         self._ends_at: float | None = None
         self._offered = -1
         self._told = ""
@@ -293,7 +288,7 @@ class Member:
             if not company and not self._downloads.busy:
                 break
             left = min(POLL_SECONDS, max(deadline - self.clock(), 0.0))
-            if not company or (self._pending is None and self._stays_away):
+            if not company:
                 self._downloads.wait(left)
                 self._look_for_download()
             else:
@@ -468,11 +463,6 @@ class Member:
         how = options.alone, options.patience, options.trust
         self._follower = Follower(self._run.peer, state, self.clock(), *how)
 
-    @property
-    def _stays_away(self) -> bool:
-        until = None if self._target is None else self._stays_away_until
-        return self._downloads.recovering and until is not None and self.clock() < until
-
     def _attend(self) -> None:
         """Take part in a round without a contribution, to learn the group's state, or its mean."""
         self._run.take()
@@ -530,8 +520,6 @@ class Member:
                 self._new_driver().tell(events.Interrupted())
             raise
         self._whole = self.id
-        if self.in_step:
-            self._stays_away_until = None
         self._tell()
         if self._asks:
             self._await_mean()
@@ -620,8 +608,6 @@ class Member:
 
     def _recover(self, after: StateId) -> None:
         """Begin to fetch a mean; the next contribution may need it."""
-        if self._stays_away_until is None:
-            self._stays_away_until = self.clock() + STAY_AWAY_SECONDS
         astray, left, patient = self._follower.behind, RECOVER_SECONDS, False
         if self._ends_at is not None:
             left = max(self._ends_at - self.clock(), LEAST_SECONDS)

@@ -99,12 +99,12 @@ class SwarmOptimizer(torch.optim.Optimizer):
         self._options = options
         self._run = run
         self.parameters = parameters
-        module = run.source if isinstance(run.source, torch.nn.Module) else torch.nn.Module()
+        module = run.binding.source if isinstance(run.binding.source, torch.nn.Module) else torch.nn.Module()
         all_sparse = isinstance(inner, torch.optim.SparseAdam)
         self._sparse = frozenset(parameters) if all_sparse else sparse_gradients(module)
         buffers = image.averaged_buffers(run, options.buffers)
-        self._guard = Guard(run.source, parameters, inner, self.scheduler, options.extra)
-        model = image.ModelPart(parameters, buffers, self._guard.note, run.counters)
+        self._guard = Guard(run.binding.source, parameters, inner, self.scheduler, options.extra)
+        model = image.ModelPart(parameters, buffers, self._guard.note, run.binding.counters)
         parts: dict[str, image.Part] = {
             image.EXTRA + name: image.UserPart(what) for name, what in options.extra.items()
         }
@@ -460,8 +460,8 @@ def _check_inner(run: JoinedRun, inner: torch.optim.Optimizer) -> dict[str, torc
     if other not in (None, run) and not other.left:
         told = f"expected an optimizer of its own, got the one that steps run {other.name!r}"
         raise Refused(told, "make another optimizer, over parameters that no other run steps")
-    _refuse_writing_modules(run.source)
-    parameters = stepped_tensors(run.source)
+    _refuse_writing_modules(run.binding.source)
+    parameters = stepped_tensors(run.binding.source)
     held = [parameter for group in inner.param_groups for parameter in group["params"]]
     ours = {id(parameter) for parameter in parameters.values()}
     foreign = sum(id(parameter) not in ours for parameter in held if parameter.requires_grad)

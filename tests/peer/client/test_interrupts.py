@@ -117,9 +117,9 @@ def test_an_open_round_says_which_calls_end_it(clients: list[Client]) -> None:
 
 
 def optimizer(run: Run, wait_for: int) -> object:
-    assert isinstance(run.source, torch.nn.Module)
-    sgd = torch.optim.SGD(run.source.parameters(), 0.1)
-    sgd = run.source.__dict__.setdefault("made_in_an_earlier_cell", sgd)
+    assert isinstance(run.binding.source, torch.nn.Module)
+    sgd = torch.optim.SGD(run.binding.source.parameters(), 0.1)
+    sgd = run.binding.source.__dict__.setdefault("made_in_an_earlier_cell", sgd)
     return run.optimizer(sgd, target_batch_size=8, batch_size=8, wait_for=wait_for)
 
 

@@ -332,7 +332,7 @@ def test_a_run_names_the_kernels_of_each_device_once() -> None:
     devices = [torch.device(name) for name in ("mps", "cpu", "cpu")]
     named = {str(at): SimpleNamespace(device=one) for at, one in enumerate(devices)}
     run = Run.__new__(Run)
-    run._binding = SimpleNamespace(tensors=lambda: named)  # type: ignore[assignment]
+    run.binding = SimpleNamespace(tensors=lambda: named)  # type: ignore[assignment]
     assert set(run.kernels.split("; ")) == {
         *kernels_of(devices[0]).split("; "),
         *kernels_of(devices[1]).split("; "),
