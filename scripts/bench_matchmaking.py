@@ -23,7 +23,7 @@ from train_text import daemon_command
 
 from equipoise.averaging.outcome import Idle, Outcome
 from equipoise.peer import connect
-from equipoise.peer.demo.processes import Child, Family
+from equipoise.peer.demo.swarm import Child, Family
 
 START_SECONDS = 120.0
 """Longest time for all daemons to print an address: 32 of them share two cores."""

@@ -39,7 +39,7 @@ from train_text import Broken, heard
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 from e2e.netns import Network, available
-from equipoise.peer.demo.processes import Family
+from equipoise.peer.demo.swarm import Family
 
 PEER = Path(__file__).with_name("bench_overlap_peer.py")
 ACCELERATOR_MS = 300.0

@@ -126,11 +126,11 @@ RULES: dict[str, list[tuple[str, str]]] = {
         ("if join.peer != peer or not", "if not"),
     ],
     "averaging/gossip/machine.py": [
+        ("for sign in (1, -1)", "for sign in (1,)"),
         ("self._asked == peer and self.context.peer < peer", "self._asked == peer"),
         ("min(2 * self._listens, MAX_LISTEN_SECONDS)", "LISTEN_SECONDS"),
         ("context.out.append(events.Decline(peer, manifest.id))", "pass"),
     ],
-    "averaging/gossip/topology.py": [("for sign in (1, -1)", "for sign in (1,)")],
     "averaging/replication/snapshot_quorum.py": [
         ("if 2 * offering > len(voters):", "if 2 * offering >= len(voters):"),
         ("2 * sum(self._has_reached(peer, offer) for peer in voters) <= len(voters)", "False"),
@@ -139,13 +139,13 @@ RULES: dict[str, list[tuple[str, str]]] = {
         ("self._rest = min(2 * self._rest, MAX_REST_SECONDS)", "pass"),
         ("super().see(trusted or peers, now)", "super().see(peers, now)"),
     ],
-    "averaging/replication/update_query.py": [
+    "averaging/replication/answers.py": [
         ("if 2 * near <= len(voters):", "if 2 * near < len(voters):"),
         ("voters & self.peers.keys() - self._silent", "voters & self.peers.keys()"),
         ("request.wish.patient and self.behind > 0", "False"),
         (" and one.image.size <= self._request.wish.limit", ""),
     ],
-    "averaging/replication/chunk_scheduler.py": [
+    "averaging/replication/chunks.py": [
         ("self._rest = min(2 * self._rest, MAX_REST_SECONDS)", "pass"),
         ("self.late.update(chunks)", "pass"),
         ("source = self.donors[peer] = self.donors.pop(peer)", "source = self.donors[peer]"),

@@ -32,7 +32,7 @@ import msgspec
 from bench_load import end_cleanly_when_terminated
 from text_trainer import ALONE, DILOCO, METHODS, SYNC, WHOLE, Job, TextOptions, Trained
 
-from equipoise.peer.demo.processes import Child, Family
+from equipoise.peer.demo.swarm import Child, Family
 
 TRAINER = Path(__file__).with_name("text_trainer.py")
 

@@ -20,13 +20,11 @@ from equipoise.averaging.counts import count
 from equipoise.averaging.outcome import FetchOutcome
 from equipoise.averaging.replication import messages
 from equipoise.averaging.replication import transfer_events as events
-from equipoise.averaging.replication.answers import Agreement, Request
-from equipoise.averaging.replication.chunk_scheduler import ChunkScheduler
-from equipoise.averaging.replication.chunks import CHUNK_BYTES, ImageId
+from equipoise.averaging.replication.answers import Agreement, Request, UpdateQuery
+from equipoise.averaging.replication.chunks import CHUNK_BYTES, ChunkScheduler, ImageId
 from equipoise.averaging.replication.messages import Item, Offer
 from equipoise.averaging.replication.snapshot_quorum import SnapshotQuorum
 from equipoise.averaging.replication.transfer_events import FetchAction, FetchEvent, Finish
-from equipoise.averaging.replication.update_query import UpdateQuery
 from equipoise.averaging.timing import RENEW_SECONDS, STALL_SECONDS
 
 ASK_AGAIN_SECONDS = 1.0

@@ -11,7 +11,7 @@ from typing import Any, Required, TypedDict, TypeVar
 import torch
 from blake3 import blake3
 
-from equipoise.averaging.outer.step import above_zero, below_one, require_in_range
+from equipoise.averaging.outer import above_zero, below_one, require_in_range
 from equipoise.averaging.replication.follower import Alone
 from equipoise.averaging.replication.known import Trust
 from equipoise.peer.training.history import REPLICATED_ROUNDS

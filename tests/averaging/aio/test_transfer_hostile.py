@@ -8,7 +8,7 @@ import pytest
 
 from equipoise.averaging.aio.transfer import TRANSFER_FRAME
 from equipoise.averaging.ports import Channel
-from equipoise.averaging.replication import chunk_scheduler
+from equipoise.averaging.replication import chunks
 from equipoise.averaging.replication.answers import Wish
 from equipoise.averaging.replication.chunks import Image
 from equipoise.averaging.replication.messages import (
@@ -117,6 +117,6 @@ async def test_what_breaks_the_protocol_costs_the_channel(cluster: Cluster, deed
 async def test_one_that_sends_nothing_loses_its_chunks(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chunk_scheduler, "STALL_SECONDS", 0.05)
+    monkeypatch.setattr(chunks, "STALL_SECONDS", 0.05)
     _, reason = await fetch_beside(cluster, silent)
     assert "evil: nothing came from it" in reason

@@ -10,7 +10,7 @@ import torch
 from equipoise.averaging.aio.transfer import unpack
 from equipoise.averaging.manifest import ManifestError
 from equipoise.averaging.ports import FrameRefused
-from equipoise.averaging.replication.answers import LONE_SECONDS, Request, Wish
+from equipoise.averaging.replication.answers import LONE_SECONDS, Request, UpdateQuery, Wish
 from equipoise.averaging.replication.chunks import ImageId
 from equipoise.averaging.replication.messages import Answer, Ask, AskItems, Offer
 from equipoise.averaging.replication.server import KEPT_MEANS, OWN_MEANS, Server
@@ -28,7 +28,6 @@ from equipoise.averaging.replication.transfer_events import (
     SendBody,
 )
 from equipoise.averaging.replication.update import MAX_MANIFEST_BYTES
-from equipoise.averaging.replication.update_query import UpdateQuery
 from equipoise.averaging.schema import Schema
 from equipoise.averaging.spec import RunSpec
 from equipoise.averaging.state import StateId

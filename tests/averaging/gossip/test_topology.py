@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from equipoise.averaging.gossip.topology import partners
+from equipoise.averaging.gossip.machine import partners
 from equipoise.averaging.options import TOPOLOGIES
 
 

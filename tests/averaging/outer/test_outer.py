@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from equipoise.averaging.outer import Nesterov, OuterStep, parse_outer
-from equipoise.averaging.outer.steps import _power
+from equipoise.averaging.outer import Nesterov, OuterStep, _power, parse_outer
 from equipoise.averaging.rules import parse_rule
 from oracles.federated import OUTER, RULES
 

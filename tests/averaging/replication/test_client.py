@@ -14,18 +14,16 @@ from hypothesis import strategies as st
 from equipoise.averaging.ports import FrameRefused
 from equipoise.averaging.replication import answers, messages, snapshot_quorum
 from equipoise.averaging.replication.answers import Request, Wish
-from equipoise.averaging.replication.chunk_scheduler import (
-    LONG_SECONDS,
-    MAX_REST_SECONDS,
-    ChunkScheduler,
-    Source,
-)
 from equipoise.averaging.replication.chunks import (
     CHUNK_BYTES,
     DIGEST_BYTES,
+    LONG_SECONDS,
     MAX_IMAGE_BYTES,
+    MAX_REST_SECONDS,
+    ChunkScheduler,
     Image,
     ImageId,
+    Source,
     is_chunk,
 )
 from equipoise.averaging.replication.client import Fetch

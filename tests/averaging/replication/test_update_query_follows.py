@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from equipoise.averaging.replication.answers import Request, Wish
+from equipoise.averaging.replication.answers import Request, UpdateQuery, Wish
 from equipoise.averaging.replication.chunks import CHUNK_BYTES
-from equipoise.averaging.replication.update_query import UpdateQuery
 from equipoise.averaging.state import StateId
 from fakes.transfer import RUN, SPEC, TICKET, answer, offer_of
 

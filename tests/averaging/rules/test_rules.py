@@ -9,8 +9,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from equipoise.averaging.rules import RuleError, parse_rule
-from equipoise.averaging.rules.ranking import CHUNK_VALUES, _comparisons
+from equipoise.averaging.rules import CHUNK_VALUES, RuleError, _comparisons, parse_rule
 from oracles.federated import RULES
 
 rules = pytest.mark.parametrize("spec", ["mean", "median", "trimmed", "trimmed:beta=0.45", "trimmed:beta=0"])

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from e2e.swarm import eventually
-from equipoise.peer.demo.processes import Child, Family
+from equipoise.peer.demo.swarm import Child, Family
 
 STUBBORN = (
     "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); signal.pause()"
@@ -22,7 +22,7 @@ STUBBORN = (
 PARENT = """
 import sys
 from pathlib import Path
-from equipoise.peer.demo.processes import Family
+from equipoise.peer.demo.swarm import Family
 with Family(Path(sys.argv[1])) as family:
     family.start("child", [sys.executable, "-c", "import os, signal; print(os.getpid(), flush=True); signal.pause()"])
     while True:
