@@ -34,7 +34,7 @@ MAX_PARKED_GROUPS = 4
 """Most parked joins, in group sizes: views of the run differ by a group or two, never by this many."""
 
 TOPOLOGIES = ("random", "exponential", "ring")
-"""Words for the peers among which a peer of gossip draws its partners; see `gossip.topology`."""
+"""Words for the peers among which a peer of gossip draws its partners; see `gossip.machine.partners`."""
 
 MAX_SPEC_CHARS = 256
 """Longest spec of a strategy or a rule, which may have lists among its options."""

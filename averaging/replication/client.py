@@ -1,13 +1,13 @@
 """The newcomer's machine: it asks the donors for their offers, then downloads one image from all its donors.
 
 Theory of operation. A newcomer *asks* until most donors agree (`snapshot_quorum`). Then it asks one donor for the
-digests of the chunks, which the agreed name of the image proves. It asks all donors for chunks (`chunk_scheduler`); a
+digests of the chunks, which the agreed name of the image proves. It asks all donors for chunks (`ChunkScheduler`); a
 digest proves each chunk. A donor that sends a wrong byte is barred at once. If a donor dies or stalls, the others are
 asked for its chunks at once. If no donor is left, the newcomer asks again, and keeps its chunks if the same image is
 offered. It ends with the whole image or, at its timeout, with the reason why it has none.
 
 A newcomer gets a mean that it missed in the same way, or learns once the donors have answered that it cannot have it
-(`update_query`).
+(`UpdateQuery`).
 """
 
 from __future__ import annotations

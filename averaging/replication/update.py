@@ -6,7 +6,7 @@ and the run's spec alone, as in the round. The mean's digest is over the manifes
 digests of all parts: so it proves every byte of the image.
 
 The image does not prove that the round was the group's: anybody can make up identities that join and average.
-`update_query` decides which image to believe.
+`answers.UpdateQuery` decides which image to believe.
 """
 
 from __future__ import annotations
