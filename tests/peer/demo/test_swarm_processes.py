@@ -62,7 +62,7 @@ def test_an_ending_quotes_the_last_error_line(family: Family) -> None:
 def test_leaving_ends_a_child_that_ignores_termination(
     family: Family, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("equipoise.peer.demo.processes.STOP_SECONDS", 0.1)
+    monkeypatch.setattr("equipoise.peer.demo.swarm.STOP_SECONDS", 0.1)
     child = python(family, STUBBORN)
     hear(family)
     family.__exit__()
