@@ -208,6 +208,15 @@ def test_a_stranger_invites_in_vain() -> None:
     assert [peer for peer, _ in sent(actions, wire.JoinRequest)] == [second]
 
 
+@pytest.mark.parametrize("short", [False, True])
+def test_an_invitation_is_followed_only_where_no_group_is_possible(short: bool) -> None:
+    one, coordinator, second, request = searching(4)
+    parked = wire.JoinAccepted(RUN, request.join.ticket, 1.0, 2, 4, short=short)
+    one.handle(events.MessageReceived(coordinator, parked), 1.1)
+    actions = one.handle(events.MessageReceived(second, wire.Invitation(RUN, request.join.round)), 1.2)
+    assert [peer for peer, _ in sent(actions, wire.JoinRequest)] == [second] * short
+
+
 def test_a_peer_that_sends_it_round_in_circles_is_left() -> None:
     one, coordinator, second, request = searching(4)
     refusal = wire.JoinRefused(RUN, request.join.ticket, "ask me again", redirect=coordinator)
