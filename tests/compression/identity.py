@@ -6,6 +6,7 @@ Kernels are chosen once per process, so each choice has one of its own, with EQU
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import math
 import sys
@@ -111,5 +112,8 @@ if __name__ == "__main__":
     np.seterr(all="ignore")  # Triton's interpreter is numpy, which warns of what CPUs and GPUs do silently.
     torch.set_num_threads(1)
     chosen = kernels()
+    if chosen.name == "triton":
+        # Each program of the interpreter costs a millisecond. `kernels` has just compared tiles of the usual size.
+        vars(importlib.import_module("equipoise.compression.triton_kernels"))["TILE"] = 4096
     found = {} if "--choice" in sys.argv else digests()
     print(json.dumps({"kernels": chosen.name, "reason": chosen.reason, "found": found}))
