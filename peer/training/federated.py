@@ -493,7 +493,7 @@ class Federated:
         state = image.TrainingState(parts)
         subject = Subject(self._local, buffers, self._model, state, self._update, self._applied)
         # With a draw, most peers of a round have not contributed together yet, so all claims count alike.
-        options = CommonOptions(alone="wait", trust="heads", clock=self._options.clock)
+        options = CommonOptions(alone="wait", trust="heads")
         return Member(self._run, subject, options)
 
     def _applied(self, before: StateId, outcome: Outcome) -> None:

@@ -133,7 +133,7 @@ class Member:
         self._subject = subject
         self._options = options
         self._target = target
-        self.clock = options.clock or run.clock
+        self.clock = run.clock
         start = beginning(subject.state.digest())
         self._start_from(start)
         self._whole: StateId | None = start

@@ -34,7 +34,6 @@ class _CommonKeywords(TypedDict, total=False):
     patience: float
     timeout: float
     trust: Trust
-    clock: Callable[[], float] | None
 
 
 class OptionKeywords(_CommonKeywords, total=False):
@@ -72,7 +71,6 @@ class CommonOptions:
         timeout: Seconds for one round.
         trust: The peers whose claims decide the group's state. `known`: peers that this peer has trained with, against
             any number of strangers, while one of them is there. `heads`: all peers, for swarms of known members.
-        clock: Seconds on a steady clock; by default that of the run.
     """
 
     wait_for: int = 0
@@ -80,7 +78,6 @@ class CommonOptions:
     patience: float = 10.0
     timeout: float = 30.0
     trust: Trust = "known"
-    clock: Callable[[], float] | None = None
 
     def __init_subclass__(cls) -> None:
         """Have the subclass's help tell these options too."""
@@ -178,12 +175,11 @@ class FederatedKeywords(TypedDict, total=False):
     config: Mapping[str, Any]
     wait_for: int
     extra: Mapping[str, Stateful]
-    clock: Callable[[], float] | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class FederatedOptions:
-    """Options of a federated training. All but `wait_for` and `clock` become terms of the run; of `extra`, its names.
+    """Options of a federated training. All but `wait_for` become terms of the run; of `extra`, its names.
 
     Attributes:
         rounds: Rounds after which the training ends; None for no limit.
@@ -196,7 +192,6 @@ class FederatedOptions:
         wait_for: Other peers to wait for before the first round, at most a minute.
         extra: Further state for newcomers and checkpoints, by name: objects with `state_dict` and `load_state_dict`,
             alike everywhere. They may change in a round's update alone, not in `fit`.
-        clock: Seconds on a steady clock; by default the run's.
     """
 
     rounds: int | None = None
@@ -206,7 +201,6 @@ class FederatedOptions:
     config: Mapping[str, Any] = field(default_factory=dict)
     wait_for: int = 0
     extra: Mapping[str, Stateful] = field(default_factory=dict)
-    clock: Callable[[], float] | None = None
 
     def __post_init__(self) -> None:
         if self.rounds is not None:

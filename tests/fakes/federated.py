@@ -24,7 +24,7 @@ class Client:
     def __init__(self, swarm: World, index: int, seconds: float = 1.0, **options: Any) -> None:
         self.swarm, self.index, self.seconds = swarm, index, seconds
         self.name = f"peer{index}"
-        self.options = {"rounds": 3, "clock": swarm.clock, **options}
+        self.options = {"rounds": 3, **options}
         self.model: Any = {"w": torch.zeros(2), "v": torch.zeros(3)}
         self.samples = 10.0 * (index + 1)
         self.steps = 5

@@ -85,7 +85,7 @@ def swarm_of(
     def work(peer: int) -> tuple[Trainer, SwarmCallback]:
         what = model()
         run = world.join(f"peer{peer}", "text", what)
-        one = SwarmCallback(run, clock=world.clock, **callback)
+        one = SwarmCallback(run, **callback)
         training = trainer(folder, what, data(peer), **options)
         training.add_callback(one)
         training.add_callback(Computing(world))

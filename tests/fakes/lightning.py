@@ -66,9 +66,7 @@ def swarm_of(
 
     def work(peer: int) -> tuple[Regression, SwarmCallback, Trainer]:
         module = Regression(compute=world.compute)
-        one = SwarmCallback(
-            world.join(f"peer{peer}", "text", module), batch_size=BATCH, clock=world.clock, **callback
-        )
+        one = SwarmCallback(world.join(f"peer{peer}", "text", module), batch_size=BATCH, **callback)
         training = trainer(folder, callbacks=[one], **options)
         training.fit(module, batches(peer))
         return module, one, training

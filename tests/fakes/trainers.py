@@ -28,7 +28,6 @@ class Trainer:
         self.options = {
             "target_batch_size": 4 * SAMPLES,
             "batch_size": SAMPLES,
-            "clock": swarm.clock,
             **options,
         }
         self.make: Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer] = adamw

@@ -230,9 +230,6 @@ class World:
     def now(self) -> float:
         return self.loop.time()
 
-    def clock(self) -> float:
-        return self.now
-
     # ---- peers ----
 
     def peer(self, name: str, work: Callable[[], None], at: float = 0.0) -> None:

@@ -83,7 +83,7 @@ class Script:
 
         with storm.world.join(self.name, "storm", model, strategy=storm.rules.spec) as run:
             trains = storm.may_train(self.name)
-            self.trainer = Federated(run, fit if trains else None, clock=storm.world.clock)
+            self.trainer = Federated(run, fit if trains else None)
             while not storm.over and not self.trainer.ended:
                 self.records.append(self.trainer.step())
                 self._note_state()

@@ -157,7 +157,6 @@ def test_a_state_in_the_middle_of_an_update_is_not_written(tmp_path: Path) -> No
             "batch_size": 8,
             "target_batch_size": 8,
             "patience": 0,
-            "clock": swarm.clock,
         }
         opt = run.optimizer(Broken(model.parameters(), lr=1.0), checkpoints=checkpoints, **options)
         loss_of(model, batch_of(0, 0, 8)).backward()
@@ -180,7 +179,7 @@ def train_locally(folder: Path, steps: int, fragments: int) -> list[DiLoCo]:
         run = world.join(f"peer{peer}", "text", model)
         checkpoints = Checkpoints(every=2, directory=folder / f"peer{peer}", resume=True)
         inner = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        local = DiLoCo(run, every=4, fragments=fragments, checkpoints=checkpoints, clock=world.clock)
+        local = DiLoCo(run, every=4, fragments=fragments, checkpoints=checkpoints)
         with local:
             while local.steps < steps:
                 world.compute(0.5)

@@ -42,7 +42,6 @@ def trained(make: Make, steps: int, model: nn.Module | None = None) -> SwarmOpti
             "target_batch_size": 8,
             "batch_size": 8,
             "patience": 0,
-            "clock": world.clock,
         }
         made.append(run.optimizer(make(own.parameters()), scheduler=halving, **options))
         for step in range(steps):

@@ -129,7 +129,7 @@ def test_a_probe_is_no_local_step(world: World) -> None:
     def work() -> None:
         run = world.join("peer0", "text", model)
         inner = adamw(model.parameters())
-        with LocalSGD(run, every=10, clock=world.clock) as group:
+        with LocalSGD(run, every=10) as group:
             get_optimizer_state_dict(model, inner)
             steps.append(group.steps)
             loss_of(model, batch_of(0, 0, SAMPLES)).backward()

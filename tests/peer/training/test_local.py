@@ -27,7 +27,7 @@ class Local:
     def __init__(self, swarm: World, index: int, steps: int, seconds: float = 0.5, **options: Any) -> None:
         self.swarm, self.index, self.count, self.seconds = swarm, index, steps, seconds
         self.method: Callable[..., DiLoCo] = DiLoCo
-        self.options = {"every": EVERY, "clock": swarm.clock, **options}
+        self.options = {"every": EVERY, **options}
         self.model: Any = network()
         self.trained: DiLoCo
         self.seen: list[tuple[int, int, str]] = []

@@ -26,7 +26,7 @@ def ended(steps: tuple[int, ...], **options: Any) -> list[tuple[Finished, list[f
         own = {name: torch.nn.Parameter(torch.zeros(300)) for name in "ab"}
         sgd = torch.optim.SGD(own.values(), lr=1.0)
         run = swarm.join(f"peer{index}", "ends", own)
-        with LocalSGD(run, clock=swarm.clock, **options) as group:
+        with LocalSGD(run, **options) as group:
             for _ in range(steps[index]):
                 swarm.compute(0.5)
                 for one in own.values():
@@ -114,7 +114,7 @@ def replaced(swap: Callable[[torch.nn.Module, torch.optim.Optimizer], torch.opti
         own = torch.nn.ParameterDict({"a": torch.nn.Parameter(torch.zeros(300))})
         used: list[torch.optim.Optimizer] = [torch.optim.SGD(own.values(), lr=1.0)]
         try:
-            with LocalSGD(swarm.join(f"peer{index}", "ends", own), every=5, clock=swarm.clock) as group:
+            with LocalSGD(swarm.join(f"peer{index}", "ends", own), every=5) as group:
                 for step in range(21):
                     swarm.compute(0.5)
                     if step == 7:
@@ -158,7 +158,7 @@ def test_other_tensors_that_fit_puts_into_the_model_are_refused() -> None:
 
         run = swarm.join(f"peer{index}", "rounds", model)
         with pytest.raises(SchemaError) as error:
-            Federated(run, fit, rounds=3, clock=swarm.clock).run()
+            Federated(run, fit, rounds=3).run()
         return str(error.value)
 
     assert (
@@ -177,7 +177,7 @@ def statistics(swarm: World, averaged: bool, **options: Any) -> list[torch.nn.Mo
         chance = torch.Generator().manual_seed(index)
         sgd = torch.optim.SGD(models[index].parameters(), lr=0.1)
         run = swarm.join(f"peer{index}", "statistics", models[index])
-        with LocalSGD(run, every=4, buffers=averaged, clock=swarm.clock, **options):
+        with LocalSGD(run, every=4, buffers=averaged, **options):
             for _ in range(12):
                 swarm.compute(0.5)
                 sgd.zero_grad()

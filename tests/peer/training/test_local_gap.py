@@ -66,7 +66,7 @@ def test_it_closes_most_of_the_gap_for_a_small_part_of_the_bytes(seed: int) -> N
 
     def work(at: int) -> None:
         run = world.join(f"peer{at}", "digits", models[at])
-        with DiLoCo(run, every=EVERY, clock=world.clock) as trained:
+        with DiLoCo(run, every=EVERY) as trained:
             train(models[at], sources[at](), lambda: world.compute(0.1))
         assert trained.epoch == STEPS // EVERY
 

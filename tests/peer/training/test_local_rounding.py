@@ -30,7 +30,7 @@ def local(dtype: torch.dtype, by: float, steps: int, **options: Any) -> tuple[li
     def work(index: int) -> tuple[float, float]:
         own = ones(dtype)
         sgd = torch.optim.SGD(own.values(), lr=1.0)
-        with LocalSGD(swarm.join(f"peer{index}", "halves", own), clock=swarm.clock, **options) as group:
+        with LocalSGD(swarm.join(f"peer{index}", "halves", own), **options) as group:
             for _ in range(steps):
                 swarm.compute(0.5)
                 for one in own.values():
@@ -83,7 +83,7 @@ def test_small_movements_add_up_over_federated_rounds_and_fedprox_begins_at_zero
             return 1.0, {}
 
         run = swarm.join(f"peer{index}", "halves", own)
-        trained = Federated(run, fit, rounds=16, proximal=1.0, clock=swarm.clock)
+        trained = Federated(run, fit, rounds=16, proximal=1.0)
         trained.run()
         return [float(one.mean()) for one in (*own.values(), *trained._agreed.values())]
 

@@ -91,7 +91,7 @@ class LocalWatched(Watched):
     def train(self) -> None:
         self.run = self.swarm.join(self.name, "text", self.model)
         inner = torch.optim.SGD(self.model.parameters(), lr=0.01)
-        with DiLoCo(self.run, every=4, clock=self.swarm.clock) as self.opt:  # type: ignore[assignment]
+        with DiLoCo(self.run, every=4) as self.opt:  # type: ignore[assignment]
             while self.opt.epoch < self.epochs:
                 self.swarm.compute(self.seconds)
                 inner.zero_grad()

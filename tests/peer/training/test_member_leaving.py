@@ -45,7 +45,7 @@ def test_one_line_for_all_fragments(world: World, caplog: pytest.LogCaptureFixtu
     def work() -> None:
         run = world.join("peer0", "text", model)
         optimizer = adamw(model.parameters())
-        with DiLoCo(run, every=4, fragments=2, clock=world.clock):
+        with DiLoCo(run, every=4, fragments=2):
             for at in range(8):
                 loss_of(model, batch_of(0, at, SAMPLES)).backward()
                 optimizer.step()

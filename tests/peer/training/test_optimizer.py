@@ -402,7 +402,6 @@ def test_a_closure_is_called_once_before_the_gradients_are_taken(world: World) -
             target_batch_size=SAMPLES,
             batch_size=SAMPLES,
             patience=0,
-            clock=world.clock,
         )
 
         def closure() -> float:

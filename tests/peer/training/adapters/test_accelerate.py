@@ -41,7 +41,6 @@ class Loop:
             self.scheduler,
             batch_size=BATCH,
             target_batch_size=2 * BATCH * accumulate,
-            clock=world.clock,
         )
 
     def train(self) -> Loop:
@@ -84,7 +83,7 @@ def test_a_loss_scaler_steps_the_swarm_with_gradients_that_are_not_scaled() -> N
 
     def work() -> None:
         run = world.join("peer0", "text", model)
-        options: dict[str, Any] = {"target_batch_size": BATCH, "patience": 0, "clock": world.clock}
+        options: dict[str, Any] = {"target_batch_size": BATCH, "patience": 0}
         swarm = step_with_swarm(accelerator, run, optimizer, batch_size=BATCH, **options)
         scaler.scale(loss_of(model, batch_of(0, 0, BATCH))).backward()
         optimizer.step()

@@ -75,9 +75,7 @@ def test_peers_with_schedulers_of_other_lengths_differ_in_a_term(tmp_path: Path,
     terms = []
     for steps in (1, 2):
         world, what = World(), real.model()
-        one = real.SwarmCallback(
-            world.join("peer0", "text", what), target_batch_size=1, clock=world.clock, patience=0
-        )
+        one = real.SwarmCallback(world.join("peer0", "text", what), target_batch_size=1, patience=0)
         training = real.trainer(tmp_path, what, real.data(0), max_steps=steps)
         training.add_callback(one)
         world.peer("peer0", training.train)
@@ -90,7 +88,7 @@ def test_peers_with_schedulers_of_other_lengths_differ_in_a_term(tmp_path: Path,
 def test_a_short_last_batch_counts_for_its_samples(tmp_path: Path, real: Any) -> None:
     world, what, sizes = World(), real.model(), []
     run = world.join("peer0", "text", what)
-    one = real.SwarmCallback(run, target_batch_size=1, clock=world.clock, patience=0)
+    one = real.SwarmCallback(run, target_batch_size=1, patience=0)
     training = real.trainer(tmp_path, what, real.data(0)[: real.BATCH + 1], max_steps=4)
     training.add_callback(one)
     training.add_callback(real.Noting(lambda: sizes.append(one.optimizer.batch_size)))
@@ -103,9 +101,7 @@ def test_the_options_of_the_trainer_become_the_swarms(
     tmp_path: Path, real: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     world, what = World(), real.model()
-    one = real.SwarmCallback(
-        world.join("peer0", "text", what), target_batch_size=1, clock=world.clock, patience=0
-    )
+    one = real.SwarmCallback(world.join("peer0", "text", what), target_batch_size=1, patience=0)
     training = real.trainer(
         tmp_path, what, real.data(0), max_steps=1, gradient_accumulation_steps=2, max_grad_norm=0.5
     )
