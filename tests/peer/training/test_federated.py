@@ -550,7 +550,7 @@ def test_all_are_killed_in_a_training_and_end_as_a_run_that_was_never_killed(tmp
         while not all(peer.fits and peer.fits[-1][0] == 8 for peer in victims):
             doomed.compute(0.1)
         for thread in threading.enumerate():
-            if thread.name == "checkpoint":
+            if thread.name.endswith("checkpoint"):
                 thread.join()  # Virtual time does not wait for a disk.
         for peer in victims:
             doomed.kill(peer.name)
@@ -561,6 +561,8 @@ def test_all_are_killed_in_a_training_and_end_as_a_run_that_was_never_killed(tmp
     swarm = federated(all_there)
     resumed = begin(swarm, tmp_path / "after")
     swarm.run()
+    for peer in resumed:
+        peer.run.leave()  # Waits for what is being written.
     assert_alike(resumed)
     assert_same_models([*resumed, *whole])
     assert [number for number, _ in resumed[0].fits] == [8, 9, 10]
