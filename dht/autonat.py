@@ -25,7 +25,7 @@ from humanfriendly.text import pluralize
 
 from equipoise.dht.address import AddressError, parse_listen, well_formed
 from equipoise.dht.dialer import GREETING, direct_hosts, probe, told
-from equipoise.dht.direct.listener import ask_origin
+from equipoise.dht.direct.listener import ORIGIN_QUESTION, ask_origin
 from equipoise.dht.direct.sockets import connect
 from equipoise.dht.direct.transport import DirectTransport
 from equipoise.dht.p2pd_client import CallHandler, P2pdClient, StreamListener
@@ -217,16 +217,16 @@ class Reach:
         return not self.hidden or (bool(self.relays.held) and stands_in(self.mates()))
 
     @property
-    def mirrors(self) -> list[tuple[str, int]]:
-        """The direct listeners of public peers that have dialled back, which tell askers where they come from."""
+    def mirrors(self) -> dict[tuple[str, int], bytes]:
+        """The direct listeners of public peers that have dialled back, each with the question that it answers."""
         paths = self._protocol.dialer.paths
         found = [
-            (host, port)
+            ((host, port), self._direct.question(peer))
             for peer, port in self._verdict.direct_ports.items()
             for host in direct_hosts(paths.get(peer, ()))
         ]
         # Public hosts first, because neighbours see only this side of the router; then IPv4, which NATs translate.
-        return sorted(found, key=lambda at: (not ipaddress.ip_address(at[0]).is_global, ":" in at[0]))
+        return dict(sorted(found, key=lambda at: _worth(at[0][0])))
 
     def meet(self, peer: str, relays: bool) -> None:
         """Take note of a peer that can be asked, and of whether it relays for others."""
@@ -299,12 +299,14 @@ class Reach:
             raise Malformed("too many questions")
         ask = decode(data, _asks)
         async with self._room:
+            await self._link.gate.present(peer)
+            question = self._direct.question(peer)
             seen = direct_hosts((await self._link.connections()).get(peer, ()))
             where = [(host, port) for host in seen for port in ask.ports][:MAX_TARGETS]
             hosts = seen[:MAX_TARGETS] if where and ask.direct else []
             answer, other = await asyncio.gather(
                 _try_all(where, partial(probe, greeting=GREETING)),
-                _try_all([(host, ask.direct) for host in hosts], answered),
+                _try_all([(host, ask.direct) for host in hosts], partial(answered, question=question)),
             )
             blocked = other.failed if hosts and not other.reached else ""
             return encode(msgspec.structs.replace(answer, direct=self._direct.port, blocked=blocked))
@@ -320,6 +322,10 @@ class Reach:
             self.relays.held.clear()
 
 
+def _worth(host: str) -> tuple[bool, bool]:
+    return not ipaddress.ip_address(host).is_global, ":" in host
+
+
 def stands_in(mates: Iterable[Readiness]) -> bool:
     """Tell whether a relayed peer should say that it can be dialled, given the records of all others in its runs.
 
@@ -332,11 +338,11 @@ def stands_in(mates: Iterable[Readiness]) -> bool:
     return bool(mates) and not any(mate.dialable and mate.reach != "relayed" for mate in mates)
 
 
-async def answered(host: str, port: int) -> None:
+async def answered(host: str, port: int, question: bytes = ORIGIN_QUESTION) -> None:
     """Open a connection on which a direct listener must answer a question; raises Unreached without an answer."""
     async with told(host, port):
         with await connect(host, port) as connection:
-            await ask_origin(connection)
+            await ask_origin(connection, question)
 
 
 async def _try_all(where: list[tuple[str, int]], attempt: Probe) -> Answer:

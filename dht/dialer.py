@@ -81,6 +81,16 @@ class Dialer:
         """Return the known addresses of `peer`, in the form that `--join` takes."""
         return tuple(address.text for address in self._known.get(peer, ()))
 
+    async def host_of(self, peer: str) -> str:
+        """Return where a peer is connected from, of IPv6 the network; empty if it is not connected."""
+        async with self._asking:
+            if peer not in self.paths and time.monotonic() - self._asked > FRESH_SECONDS:
+                await self.refresh()
+        for path in self.paths.get(peer, ()):
+            host = path.split("/")[2]
+            return host if ":" not in host else ":".join(host.split(":")[:4])
+        return ""
+
     async def refresh(self) -> frozenset[str]:
         """Ask p2pd which peers are connected; raises P2pdClientError if p2pd does not answer."""
         self.paths = await self._link.connections()
@@ -174,12 +184,22 @@ class Dialer:
         """
         if greeting is not None:
             await probe(address.host, address.port, greeting)
+        if address.relayed and self._link.gate.swarm:
+            await self._introduce(address)
         try:
             await self._link.connect(address.peer, address.encode_transport(), CONNECT_SECONDS)
         except P2pdClientError as error:
             raise self._cause(address, str(error)) from error
         self._causes.pop(address.text, None)
         self.connected |= {address.peer}
+
+    async def _introduce(self, address: Address) -> None:
+        """Present this peer to the relay of `address`, which p2pd itself asks; raises Unreached."""
+        self.hear(address.first, [address.text.partition("/p2p-circuit")[0]])
+        try:
+            await self._link.gate.present(address.first)
+        except ConnectionError as error:
+            raise Unreached("failed", str(error)) from error
 
     def _cause(self, address: Address, message: str) -> Unreached:
         """Return why libp2p cannot connect; while it only pauses after a failure, why that attempt failed."""

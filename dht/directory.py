@@ -18,7 +18,7 @@ from equipoise.dht import records
 from equipoise.dht.autonat import Reach
 from equipoise.dht.identity import Identity
 from equipoise.dht.protocol import REPLICAS, CallError, RecordProtocol
-from equipoise.dht.records import Entry, Kept, Readiness, key_of, seal, shard_of
+from equipoise.dht.records import Entry, Kept, Readiness, seal, shard_of
 from equipoise.dht.state import PROTOCOL_VERSION, Part, Tags
 from equipoise.tasks import TaskSet, end, sleep_until
 
@@ -224,7 +224,7 @@ class RunDirectory:
             # A search would ask dozens of peers for each of the many that a large swarm shows at first. A member that
             # is known tells of itself; it may only have been slow to answer.
             elif peer not in self._members(run):
-                own.tasks.spawn(self._protocol.ask(peer, _keys_of(run)))
+                own.tasks.spawn(self._protocol.ask(peer, self._protocol.record_store.keys_of(run)))
 
     def receive(self, peer: str, data: bytes) -> None:
         """Take the records that another peer's `carry` has sent."""
@@ -330,7 +330,7 @@ class RunDirectory:
             await asyncio.sleep(GAP_SECONDS)
 
     async def _search(self, run: str) -> tuple[str, ...]:
-        keys = _keys_of(run)
+        keys = self._protocol.record_store.keys_of(run)
         nearest = await self._protocol.look_up(keys)
         now = time.monotonic()
         self._searched = {name: when for name, when in self._searched.items() if when + STALE_SECONDS > now}
@@ -349,7 +349,3 @@ class RunDirectory:
                 own.publisher.publish(own.kept, [record.peer])
             if own.record.dialable != self._reach.dialable:
                 self._renew(own)
-
-
-def _keys_of(run: str) -> list[bytes]:
-    return [key_of(run, shard) for shard in range(records.SHARDS)]

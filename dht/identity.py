@@ -86,7 +86,7 @@ def load_or_create(home: Path) -> Identity:
         home.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not os.path.lexists(path):
             _create(path)
-        return Identity(_parse(_read_private(path)), path)
+        return Identity(_parse(read_private(path)), path)
     except OSError as error:
         raise IdentityError(f"identity file {path}: {error.strerror or error}") from error
 
@@ -113,7 +113,8 @@ def _create(path: Path) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def _read_private(path: Path) -> bytes:
+def read_private(path: Path, limit: int = _FILE_BYTES + 1) -> bytes:
+    """Return at most `limit` bytes of a file that only its owner may read; raises OSError otherwise."""
     # To open a pipe that nobody writes to would block without O_NONBLOCK.
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     with os.fdopen(descriptor, "rb") as file:
@@ -124,7 +125,7 @@ def _read_private(path: Path) -> bytes:
             raise OSError(f"owned by uid {status.st_uid}, expected {own}; run chown {own} {path}")
         if (mode := stat.S_IMODE(status.st_mode)) & 0o077:
             raise OSError(f"mode {mode:04o} lets others use it, expected 0600; run chmod 600 {path}")
-        return file.read(_FILE_BYTES + 1)
+        return file.read(limit)
 
 
 def _parse(data: bytes) -> Ed25519PrivateKey:

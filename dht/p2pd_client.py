@@ -18,6 +18,8 @@ import base58
 
 from equipoise.dht import streams
 from equipoise.dht.address import is_relayed
+from equipoise.dht.admission import UNPRESENTED, Refused
+from equipoise.dht.gate import CallHandler, Gate
 from equipoise.dht.hivemind_imports import P2P, Multiaddr, PeerID, p2pd_pb2, peer_id_of
 from equipoise.dht.limits import Tally
 from equipoise.dht.sanitize import printable
@@ -39,7 +41,6 @@ PREFACE_SECONDS = 5.0
 PEERS_SHARE = 8
 """No peer takes more than an eighth of what is handled at once."""
 
-CallHandler = Callable[[str, bytes], Awaitable[bytes]]
 StreamHandler = Callable[[str, bool, Stream], Awaitable[None]]
 """Has the other end's PeerID, proved by libp2p, whether a relay lies between, and the stream, closed at its end."""
 
@@ -57,10 +58,12 @@ class P2pdGone(P2pdClientError):
 
 
 class P2pdClient:
-    """An attachment to a p2pd that listens on the unix socket `control`."""
+    """An attachment to a p2pd that listens on the unix socket `control`; all calls and streams pass the `gate`."""
 
-    def __init__(self, control: Path) -> None:
+    def __init__(self, control: Path, gate: Gate | None = None) -> None:
         self.control = control
+        self.gate = gate or Gate()
+        self.gate.call = self._call
         self._p2p: Any = None
         # p2pd ends with its last persistent connection: this one outlives those of hivemind's client.
         self._anchor: Stream | None = None
@@ -76,7 +79,7 @@ class P2pdClient:
             self._anchor = await self._ask("attach", type="PERSISTENT_CONN_UPGRADE")
         p2p = await _bounded(P2P.replicate(Multiaddr(f"/unix{self.control}")), "attach")
         self._p2p = p2p
-        for name, handler in calls.items():
+        for name, handler in self.gate.guarded(calls).items():
             # Handlers get the caller's PeerID as a string, as everywhere else.
             named = functools.partial(lambda handler, request, peer: handler(str(peer), request), handler)
             await _bounded(p2p._client.add_unary_handler(name, named), "register a call")
@@ -130,19 +133,35 @@ class P2pdClient:
         return found
 
     async def call(self, peer: str, name: str, request: bytes, seconds: float = REQUEST_SECONDS) -> bytes:
-        """Call the unary handler `name` of `peer`; raises P2pdClientError if no answer comes in time, or an error."""
+        """Call the unary handler `name` of `peer`; raises ConnectionError if no answer comes in time, or an error."""
+        await self.gate.present(peer)
+        name = self.gate.scoped(name)
+        try:
+            return await self._call(peer, name, request, seconds)
+        except P2pdClientError as error:
+            if UNPRESENTED not in str(error):
+                raise
+        self.gate.forget(peer)
+        await self.gate.present(peer)
+        return await self._call(peer, name, request, seconds)
+
+    async def _call(self, peer: str, name: str, request: bytes, seconds: float) -> bytes:
         call = self._client().call_unary_handler(peer_id_of(peer), name, request)
         answer: bytes = await _bounded(call, f"call {peer}", seconds)
         return answer
 
     async def send_streams(self, listener: StreamListener) -> None:
-        """Have p2pd hand inbound streams of a protocol to its listener."""
+        """Have p2pd hand inbound streams of a protocol to its listener, which passes on those of admitted peers."""
+        listener.check = self.gate.check
+        self.gate.ways.add(listener.protocol)
         address = Multiaddr(f"/unix{listener.path}").to_bytes()
-        handler = {"addr": address, "proto": [listener.protocol], "balanced": False}
+        handler = {"addr": address, "proto": [self.gate.scoped(listener.protocol)], "balanced": False}
         (await self._ask("accept streams", type="STREAM_HANDLER", streamHandler=handler)).close()
 
     async def open_stream(self, peer: str, protocol: str, seconds: float = REQUEST_SECONDS) -> Stream:
-        """Open a stream of `protocol` to `peer`; raises P2pdClientError if it is not there, or does not speak it."""
+        """Open a stream of `protocol` to `peer`; raises ConnectionError if it is not there, or does not speak it."""
+        await self.gate.present(peer)
+        protocol = self.gate.scoped(protocol)
         target = {"peer": base58.b58decode(peer), "proto": [protocol], "timeout": max(1, int(seconds))}
         return await self._ask(f"open a stream to {peer}", seconds, type="STREAM_OPEN", streamOpen=target)
 
@@ -182,8 +201,15 @@ async def _bounded(request: Awaitable[Any], what: str, seconds: float = REQUEST_
         raise P2pdClientError(f"{what}: {printable(text, ERROR_CHARACTERS)}") from error
 
 
+def _nobody(peer: str) -> None:
+    raise Refused("this listener has no gate yet")
+
+
 class StreamListener:
-    """Listens at a unix socket, `path`, for the streams of one `protocol`, which p2pd hands over."""
+    """Listens at a unix socket, `path`, for the streams of one `protocol`, which p2pd hands over.
+
+    `check` raises Refused for a peer that is not admitted; `P2pdClient.send_streams` sets it.
+    """
 
     def __init__(self, protocol: str, path: Path, most: int, handler: StreamHandler) -> None:
         """`most` streams are handled at once; further ones are closed."""
@@ -191,6 +217,7 @@ class StreamListener:
         self.path = path
         self._most = most
         self._handler = handler
+        self.check = _nobody
         self._acceptor: Acceptor | None = None
         self._tasks = TaskSet()
         self._per_peer = Tally()
@@ -222,6 +249,7 @@ class StreamListener:
             async with asyncio.timeout(PREFACE_SECONDS):
                 info = p2pd_pb2.StreamInfo.FromString(await receive_message(stream))
             peer, relayed = _peer(info.peer), is_relayed(_multiaddr(info.addr))
+            self.check(peer)
             if self._per_peer[peer] >= max(1, self._most // PEERS_SHARE):
                 raise ValueError(f"{peer} has {self._per_peer[peer]} open already, the maximum")
             with self._per_peer.counting(peer):

@@ -215,7 +215,7 @@ class RecordProtocol:
         self.peer = peer
         self.node_id = node_id_of(peer)
         self.routing_table = RoutingTable(self.node_id, MAX_NEAREST, BUCKET_DEPTH_MODULO)
-        self.record_store = RecordStore()
+        self.record_store = RecordStore(link.gate.swarm)
         self.acquainted: set[str] = set()
         self.addresses: tuple[str, ...] = ()
         self.on_heard: Callable[[str], None] = lambda peer: None

@@ -148,10 +148,10 @@ def shard_of(peer: str) -> int:
     return hashlib.sha256(peer.encode()).digest()[0] % SHARDS
 
 
-def key_of(run: str, shard: int) -> bytes:
-    """Return the 20-byte DHT key of one shard of a run's records."""
+def key_of(run: str, shard: int, swarm: bytes = b"") -> bytes:
+    """Return the 20-byte DHT key of one shard of a run's records, in the private swarm with this key if any."""
     name = f"equipoise/{PROTOCOL_VERSION}/readiness/{shard}/{run}"
-    return hashlib.sha256(name.encode()).digest()[:20]
+    return hashlib.sha256(swarm + name.encode()).digest()[:20]
 
 
 def seal(record: Readiness, identity: Identity) -> bytes:
@@ -220,7 +220,9 @@ class Entry:
 class RecordStore:
     """The newest record of every author in every run, void ones included."""
 
-    def __init__(self) -> None:
+    def __init__(self, swarm: bytes = b"") -> None:
+        """`swarm` is the key of the private swarm whose records these are."""
+        self._swarm = swarm
         self._entries: OrderedDict[tuple[str, str], Entry] = OrderedDict()
         self._runs: dict[str, set[str]] = {}
         self._keys: dict[bytes, set[tuple[str, str]]] = {}
@@ -261,7 +263,7 @@ class RecordStore:
         self._entries[name] = entry
         self._entries.move_to_end(name)
         self._runs.setdefault(record.peer, set()).add(record.run)
-        self._keys.setdefault(key_of(record.run, shard_of(record.peer)), set()).add(name)
+        self._keys.setdefault(self._key(record.run, record.peer), set()).add(name)
         while self._bytes > MAX_BYTES:
             self._remove(next(iter(self._entries)))
         return entry
@@ -270,6 +272,13 @@ class RecordStore:
         known = self._entries.get((record.peer, record.run))
         if known is not None and record.sequence <= known.sequence:
             raise Malformed(f"sequence {record.sequence} is not after {known.sequence}")
+
+    def keys_of(self, run: str) -> list[bytes]:
+        """Return the DHT keys of a run's records, by shard."""
+        return [key_of(run, shard, self._swarm) for shard in range(SHARDS)]
+
+    def _key(self, run: str, peer: str) -> bytes:
+        return key_of(run, shard_of(peer), self._swarm)
 
     def has(self, peer: str) -> bool:
         """Tell whether a record of `peer` is kept, void ones included."""
@@ -281,8 +290,8 @@ class RecordStore:
 
     def peers(self, run: str, now: float) -> Iterator[str]:
         """Yield the authors of the current entries of `run`, in any order; no record is decoded for it."""
-        for shard in range(SHARDS):
-            for name in self._keys.get(key_of(run, shard), ()):
+        for key in self.keys_of(run):
+            for name in self._keys.get(key, ()):
                 entry = self._entries[name]
                 if entry.expires > now and not entry.offline:
                     yield name[0]
@@ -331,7 +340,7 @@ class RecordStore:
         self._bytes -= _size(self._entries.pop(name))
         peer, run = name
         _discard(self._runs, peer, run)
-        _discard(self._keys, key_of(run, shard_of(peer)), name)
+        _discard(self._keys, self._key(run, peer), name)
 
 
 def _size(entry: Entry) -> int:

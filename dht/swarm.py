@@ -19,11 +19,13 @@ from equipoise.dht.dialer import Dialer
 from equipoise.dht.dialpolicy import DialPolicy, behind_router, private_networks
 from equipoise.dht.direct.transport import DirectTransport
 from equipoise.dht.directory import RunDirectory
+from equipoise.dht.gate import Gate
 from equipoise.dht.identity import load_or_create
 from equipoise.dht.interfaces import Rank, ranks_of_own_addresses, told
+from equipoise.dht.membership import Membership
 from equipoise.dht.options import SwarmOptions
 from equipoise.dht.p2pd import DIRECT_PORT, LIBP2P_PORT, P2pdOptions, claim, has_family, make_runtime_dir
-from equipoise.dht.p2pd_client import P2pdClient
+from equipoise.dht.p2pd_client import P2pdClient, P2pdClientError
 from equipoise.dht.peer_cache import PeerCache
 from equipoise.dht.protocol import RecordProtocol
 from equipoise.dht.punch.puncher import Puncher
@@ -55,14 +57,18 @@ class Swarm:
         direct: Direct channels to members of a group (`averaging.ports.DirectTransport`).
     """
 
-    def __init__(self, home: Path, options: SwarmOptions | None = None) -> None:
-        """Check everything that can be checked without a network.
+    def __init__(
+        self, home: Path, options: SwarmOptions | None = None, membership: Membership | None = None
+    ) -> None:
+        """Check everything that can be checked without a network; with a `membership` the swarm is a private one.
 
         Raises AddressError if an address is malformed, IdentityError if the identity file in `home` cannot be used,
         OSError without a directory for sockets.
         """
         self._options = options or SwarmOptions()
-        self._join = [multiaddr.parse_address(text) for text in dict.fromkeys(self._options.join)]
+        self.membership = membership
+        told = () if membership is None else membership.invitation.addresses
+        self._join = [multiaddr.parse_address(text) for text in dict.fromkeys((*self._options.join, *told))]
         usual = filter(has_family, map(multiaddr.parse_listen, DEFAULT_LISTEN))
         named = map(multiaddr.parse_listen, self._options.listen)
         self._listen = () if self._options.client_mode else tuple(named) or tuple(usual)
@@ -84,15 +90,21 @@ class Swarm:
 
     def _build(self) -> None:
         options, peer, dialable = self._options, self.peer, bool(self._listen)
-        link = self._link = P2pdClient(self._runtime / "p2pd.sock")
+        member = self.membership
+        gate = self.gate = Gate(None if member is None else member.admission())
+        gate.on_expelled = self._part
+        link = self._link = P2pdClient(self._runtime / "p2pd.sock", gate)
         policy = DialPolicy(private_networks)
         dialer = self._dialer = Dialer(link, peer, policy)
+        gate.reach, gate.host = dialer.reach, dialer.host_of
+        if member is not None:
+            gate.keep = member.keep
         protocol = self._protocol = RecordProtocol(peer, dialable, link, dialer)
         hosts = dict.fromkeys(one.host for one in self._listen)
         listen = [multiaddr.ListenAddress(host, host, 0) for host in hosts]
         if listen and options.direct_listen:
             listen = [multiaddr.parse_listen(text) for text in options.direct_listen]
-        direct = DirectTransport(self.identity, listen, options.channel, policy)
+        direct = DirectTransport(self.identity, listen, options.channel, policy, gate)
         self.direct = direct
         hidden = "" if dialable else "it was started in client mode"
         relay = options.relay_bandwidth if options.relay else None
@@ -101,7 +113,9 @@ class Swarm:
         reach.listening = lambda: self._listening
         reach.mates = self._mates
         protocol.relays = options.relay
-        self.transport = Libp2pTransport(peer, lambda: reach.dialable, link, dialer, self._runtime)
+        self.transport = Libp2pTransport(
+            peer, lambda: self._owns and reach.dialable, link, dialer, self._runtime
+        )
         self.directory = RunDirectory(self.identity, protocol, reach, self._memory.first_sequence)
         self.directory.name = options.name[:MAX_NAME_CHARACTERS]
         self.directory.tags = tuple(sorted(set(options.tags)))
@@ -225,6 +239,7 @@ class Swarm:
         for listener in self._listeners:
             await listener.stop()
         await self._supervisor.stop()
+        await self.gate.tasks.stop()
         await self._protocol.traversals.join()
         self._ports.close()
         shutil.rmtree(self._runtime, ignore_errors=True)
@@ -281,6 +296,24 @@ class Swarm:
             )
         return found
 
+    @property
+    def _owns(self) -> bool:
+        """True if this member may own shares of rounds: an observer of a private swarm does not."""
+        return self.gate.role(self.peer) == "trainer"
+
+    def _part(self, peers: list[str]) -> None:
+        """End everything with peers that are members no longer."""
+        for peer in peers:
+            for channel in (*self.direct.channels.having(peer), *self.transport.channels.having(peer)):
+                channel.close("it was expelled from the swarm")
+            self._protocol.lose(peer)
+            self._protocol.record_store.bury(peer, time.monotonic())
+            self._tasks.spawn(self._hang_up(peer))
+
+    async def _hang_up(self, peer: str) -> None:
+        with contextlib.suppress(P2pdClientError):
+            await self._link.disconnect(peer)
+
     def _mates(self) -> list[Readiness]:
         store, now = self._protocol.record_store, time.monotonic()
         found = (entry.record for run in self.directory.runs for entry in store.current(run, now))
@@ -336,3 +369,4 @@ class Swarm:
             for peer in sorted(self._contacts.alive.intersection(self._protocol.peers)):
                 self._memory.remember(peer, self._dialer.addresses_of(peer))
             self._memory.save()
+            self.gate.expel()

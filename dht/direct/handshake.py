@@ -28,7 +28,7 @@ from equipoise.dht.options import Layer
 from equipoise.dht.streams import Stream
 
 VERSION = 6
-_MAGIC = b"EQPD"
+MAGIC = b"EQPD"
 _PREFACE = struct.Struct("!4sBB32s32s")
 PREFACE_BYTES = _PREFACE.size
 HANDSHAKE_BYTES = 4096
@@ -53,13 +53,13 @@ class Preface:
     def encode(self) -> bytes:
         """Return its `PREFACE_BYTES` bytes."""
         keys = public_key_of(self.dialler), public_key_of(self.acceptor)
-        return _PREFACE.pack(_MAGIC, VERSION, _LAYERS.index(self.layer), *keys)
+        return _PREFACE.pack(MAGIC, VERSION, _LAYERS.index(self.layer), *keys)
 
 
 def parse_preface(data: bytes | bytearray) -> Preface:
     """Decode `PREFACE_BYTES` bytes of a stranger; raises Refused if they are no preface, or have another version."""
     magic, version, layer, dialler, acceptor = _PREFACE.unpack(data)
-    if magic != _MAGIC:
+    if magic != MAGIC:
         raise Refused("malformed preface", "it does not begin as a direct channel does")
     if version != VERSION:
         raise Refused("other version", f"expected version {VERSION} of direct channels, got {version}")

@@ -24,7 +24,8 @@ MAX_WAITING = 64
 
 ORIGIN_BYTES = 64
 """Size of an answer: an IPv6 address and a port, as text, take less."""
-ORIGIN_QUESTION = b"EQPM".ljust(PREFACE_BYTES, b"\0")
+ORIGIN_MAGIC = b"EQPM"
+ORIGIN_QUESTION = ORIGIN_MAGIC.ljust(PREFACE_BYTES, b"\0")
 """First bytes of a connection that asks for its own origin. They have the size of a preface. The answer is shorter and
 in the clear: it tells a peer its own address only, which serves only to find that peer (libp2p's identify tells
 observed addresses likewise; RFC 8489, STUN, section 2)."""
@@ -102,10 +103,10 @@ def _serves(own: str, host: str, forwarded: bool) -> bool:
     return forwarded or named == listening or listening.is_unspecified
 
 
-class Gate:
+class WaitingRoom:
     """Strangers by the address that they come from. Sans IO.
 
-    A full gate ejects the oldest stranger of the address with the most strangers, so a flood from few addresses ejects
+    A full one ejects the oldest stranger of the address with the most strangers, so a flood from few addresses ejects
     itself, and peers at other addresses get in. The oldest is slow or idle: an honest handshake takes milliseconds, or
     seconds on busy cores.
     """
@@ -150,7 +151,7 @@ def parse_origin(data: bytes) -> tuple[str, int]:
     raise Refused("malformed preface", "it does not answer as a direct listener does")
 
 
-async def ask_origin(connection: socket.socket) -> tuple[str, int]:
+async def ask_origin(connection: socket.socket, question: bytes = ORIGIN_QUESTION) -> tuple[str, int]:
     """Ask a direct listener where it sees this fresh connection come from; raises OSError if it does not answer."""
-    await asyncio.get_running_loop().sock_sendall(connection, ORIGIN_QUESTION)
+    await asyncio.get_running_loop().sock_sendall(connection, question)
     return parse_origin(await receive_exactly(connection, ORIGIN_BYTES))

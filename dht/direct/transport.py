@@ -7,15 +7,24 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
 
+from equipoise.dht import admission
 from equipoise.dht.address import ListenAddress
 from equipoise.dht.dialpolicy import DialPolicy, Place, private_networks
 from equipoise.dht.direct import handshake
 from equipoise.dht.direct.credential import Allowlist, issue
 from equipoise.dht.direct.errors import Refusals, Refused, Why
-from equipoise.dht.direct.handshake import PREFACE_BYTES, Preface, parse_preface
-from equipoise.dht.direct.listener import ORIGIN_QUESTION, Gate, Listener, endpoints, origin_answer
+from equipoise.dht.direct.handshake import MAGIC, PREFACE_BYTES, Preface, parse_preface
+from equipoise.dht.direct.listener import (
+    ORIGIN_MAGIC,
+    ORIGIN_QUESTION,
+    Listener,
+    WaitingRoom,
+    endpoints,
+    origin_answer,
+)
 from equipoise.dht.direct.sockets import connect, keep_alive, receive_exactly, said, shown, tune
 from equipoise.dht.direct.tls import make_context
+from equipoise.dht.gate import Gate
 from equipoise.dht.identity import Identity
 from equipoise.dht.options import DEFAULT_LAYER, Layer
 from equipoise.dht.state import DirectStatus
@@ -54,8 +63,9 @@ class DirectTransport:
         listen: Sequence[ListenAddress] = (),
         layer: Layer = DEFAULT_LAYER,
         policy: DialPolicy | None = None,
+        gate: Gate | None = None,
     ) -> None:
-        """Make the TLS context.
+        """Make the TLS context; channels are with peers that the `gate` admits.
 
         Without `listen` addresses no peer can dial this one (client mode). `layer` carries the frames once both sides
         have proved their PeerIDs. `policy` decides which addresses of credentials are dialled, and how often.
@@ -70,7 +80,9 @@ class DirectTransport:
         self._allowlist = Allowlist()
         self._listener = Listener(listen, self._accept)
         self._refusals = Refusals()
-        self._gate = Gate()
+        self._gate = gate or Gate()
+        self._gate.ways.update(("direct channel", "origin question"))
+        self._waiting = WaitingRoom()
         self.channels = OpenChannels()
         self._failures: LruDict[str, str] = LruDict(MAX_FAILURES)
         self.on_meet: Callable[[str], None] = lambda peer: None
@@ -138,6 +150,7 @@ class DirectTransport:
         failures = []
         try:
             async with asyncio.timeout(OPEN_SECONDS), self._opening:
+                await self._gate.present(peer)
                 self.channels.check_room(peer)
                 for host, port in self._allowlist.current(peer):
                     try:
@@ -148,6 +161,7 @@ class DirectTransport:
             failures.append(f"no channel within {OPEN_SECONDS:.0f} s")
         except ConnectionError as error:
             failures.append(str(error))
+        self._gate.forget(peer)  # It may have been started again, and know this peer no more.
         reason = self._failures[peer] = "; ".join(failures) or "it listens nowhere"
         raise ConnectionError(f"cannot open a direct channel to {peer}: {reason}")
 
@@ -185,7 +199,7 @@ class DirectTransport:
             if dialled:
                 self.channels.check_room(peer)
                 return self._enter(peer, await self._claim(connection, peer, address))
-            preface = parse_preface(await receive_exactly(connection, PREFACE_BYTES))
+            preface = parse_preface(self._unlocked(await receive_exactly(connection, PREFACE_BYTES)))
             if preface.dialler != peer:
                 raise Refused("other peer", f"{preface.dialler} is where {peer} was expected")
             return await self._introduce(connection, preface)
@@ -202,7 +216,7 @@ class DirectTransport:
         preface = Preface(self._layer, self.peer, peer)
         try:
             tune(connection)
-            await asyncio.get_running_loop().sock_sendall(connection, preface.encode())
+            await asyncio.get_running_loop().sock_sendall(connection, self._gate.lock(peer, preface.encode()))
             return await handshake.secure(connection, self._context, preface, dialler=True)
         except Refused as error:
             if error.why == "impostor":
@@ -211,12 +225,23 @@ class DirectTransport:
         finally:
             connection.close()
 
+    def question(self, peer: str) -> bytes:
+        """Return the question for one's own address that the listener of `peer` answers."""
+        return self._gate.lock(peer, ORIGIN_QUESTION)
+
+    def _unlocked(self, opening: bytes) -> bytes:
+        """Return the first bytes of a connection in the clear; raises Refused if the gate does not let them in."""
+        try:
+            return self._gate.unlock(self.peer, opening, (MAGIC, ORIGIN_MAGIC))
+        except admission.Refused as error:
+            raise Refused("not a member", str(error)) from None
+
     def _accept(self, connection: socket.socket, address: Place) -> None:
         task = self._tasks.spawn(self._welcome(connection, address))
         task.add_done_callback(lambda _: connection.close())
-        evicted = self._gate.enter(task, address[0])
+        evicted = self._waiting.enter(task, address[0])
         if evicted is not None:
-            self._refuse("too many", f"more than {len(self._gate)} connections without a proven peer")
+            self._refuse("too many", f"more than {len(self._waiting)} connections without a proven peer")
             evicted.cancel()
 
     async def _welcome(self, connection: socket.socket, address: Place) -> None:
@@ -224,8 +249,8 @@ class DirectTransport:
         assert task is not None
         try:
             async with asyncio.timeout(HANDSHAKE_SECONDS):
-                opening = await receive_exactly(connection, PREFACE_BYTES)
-                if opening == ORIGIN_QUESTION:
+                opening = self._unlocked(await receive_exactly(connection, PREFACE_BYTES))
+                if opening.startswith(ORIGIN_MAGIC):
                     await asyncio.get_running_loop().sock_sendall(connection, origin_answer(*address))
                     return
                 if self.channels.handler is None:
@@ -238,7 +263,7 @@ class DirectTransport:
             self._refuse(error.why if isinstance(error, Refused) else "went away", f"{host}: {said(error)}")
             return
         finally:
-            self._gate.leave(task)
+            self._waiting.leave(task)
         await self.channels.handle(channel)
 
     async def _introduce(self, connection: socket.socket, preface: Preface) -> FramedChannel:

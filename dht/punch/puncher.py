@@ -11,7 +11,7 @@ import errno
 import logging
 import socket
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -173,15 +173,16 @@ class SharedPort:
         self._arrived: dict[str, socket.socket] = {}
         self._arrival = asyncio.Event()
 
-    async def measure(self, mirrors: Sequence[Place]) -> Candidates:
-        """Ask public peers where they see this port's connections come from.
+    async def measure(self, mirrors: Mapping[Place, bytes]) -> Candidates:
+        """Ask public peers, each by its question, where they see this port's connections come from.
 
         The connections to those peers stay open, which keeps the router's mapping. Raises OSError if no peer answers,
         or no port can be bound.
         """
         # The first connection binds the port, so all mirrors must have the same IP version.
-        alike = [place for place in mirrors if (":" in place[0]) == (":" in mirrors[0][0])]
-        answers = await asyncio.gather(*(self._ask(place) for place in alike[:MIRRORS]))
+        first = next(iter(mirrors), ("", 0))
+        alike = [place for place in mirrors if (":" in place[0]) == (":" in first[0])]
+        answers = await asyncio.gather(*(self._ask(place, mirrors[place]) for place in alike[:MIRRORS]))
         told = [answer for answer in answers if answer is not None]
         return candidates.judge([seen for seen, _ in told], [inside for _, inside in told])
 
@@ -211,14 +212,14 @@ class SharedPort:
             connection.close()
         self._held, self._arrived = [], {}
 
-    async def _ask(self, place: Place) -> tuple[Place, Place] | None:
+    async def _ask(self, place: Place, question: bytes) -> tuple[Place, Place] | None:
         """Return the address that `place` sees for a connection, and the connection's true local address."""
         connection = self._bound(place[0])
         self._held.append(connection)
         try:
             async with asyncio.timeout(MIRROR_SECONDS):
                 await asyncio.get_running_loop().sock_connect(connection, place)
-                return await ask_origin(connection), connection.getsockname()[:2]
+                return await ask_origin(connection, question), connection.getsockname()[:2]
         except OSError as error:
             _log.debug("%s does not tell where connections come from: %s", shown(place), said(error))
             return None
@@ -276,7 +277,9 @@ class Attempt:
     channel, `tries` counts the tries begun.
     """
 
-    def __init__(self, stream: Stream, begins: bool, mirrors: Sequence[Place], opens: OpenChannel) -> None:
+    def __init__(
+        self, stream: Stream, begins: bool, mirrors: Mapping[Place, bytes], opens: OpenChannel
+    ) -> None:
         """`mirrors` are direct listeners of public peers; `begins` is True on the side that speaks first."""
         self.channel: FramedChannel | None = None
         self.tries = 0

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from equipoise.dht.direct import listener, transport
 from equipoise.dht.direct.errors import Refusals, Refused
 from equipoise.dht.direct.handshake import PREFACE_BYTES, Preface, parse_preface
-from equipoise.dht.direct.listener import MAX_WAITING, Gate
+from equipoise.dht.direct.listener import MAX_WAITING, WaitingRoom
 from equipoise.dht.identity import peer_of
 from fakes.direct import port_of, refused
 
@@ -27,7 +27,7 @@ GROWTH_BYTES = 32 * 1024 * 1024
 
 def test_the_oldest_of_the_greediest_address_goes(monkeypatch) -> None:
     monkeypatch.setattr(listener, "MAX_WAITING", 4)
-    gate = Gate()
+    gate = WaitingRoom()
     assert [gate.enter(guest, host) for guest, host in enumerate("aabc")] == [None] * 4
     assert gate.enter(4, "d") == 0
     assert gate.enter(5, "b") == 1
@@ -39,7 +39,7 @@ def test_the_oldest_of_the_greediest_address_goes(monkeypatch) -> None:
 
 def test_one_network_of_ipv6_is_one_address(monkeypatch) -> None:
     monkeypatch.setattr(listener, "MAX_WAITING", 3)
-    gate = Gate()
+    gate = WaitingRoom()
     for guest, host in enumerate(("192.0.2.1", "2001:db8::1", "2001:db8::2%eth0")):
         gate.enter(guest, host)
     assert gate.enter(3, "192.0.2.1") == 1
