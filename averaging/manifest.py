@@ -58,8 +58,20 @@ Verify = Callable[[str, bytes, bytes], bool]
 """(peer, data, signature) -> whether the identity key behind that PeerID signed the data."""
 
 
+RoleOf = Callable[[str], str]
+"""PeerID -> its role: `trainer`, `observer` (weight 0, no share) or `relay` (no run); all train in an open swarm."""
+
+
+def everybody_trains(peer: str) -> str:
+    """Return the role of a peer in a swarm without roles."""
+    return "trainer"
+
+
 class Identity(Protocol):
     """Signs what this peer says, and checks what others say."""
+
+    def role(self, peer: str) -> str:
+        """Return the role that an invitation gives `peer`."""
 
     def sign(self, data: bytes) -> bytes:
         """Sign with this peer's identity key."""
@@ -131,6 +143,14 @@ class Join(msgspec.Struct, frozen=True, array_like=True):
         """8 bytes that name this join in answers to it."""
         return hashlib.sha256(self.content).digest()[:TICKET_BYTES]
 
+    def breach(self, role: str) -> str:
+        """Return what a peer of this role may not join with, one line; empty if it may join so."""
+        if role == "relay":
+            return f"{self.peer} was invited as a relay, which joins no run"
+        if role == "observer" and (self.weight > ATTENDANCE_LIMIT or self.dialable):
+            return f"{self.peer} was invited as an observer, with weight 0 and no share; it claims {self.weight:g}"
+        return ""
+
     def genuine(self, verify: Verify) -> bool:
         """True if the named peer signed this join."""
         return verify(self.peer, self.content, self.signature)
@@ -192,7 +212,15 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
         """PeerIDs in member order."""
         return tuple(join.peer for join in self.members)
 
-    def check(self, verify: Verify, *, spec: str, needs: Needs, own: Join | None) -> None:
+    def check(
+        self,
+        verify: Verify,
+        *,
+        spec: str,
+        needs: Needs,
+        own: Join | None,
+        role: RoleOf = everybody_trains,
+    ) -> None:
         """Refuse a manifest that this peer must not act on.
 
         Args:
@@ -200,6 +228,7 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
             spec: Hash of this peer's RunSpec.
             needs: The needs of a group of the run.
             own: The join that must be among the members, unaltered; None for a manifest of others.
+            role: The roles of the members.
 
         Raises:
             ManifestError: Naming the first thing that is wrong.
@@ -213,6 +242,8 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
         for join in self.members:
             if not join.genuine(verify):
                 raise ManifestError(f"expected a join signed by {join.peer}, the signature is not its own")
+            if breach := join.breach(role(join.peer)):
+                raise ManifestError(breach)
 
     def _misfit(self, spec: str, group_size: int) -> str:
         """Return the first fault of the manifest's form, one line; empty if the form is right."""

@@ -214,6 +214,8 @@ class Reach:
     @property
     def dialable(self) -> bool:
         """True if others can open channels to this peer, and it may own shares."""
+        if self._link.gate.role(self._protocol.peer) != "trainer":
+            return False
         return not self.hidden or (bool(self.relays.held) and stands_in(self.mates()))
 
     @property

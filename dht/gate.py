@@ -108,7 +108,7 @@ class Gate:
         return {**found, self.scoped(PRESENT): self._presented}
 
     async def present(self, peer: str) -> None:
-        """See to it that this peer and `peer` have admitted each other; raises ConnectionError, Refused if it did not."""
+        """See to it that this peer and `peer` have admitted each other; raises ConnectionError."""
         if self.admission is None:
             return
         if peer not in self._cookies:
@@ -146,7 +146,7 @@ class Gate:
         raise Refused("it does not begin as a direct connection of this swarm does")
 
     def adopt(self, data: bytes) -> None:
-        """Take a list of the revoked, if it is newer: part from them, and pass it on. Raises Refused if it is forged."""
+        """Take a list of the revoked, if it is newer: part from them, pass it on. Raises Refused if it is forged."""
         admission = self.admission
         assert admission is not None, "an open swarm has no such call"
         if admission.revocations.encode() == data:

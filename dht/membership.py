@@ -126,6 +126,20 @@ class Membership:
         return self.revocations
 
 
+def revoked_by(target: str, members: Collection[Token]) -> list[str]:
+    """Return the names on the list of the revoked for a PeerID, or for an invitation; raises Refused if it is neither.
+
+    With a peer goes the invitation by which it came, so that it does not come back with a new PeerID.
+    """
+    if re.fullmatch(r"[0-9a-f]{32}", target):
+        return [target]
+    try:
+        own = public_key_of(target)[:16].hex()
+    except ValueError as error:
+        raise Refused(f"expected a PeerID, or the 32 hex digits of an invitation: {error}") from None
+    return [own, *(token.links[-1].id for token in members if token.peer == target)]
+
+
 def names(home: Path) -> list[str]:
     """Return the names of the swarms that `home` has joined."""
     return sorted(path.stem for path in (home / FOLDER).glob("*.invitation"))

@@ -36,6 +36,8 @@ class SwarmOptions(msgspec.Struct, frozen=True, kw_only=True):
         client_mode: This machine cannot be dialled by others: it contributes and receives, and owns no share.
         relay: Relay for peers that cannot be dialled; this machine must be one that can.
         relay_bandwidth: What is relayed at most, as 10MB/s or 80Mbit/s.  [default: 12.5MB/s]
+        swarm: The private swarm of this home to take part in.  [default: the open swarm]
+        invite: An invitation to a private swarm, one line; the home keeps it.
         tags: What this machine is or has, as gpu: a federated run may draw only peers that carry its tags.
     """
 
@@ -49,4 +51,6 @@ class SwarmOptions(msgspec.Struct, frozen=True, kw_only=True):
     client_mode: bool = False
     relay: bool = False
     relay_bandwidth: Annotated[float, msgspec.Meta(gt=0)] = 12.5e6
+    swarm: Annotated[str, msgspec.Meta(max_length=32, pattern=r"\A[A-Za-z0-9_.-]*\Z")] = ""
+    invite: Annotated[str, msgspec.Meta(max_length=4096)] = ""
     tags: Tags = ()

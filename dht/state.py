@@ -131,6 +131,11 @@ class SwarmStatus(msgspec.Struct, frozen=True):
         reach: How others reach this peer.
         direct: Its direct channels.
         warnings: What a person should put right, one line each with its next step.
+        name: What people call the private swarm; empty in the open one, as are the next four.
+        key: The private swarm's public key, in hex.
+        role: This member's role there: `trainer`, `observer` or `relay`.
+        until: When this member's invitation ends, in seconds since 1970.
+        members: PeerIDs of the other members that are admitted here.
     """
 
     state: State
@@ -148,3 +153,8 @@ class SwarmStatus(msgspec.Struct, frozen=True):
     reach: ReachStatus
     warnings: tuple[str, ...] = ()
     returning: tuple[BootstrapStatus, ...] = ()
+    name: str = ""
+    key: str = ""
+    role: str = ""
+    until: float = 0.0
+    members: tuple[str, ...] = ()

@@ -9,10 +9,12 @@ import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from humanfriendly.text import pluralize
 
 from equipoise.dht import address as multiaddr
+from equipoise.dht.admission import Refused
 from equipoise.dht.autonat import Reach
 from equipoise.dht.bootstrap import Bootstrap, Contacts
 from equipoise.dht.dialer import Dialer
@@ -22,7 +24,7 @@ from equipoise.dht.directory import RunDirectory
 from equipoise.dht.gate import Gate
 from equipoise.dht.identity import load_or_create
 from equipoise.dht.interfaces import Rank, ranks_of_own_addresses, told
-from equipoise.dht.membership import Membership
+from equipoise.dht.membership import Membership, revoked_by
 from equipoise.dht.options import SwarmOptions
 from equipoise.dht.p2pd import DIRECT_PORT, LIBP2P_PORT, P2pdOptions, claim, has_family, make_runtime_dir
 from equipoise.dht.p2pd_client import P2pdClient, P2pdClientError
@@ -113,9 +115,7 @@ class Swarm:
         reach.listening = lambda: self._listening
         reach.mates = self._mates
         protocol.relays = options.relay
-        self.transport = Libp2pTransport(
-            peer, lambda: self._owns and reach.dialable, link, dialer, self._runtime
-        )
+        self.transport = Libp2pTransport(peer, lambda: reach.dialable, link, dialer, self._runtime)
         self.directory = RunDirectory(self.identity, protocol, reach, self._memory.first_sequence)
         self.directory.name = options.name[:MAX_NAME_CHARACTERS]
         self.directory.tags = tuple(sorted(set(options.tags)))
@@ -263,8 +263,41 @@ class Swarm:
             streams=len(self.transport.channels),
             direct=self.direct.status(),
             reach=self._reach.status(),
-            warnings=(*self._moved, *self._twins()),
+            warnings=(*self._moved, *self._twins(), *self._ended()),
+            **self._private(),
         )
+
+    def _private(self) -> dict[str, Any]:
+        """The part of the status that only a private swarm has."""
+        member = self.membership
+        if member is None or self.gate.admission is None:
+            return {}
+        token, others = member.token, self.gate.admission.members(time.time())
+        told = {"name": member.name, "key": token.swarm.hex(), "role": token.role, "until": float(token.end)}
+        return {**told, "members": tuple(sorted(one.peer for one in others))}
+
+    def _ended(self) -> list[str]:
+        """Return why this member is one no longer, if so."""
+        admission = self.gate.admission
+        try:
+            if admission is not None:
+                admission.token.check(time.time(), admission.revocations.ids)
+        except Refused as error:
+            return [f"this daemon is out of its swarm: {error}"]
+        return []
+
+    def revoke(self, target: str) -> list[str]:
+        """Revoke a PeerID or an invitation, here and at all members; return what the list names for it.
+
+        Raises Refused if this home has not the key of its swarm.
+        """
+        member, admission = self.membership, self.gate.admission
+        if member is None or admission is None:
+            raise Refused("this daemon is in no private swarm; start it with --swarm NAME")
+        ids = revoked_by(target, admission.members(time.time()))
+        member.revocations = admission.revocations
+        self.gate.adopt(member.revoke(ids).encode())
+        return ids
 
     def _standing(self) -> tuple[State, str]:
         if self._supervisor.reason:
@@ -295,11 +328,6 @@ class Swarm:
                 "stop one of the two daemons, and start it with another --home"
             )
         return found
-
-    @property
-    def _owns(self) -> bool:
-        """True if this member may own shares of rounds: an observer of a private swarm does not."""
-        return self.gate.role(self.peer) == "trainer"
 
     def _part(self, peers: list[str]) -> None:
         """End everything with peers that are members no longer."""

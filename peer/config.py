@@ -143,6 +143,8 @@ def load(
         settings.setdefault(key, Setting(key, getattr(config, key), "default"))
     bad = {one.address for one in malformed}
     config = msgspec.structs.replace(config, join=tuple(one for one in config.join if one not in bad))
+    if config.invite:  # The line is a secret; what is shown need not have it.
+        settings["invite"] = msgspec.structs.replace(settings["invite"], value=config.invite[:16] + "...")
     return Loaded(config, tuple(settings[key] for key in ("home", *KEYS)), malformed, _lookalikes(environ))
 
 
@@ -246,6 +248,10 @@ def _expected(key: str) -> str:
     if TYPES[key] is Tags:
         word = f"1 to {MAX_TAG_CHARACTERS} letters, digits, dots, dashes or underscores"
         return f'a list of at most {MAX_TAGS} words of {word}, such as ["gpu"]'
+    if key == "swarm":
+        return "the name of a swarm that this home has joined"
+    if key == "invite":
+        return "an invitation, one line"
     return "1 to 64 printable characters"
 
 

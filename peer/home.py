@@ -22,7 +22,16 @@ SOCKET_FILE = "control.sock"
 LOG_FILE = "daemon.log"
 CHECKPOINTS = "checkpoints"
 """Directory of a directory for each run."""
-OWN_FILES = ("daemon.", "control.", "config.toml", "identity.key", "rounds.", "swarm.json", CHECKPOINTS)
+OWN_FILES = (
+    "daemon.",
+    "control.",
+    "config.toml",
+    "identity.key",
+    "rounds.",
+    "swarm.json",
+    "swarms",
+    CHECKPOINTS,
+)
 
 BACKLOG = 128
 """Most clients that connect at once: all processes of a machine with many accelerators wait for one daemon."""

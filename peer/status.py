@@ -102,6 +102,7 @@ class PeerRow(msgspec.Struct, frozen=True):
         differs: Its options that differ, here and there, one line; empty if none do, or that is not known.
         name: Its name for people, by its own word; empty if it does not say.
         tags: Properties of its machine, by its own word.
+        role: Its role in a private swarm, by its invitation; `trainer` in the open one.
     """
 
     run: str
@@ -118,6 +119,7 @@ class PeerRow(msgspec.Struct, frozen=True):
     differs: str = ""
     name: str = ""
     tags: tuple[str, ...] = ()
+    role: str = "trainer"
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):

@@ -59,7 +59,8 @@ class SearchDriver:
         identity: Identity,
         bandwidth: float,
     ) -> None:
-        context = Context(spec.name, spec.hash, sessions.peer, spec.needs, identity.sign, identity.verify)
+        signs = identity.sign, identity.verify, identity.role
+        context = Context(spec.name, spec.hash, sessions.peer, spec.needs, *signs)
         self.membership = context.membership
         self.machine = matchmaker(spec.strategy, context, sessions.chance)
         self.comparison = Comparison(spec, sessions.peer, self._perform)

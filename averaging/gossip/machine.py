@@ -170,7 +170,8 @@ class Pairing(Matchmaker):
         try:
             if self._own is None or not self.ready:
                 raise ManifestError("this peer seeks no partner any more")
-            manifest.check(context.verify, spec=context.spec, needs=context.needs, own=self._own)
+            spec, needs, role = context.spec, context.needs, context.role
+            manifest.check(context.verify, spec=spec, needs=needs, own=self._own, role=role)
         except ManifestError as error:
             context.out.append(events.Decline(peer, manifest.id))
             self.reason = f"{peer} sent a manifest that is not valid: {error}"

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from equipoise.averaging.manifest import Join, Sign, Verify
+from equipoise.averaging.manifest import Join, RoleOf, Sign, Verify, everybody_trains
 from equipoise.averaging.matchmaking import messages as wire
 from equipoise.averaging.matchmaking.events import Action, Send
 from equipoise.averaging.matchmaking.group_builder import StragglerWait
@@ -54,6 +54,7 @@ class Context:
         needs: The needs of a group.
         sign: Signs with this peer's identity key.
         verify: Checks another peer's signature.
+        role: The role of each peer.
         membership: This peer's knowledge of the others.
         straggler_wait: The time for which to wait for late peers.
         next_round: The number of this peer's next round.
@@ -66,6 +67,7 @@ class Context:
     needs: Needs
     sign: Sign
     verify: Verify
+    role: RoleOf = everybody_trains
     membership: Membership = field(init=False)
     straggler_wait: StragglerWait = field(default_factory=StragglerWait)
     next_round: NextRound = field(init=False)
@@ -118,6 +120,8 @@ class Context:
         if join.peer != peer or not join.genuine(self.verify):
             self._forgers[peer] = now + FORGER_SECONDS
             return Objection(f"expected a join signed by {peer}")
+        if breach := join.breach(self.role(peer)):
+            return Objection(breach)
         return None
 
     def ask(self, peers: Iterable[str], now: float) -> None:

@@ -306,7 +306,7 @@ class Joiner:
         own = next((join for join in joins if join in manifest.members), None)
         if own is None:
             return None
-        manifest.check(context.verify, spec=context.spec, needs=context.needs, own=own)
+        manifest.check(context.verify, spec=context.spec, needs=context.needs, own=own, role=context.role)
         return manifest
 
     def end(self, formed_by: str | None = None) -> None:

@@ -11,7 +11,7 @@ import click
 import msgspec
 
 from equipoise.dht.sanitize import escaped
-from equipoise.peer.cli import verbs
+from equipoise.peer.cli import swarms, verbs
 from equipoise.peer.errors import EquipoiseError, ExitStatus, unusable
 
 DEBUG_ENV = "EQUIPOISE_DEBUG"
@@ -47,6 +47,7 @@ def equipoise(context: click.Context) -> None:
     Join it:            equipoise daemon --join ADDRESS
     Train with it:      equipoise launch --join ADDRESS -- python train.py
     Look at it:         equipoise status
+    For the invited:    equipoise swarm create NAME
 
     Without a command it prints what is running here.
     """
@@ -56,6 +57,8 @@ def equipoise(context: click.Context) -> None:
 
 for verb in (verbs.demo, verbs.daemon, verbs.launch, verbs.status, verbs.peers, verbs.rounds, verbs.stop):
     equipoise.add_command(verb)
+equipoise.add_command(swarms.swarm)
+equipoise.add_command(swarms.join)
 
 
 def main() -> None:

@@ -157,6 +157,8 @@ METAVARS = {
     "join": "ADDRESS",
     "tags": "WORD",
     "name": "NAME",
+    "swarm": "NAME",
+    "invite": "LINE",
     "device": "DEVICE",
     **dict.fromkeys(RATES, "RATE"),
 }

@@ -212,6 +212,12 @@ class AskRounds(Request[tuple[Outcome, ...]], frozen=True):
     limit: int
 
 
+class Revoke(Request[tuple[str, ...]], frozen=True):
+    """Revoke a PeerID or an invitation of the daemon's private swarm; answered with what the signed list names."""
+
+    target: str
+
+
 class StopDaemon(Request[None], frozen=True):
     """Stop gracefully; answered before the daemon ends."""
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import psutil
 
+from equipoise.dht import admission
 from equipoise.dht.sanitize import escaped
 from equipoise.dht.state import AddressState, BootstrapStatus, SwarmStatus
 from equipoise.peer.config import Loaded
@@ -153,6 +154,17 @@ class Daemon:
             log=str(self._home.path / LOG_FILE),
             warnings=self._loaded.warnings + swarm.warnings,
         )
+
+    def revoke(self, target: str) -> tuple[str, ...]:
+        """Revoke a PeerID or an invitation of the private swarm; returns what the signed list names for it.
+
+        Raises:
+            Refused: This home has not the key of the swarm.
+        """
+        try:
+            return tuple(self._swarm.revoke(target))
+        except admission.Refused as error:
+            raise Refused(str(error)) from error
 
     async def _start(self) -> None:
         failures.set(self._failures)

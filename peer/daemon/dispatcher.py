@@ -85,6 +85,8 @@ class Dispatcher:
                 return [row for session in service.sessions for row in await session.peers()]
             case messages.AskRounds(limit):
                 return self._daemon.history.last(min(max(limit, 1), MAX_ROUNDS_LISTED))[-MAX_ROUNDS_LISTED:]
+            case messages.Revoke(target):
+                return self._daemon.revoke(target)
             case messages.StopDaemon():
                 self._daemon.request_stop(f"asked by {self.client}")
                 return None

@@ -88,16 +88,22 @@ class Session:
         self._specs = run_specs(request)
         for spec in self._specs.values():
             self._require_room(spec)
+        self._role = swarm.gate.role(swarm.peer)
+        if self._role == "relay":
+            raise Refused(
+                "this daemon was invited as a relay, which joins no run", "ask for an invitation as trainer"
+            )
         self._joined = self._specs.get(STEP)
         self._run_drivers: dict[str, RunDriver] = {}
         self._purpose = AVERAGE
         self._told: dict[str, str] = {}
-        self._observes = False
+        self._observes = self._role == "observer"
         self._joining = asyncio.Lock()
         self._round: asyncio.Task[Outcome] | None = None
         self._stopped = ""
         self._leaving: asyncio.Task[None] | None = None
         self._held: StateId | None = None
+        self._claimed = False
         self._announcing = asyncio.create_task(self._announce())
 
     async def agree(
@@ -117,7 +123,7 @@ class Session:
             if STEP in self._run_drivers and agreed != self._specs[STEP]:
                 hint = "agree before the first accumulate and step, or leave the run and join it again"
                 raise Refused(f"run {self.name!r} has stepped on other terms", hint)
-            self._specs[STEP], self._observes = agreed, observes
+            self._specs[STEP], self._observes = agreed, observes or self._role == "observer"
             self._announcing.cancel()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(SEARCH_SECONDS):
@@ -172,7 +178,10 @@ class Session:
     @property
     def warnings(self) -> tuple[str, ...]:
         """What a person should know about the run, one line each."""
-        return tuple(line for run_driver in self._run_drivers.values() for line in run_driver.twins.values())
+        lines = [line for run_driver in self._run_drivers.values() for line in run_driver.twins.values()]
+        if self._claimed:
+            lines.append(f"run {self.name}: this daemon was invited as an observer: its weight counts as 0")
+        return tuple(lines)
 
     @property
     def leaving(self) -> bool:
@@ -287,6 +296,7 @@ class Session:
             differs=run_driver.search.comparison.difference(found.peer),
             name=self._swarm.name(found.peer),
             tags=found.tags,
+            role=self._swarm.gate.role(found.peer),
         )
 
     async def leave(self, reason: str) -> None:
@@ -340,7 +350,9 @@ class Session:
         size = self._specs[request.purpose].layout.encoded_size
         vectors = Vectors(region.contribution[:size], region.mean[:size], request.clamped)
         reported = request.metrics, request.evaluation, request.purpose == STEP
-        outcome = await run_driver.average(vectors, request.weight, request.timeout, state, *reported)
+        weight = 0.0 if self._role == "observer" else request.weight
+        self._claimed |= weight < request.weight
+        outcome = await run_driver.average(vectors, weight, request.timeout, state, *reported)
         if state is not None and outcome.givers and outcome.state == state:
             transfer.reach(state.epoch + 1)
         return outcome

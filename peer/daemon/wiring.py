@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 from equipoise.averaging.aio.router import Router
 from equipoise.compression.device_reduce import DeviceReducer
 from equipoise.compression.late_torch import torch
+from equipoise.dht.admission import Refused
 from equipoise.dht.identity import IDENTITY_FILE, Identity, IdentityError, verify
+from equipoise.dht.membership import Membership
 from equipoise.dht.p2pd import P2pdError
 from equipoise.dht.swarm import Swarm
 from equipoise.peer.config import CPU, Config, Loaded
@@ -20,8 +24,10 @@ SIGNATURE_DOMAIN = "averaging"
 class Signer:
     """The router's view of an identity."""
 
-    def __init__(self, identity: Identity) -> None:
+    def __init__(self, identity: Identity, role: Callable[[str], str]) -> None:
+        """`role` returns the role of a peer in the swarm."""
         self._identity = identity
+        self.role = role
 
     def sign(self, data: bytes) -> bytes:
         """Sign with this peer's identity key."""
@@ -54,6 +60,24 @@ def reducer_for(loaded: Loaded) -> DeviceReducer | None:
     )
 
 
+def _membership(config: Config) -> Membership | None:
+    """The membership in the private swarm that the configuration names; None for the open swarm.
+
+    Raises:
+        ConfigError: The invitation is damaged, has ended, or is for another peer, or the home has no such swarm.
+    """
+    home, now = Path(config.home), time.time()
+    try:
+        name = Membership.redeem(home, config.invite, now).name if config.invite else config.swarm
+        if config.swarm not in ("", name):
+            raise Refused(
+                f"the invitation is to swarm {name}, not to {config.swarm}; leave out one of the two"
+            )
+        return Membership.load(home, name, now) if name else None
+    except Refused as error:
+        raise ConfigError(str(error)) from error
+
+
 async def start_parts(config: Config, reducer: DeviceReducer | None = None) -> tuple[Swarm, Router]:
     """Start libp2p and put a router on it; returns without waiting for other peers.
 
@@ -64,7 +88,7 @@ async def start_parts(config: Config, reducer: DeviceReducer | None = None) -> t
         EquipoiseError: Something else of this machine prevents it: a port in use.
     """
     try:
-        swarm = Swarm(Path(config.home), config)
+        swarm = Swarm(Path(config.home), config, _membership(config))
         await swarm.start()
     except IdentityError as error:
         if isinstance(error.__cause__, OSError) and error.__cause__.errno:  # Else it says itself what to do.
@@ -74,6 +98,6 @@ async def start_parts(config: Config, reducer: DeviceReducer | None = None) -> t
         raise EquipoiseError(str(error)) from error
     except OSError as error:
         raise unusable(f"use {error.filename or 'the directory for sockets'}", error) from error
-    signer = Signer(swarm.identity)
+    signer = Signer(swarm.identity, swarm.gate.role)
     router = Router(swarm.transport, swarm.directory, signer, config.bandwidth, swarm.direct, reducer)
     return swarm, router

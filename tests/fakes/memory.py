@@ -277,5 +277,8 @@ class FakeIdentity:
     def sign(self, data: bytes) -> bytes:
         return hashlib.sha256(self.peer.encode() + data).digest()
 
+    def role(self, peer: str) -> str:
+        return "trainer"
+
     def verify(self, peer: str, data: bytes, signature: bytes) -> bool:
         return signature == hashlib.sha256(peer.encode() + data).digest()

@@ -26,6 +26,9 @@ checks: list[str] = []
 class Counting(FakeIdentity):
     """Counts the checks of signatures."""
 
+    def role(self, peer: str) -> str:
+        return "trainer"
+
     def verify(self, peer: str, data: bytes, signature: bytes) -> bool:
         checks.append(peer)
         return super().verify(peer, data, signature)

@@ -86,7 +86,7 @@ async def test_slow_strangers_are_bounded_and_others_are_served(peers, dial, mon
         connection.send(b"EQ")
     channel = await first.open(second.peer)
     await channel.send(b"served")
-    assert len(second._gate) <= MAX_WAITING
+    assert len(second._waiting) <= MAX_WAITING
     assert refused(second)["too many"] >= MAX_WAITING
     for connection in idle[:MAX_WAITING]:
         assert await asyncio.get_running_loop().sock_recv(connection, 1) == b""
@@ -100,7 +100,7 @@ async def test_strangers_have_so_much_time_and_no_more(peers, dial, monkeypatch,
     for connection in (idle, greeted):
         assert await asyncio.get_running_loop().sock_recv(connection, 1) == b""
     assert refused(second) == {"timeout": 2}
-    assert not second._gate
+    assert not second._waiting
 
 
 async def test_a_listener_fed_with_noise_stays_alive(peers, dial, monkeypatch, until) -> None:
@@ -112,7 +112,7 @@ async def test_a_listener_fed_with_noise_stays_alive(peers, dial, monkeypatch, u
     memory, descriptors = process.memory_info().rss, process.num_fds()
     for _ in range(STRANGERS // 100):
         await _feed(second, [_noise(rng, first, second) for _ in range(100)])
-    await until(lambda: not second._gate)
+    await until(lambda: not second._waiting)
     assert process.memory_info().rss - memory < GROWTH_BYTES
     assert process.num_fds() <= descriptors + 2
     assert sum(refused(second).values()) == STRANGERS + 100

@@ -49,7 +49,7 @@ async def trio(members, until, monkeypatch) -> Trio:
     hidden = await asyncio.gather(*(members.start(name, **elsewhere) for name in ("a", "b")))
     for member in hidden:
         await until(lambda member=member: member.status().reach.state == "relayed")
-        assert member._reach.mirrors == [("127.0.0.1", relay.direct.port)]
+        assert list(member._reach.mirrors) == [("127.0.0.1", relay.direct.port)]
     first, second = sorted(hidden, key=lambda member: member.peer)
     return Trio(relay, first, second)
 
