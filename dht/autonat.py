@@ -28,7 +28,8 @@ from equipoise.dht.dialer import GREETING, direct_hosts, probe, told
 from equipoise.dht.direct.listener import ORIGIN_QUESTION, ask_origin
 from equipoise.dht.direct.sockets import connect
 from equipoise.dht.direct.transport import DirectTransport
-from equipoise.dht.p2pd_client import CallHandler, P2pdClient, StreamListener
+from equipoise.dht.gate import CallHandler
+from equipoise.dht.p2pd_client import P2pdClient, StreamListener
 from equipoise.dht.protocol import RecordProtocol, Versioned, decode, encode
 from equipoise.dht.records import Readiness
 from equipoise.dht.relay.client import MAX_CANDIDATES, RelayClient

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from humanfriendly.text import pluralize
 
 from equipoise.dht.address import Address
+from equipoise.dht.admission import Refused
 from equipoise.dht.dialer import Unreached
 from equipoise.dht.p2pd_client import P2pdClient, P2pdClientError
 from equipoise.dht.protocol import CallError, RecordProtocol, VersionError
@@ -307,5 +308,7 @@ class Bootstrap:
                     return "other version", f"connected, but {cause}"
                 case Unreached() as cause:
                     return cause.state, str(cause)
+                case Refused() as cause:
+                    return "not admitted", str(cause)
             return "failed", str(error)
         return "connected", "connected"

@@ -29,6 +29,7 @@ from equipoise.dht.admission import (
     Role,
 )
 from equipoise.dht.identity import peer_of, public_key_of
+from equipoise.dht.sanitize import printable
 from equipoise.limits import LruDict
 from equipoise.tasks import TaskSet
 
@@ -42,6 +43,8 @@ COOKIE_BYTES = 64
 
 _OWN = struct.Struct(f"!QH{MAX_TOKEN_BYTES}s")
 """The number of the newest list of the revoked, and a token."""
+_NO = b"refused: "
+"""Begins the answer to a token that is refused; the number of a list never begins so."""
 _NONCE_BYTES = 12
 _PLAIN_BYTES = _NONCE_BYTES + 32 + 16
 
@@ -104,6 +107,7 @@ class Gate:
         self.ways.update(handlers)
         if self.admission is None:
             return handlers
+        self.ways.update((PRESENT, REVOKE))
         found = {self.scoped(name): behind(one) for name, one in {**handlers, REVOKE: self._heard}.items()}
         return {**found, self.scoped(PRESENT): self._presented}
 
@@ -117,7 +121,7 @@ class Gate:
                 task = self._presenting[peer] = self.tasks.spawn(self._present(peer))
                 task.add_done_callback(lambda _: self._presenting.pop(peer, None))
             if (error := await asyncio.shield(task)) is not None:
-                raise ConnectionError(str(error)) from error
+                raise (Refused if isinstance(error, Refused) else ConnectionError)(str(error)) from error
         self.check(peer)
 
     def forget(self, peer: str) -> None:
@@ -180,8 +184,12 @@ class Gate:
         """The one call of strangers."""
         admission = self.admission
         assert admission is not None, "only a private swarm has this call"
-        number, token = _opened(request)
-        admission.admit_from(await self.host(peer), peer, token, time.time(), time.monotonic())
+        try:
+            number, token = _opened(request)
+            admission.admit_from(await self.host(peer), peer, token, time.time(), time.monotonic())
+        except Refused as refusal:
+            _log.info("%s is not admitted: %s", peer, refusal)
+            return _NO + str(refusal).encode()
         nonce = os.urandom(_NONCE_BYTES)
         cookie = nonce + self._secret.encrypt(nonce, public_key_of(peer), self.swarm)
         newer = admission.revocations.encode() if admission.revocations.number > number else b""
@@ -198,12 +206,14 @@ class Gate:
             return ConnectionError(f"{peer} does not answer within {PRESENT_SECONDS:.0f} s")
         except ConnectionError as error:
             foreign = "not supported" in str(error)
-            return Refused(f"{peer} is no member of this swarm") if foreign else error
+            return Refused("it is no member of this swarm") if foreign else error
         return None
 
     def _take(self, peer: str, answer: bytes) -> None:
         admission = self.admission
         assert admission is not None, "only a private swarm presents"
+        if answer.startswith(_NO):
+            raise Refused(printable(answer[len(_NO) :].decode(errors="replace")))
         number, token = _opened(answer[: _OWN.size])
         admission.admit(peer, token, time.time())
         self._cookies[peer] = answer[_OWN.size : _OWN.size + COOKIE_BYTES]

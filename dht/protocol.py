@@ -26,7 +26,8 @@ from equipoise.dht.dialer import Dialer
 from equipoise.dht.hivemind_imports import DHTID, RoutingTable, traverse_dht
 from equipoise.dht.identity import public_key_of
 from equipoise.dht.limits import Scrutiny, Tally
-from equipoise.dht.p2pd_client import CallHandler, P2pdClient
+from equipoise.dht.gate import CallHandler
+from equipoise.dht.p2pd_client import P2pdClient
 from equipoise.dht.records import Addresses, Entry, Envelope, Forged, Kept, Readiness, RecordStore, check
 from equipoise.dht.sanitize import Malformed, printable
 from equipoise.dht.state import PROTOCOL_VERSION

@@ -34,6 +34,7 @@ AddressState = Literal[
     "no network",
     "wrong peer",
     "other version",
+    "not admitted",
     "failed",
 ]
 

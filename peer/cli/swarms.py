@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -104,7 +105,7 @@ def revoke(target: str, name: str | None, home: str | None) -> None:
     from equipoise.dht.membership import revoked_by
 
     try:
-        revoked = list(ask(home, Revoke(target)))
+        revoked: Sequence[str] = ask(home, Revoke(target))
     except NoDaemon:
         member = _membership(home, name)
         try:

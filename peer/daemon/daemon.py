@@ -50,6 +50,7 @@ NEXT_STEPS: dict[AddressState, str] = {
     "no network": "connect this machine to a network",
     "wrong peer": "copy the address that the daemon there prints now",
     "failed": _COMPARE,
+    "not admitted": "ask a member for a new invitation",
 }
 """Next step for a person, by the state of an address; the reasons of the other states have one themselves."""
 
@@ -120,7 +121,8 @@ class Daemon:
         failed = [entry for entry in standing.bootstrap if entry.state not in ("trying", "connected")]
         if self._met or not failed:
             return None
-        kind = Refused if all(entry.state == "other version" for entry in failed) else Unreached
+        refused = all(entry.state in ("other version", "not admitted") for entry in failed)
+        kind = Refused if refused else Unreached
         reason = standing.reason.replace("; trying again", "")
         return kind(f"ended without having met another peer: {reason}")
 

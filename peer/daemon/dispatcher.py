@@ -30,6 +30,9 @@ class Serving(Protocol):
     def request_stop(self, reason: str) -> None:
         """Begin to stop."""
 
+    def revoke(self, target: str) -> tuple[str, ...]:
+        """Revoke a PeerID or an invitation of the private swarm."""
+
 
 class Dispatcher:
     """Does the requests of one client, whatever brings them.
