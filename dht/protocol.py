@@ -23,10 +23,10 @@ import msgspec
 
 from equipoise.dht import sanitize
 from equipoise.dht.dialer import Dialer
+from equipoise.dht.gate import CallHandler
 from equipoise.dht.hivemind_imports import DHTID, RoutingTable, traverse_dht
 from equipoise.dht.identity import public_key_of
 from equipoise.dht.limits import Scrutiny, Tally
-from equipoise.dht.gate import CallHandler
 from equipoise.dht.p2pd_client import P2pdClient
 from equipoise.dht.records import Addresses, Entry, Envelope, Forged, Kept, Readiness, RecordStore, check
 from equipoise.dht.sanitize import Malformed, printable

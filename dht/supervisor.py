@@ -7,8 +7,8 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from equipoise.dht.dialer import Dialer
-from equipoise.dht.p2pd import P2pd, P2pdError, P2pdOptions
 from equipoise.dht.gate import CallHandler
+from equipoise.dht.p2pd import P2pd, P2pdError, P2pdOptions
 from equipoise.dht.p2pd_client import P2pdClient, P2pdClientError
 from equipoise.limits import backoff
 from equipoise.tasks import TaskSet

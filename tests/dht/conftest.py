@@ -31,9 +31,11 @@ class Members:
     def home(self, name: str) -> Path:
         return self._path / name
 
-    async def start(self, name: str, /, join: list[str] | tuple[str, ...] = (), **options) -> Swarm:
+    async def start(
+        self, name: str, /, join: list[str] | tuple[str, ...] = (), membership=None, **options
+    ) -> Swarm:
         options = {"listen": LOOPBACK} | options
-        member = Swarm(self.home(name), SwarmOptions(join=join, **options))
+        member = Swarm(self.home(name), SwarmOptions(join=join, **options), membership)
         self.all.append(member)
         await member.start()
         return member

@@ -31,7 +31,9 @@ ROOT = Invitation("friends", public_half(SEED), (), SEED)
 ADDRESS = f"/ip4/192.0.2.7/tcp/31337/p2p/{ALICE}"
 
 
-def offer(seed: bytes = FIRST, role="trainer", days: int = 30, guest: str = "", may_invite: bool = False) -> Link:
+def offer(
+    seed: bytes = FIRST, role="trainer", days: int = 30, guest: str = "", may_invite: bool = False
+) -> Link:
     only = public_key_of(guest) if guest else b""
     return Link(public_half(seed), role, int(NOW) + days * DAY, only, may_invite)
 
@@ -216,9 +218,8 @@ def test_a_forged_token_costs_one_signature(monkeypatch) -> None:
         return False
 
     monkeypatch.setattr("equipoise.dht.admission._is_signed", is_signed)
-    with pytest.raises(Refused, match="not signed"):
-        further_token = Token(public_half(SEED), further_links(), public_key_of(ALICE), bytes(64))
-        further_token.check(NOW, ())
+    forged = Token(public_half(SEED), further_links(), public_key_of(ALICE), bytes(64))
+    assert "not signed" in refusal(forged)
     assert len(checked) == 1
 
 

@@ -11,6 +11,7 @@ import pytest
 from equipoise.dht.direct import listener
 from equipoise.dht.direct.errors import Refused
 from equipoise.dht.direct.handshake import PREFACE_BYTES
+from equipoise.dht.direct.listener import ORIGIN_QUESTION
 from equipoise.dht.direct.transport import DirectTransport
 from equipoise.dht.punch import puncher
 from equipoise.dht.punch.candidates import Candidates, encode
@@ -49,7 +50,7 @@ class Hidden:
             connection = await port.connect(place)
             return await own.punch(other.peer, connection, place, dialled=begins)
 
-        return Attempt(self.streams[not begins], begins, [port_of(self.public)], opens)
+        return Attempt(self.streams[not begins], begins, {port_of(self.public): ORIGIN_QUESTION}, opens)
 
     async def punch(self) -> tuple[FramedChannel, FramedChannel]:
         """Both ends of a channel."""
@@ -156,7 +157,7 @@ def test_an_answer_that_is_none_is_refused(answer: bytes) -> None:
 async def test_connections_of_one_port_leave_from_one_port(peers: Peers) -> None:
     *mirrors, other = [port_of(peers.make(name)) for name in "abc"]
     port = SharedPort()
-    places = await port.measure(mirrors)
+    places = await port.measure(dict.fromkeys(mirrors, ORIGIN_QUESTION))
     assert places.outside in places.inside
     assert len(places.inside) == 1
     connection = await port.connect(other)
@@ -169,10 +170,10 @@ async def test_public_peers_that_say_nothing_are_not_waited_for(silent, monkeypa
     monkeypatch.setattr("equipoise.dht.punch.puncher.MIRROR_SECONDS", 0.1)
     port = SharedPort()
     with pytest.raises(ConnectionError, match="no public peer"):
-        await port.measure([silent, ("127.0.0.1", 9)])
+        await port.measure(dict.fromkeys((silent, ("127.0.0.1", 9)), ORIGIN_QUESTION))
     port.close()
 
 
 async def test_without_public_peers_nothing_is_known() -> None:
     with pytest.raises(ConnectionError, match="no public peer"):
-        await SharedPort().measure([])
+        await SharedPort().measure({})
