@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import click
 
+from equipoise.dht.admission import ROLES, Link
+from equipoise.dht.identity import public_key_of
+from equipoise.dht.membership import Membership, names, revoked_by
 from equipoise.peer.cli import output
 from equipoise.peer.cli.verbs import ask, daemon_options, home_option, json_option
 from equipoise.peer.config import find_home, load
@@ -20,7 +22,6 @@ from equipoise.peer.errors import ConfigError, EquipoiseError, NoDaemon
 
 DAY_SECONDS = 86_400
 MAX_DAYS = 3650
-ROLES = ("trainer", "observer", "relay")
 
 name_option = click.option(
     "--swarm", "name", metavar="NAME", help="Which swarm, if the home is in several and no daemon runs on it."
@@ -43,7 +44,6 @@ def swarm() -> None:
 @home_option
 def create(name: str, home: str | None) -> None:
     """Make the key of a swarm in this home, whose daemon is its first member."""
-    from equipoise.dht.membership import Membership
 
     place = _home(home)
     try:
@@ -73,8 +73,6 @@ def invite(
 
     Nobody is asked when it is used. Everybody who has the line may come in by it until it ends or is revoked.
     """
-    from equipoise.dht.admission import Link
-    from equipoise.dht.identity import public_key_of
 
     addresses, issuer = _addresses(home, name), _membership(home, name)
     end = int(time.time()) + days * DAY_SECONDS
@@ -102,14 +100,13 @@ def revoke(target: str, name: str | None, home: str | None) -> None:
     The home must hold the swarm's key. Its daemon tells the others at once; without a daemon they learn it when one
     starts, and the invitation of a peer has to be revoked by its own name.
     """
-    from equipoise.dht.membership import revoked_by
 
     try:
-        revoked: Sequence[str] = ask(home, Revoke(target))
+        revoked: tuple[str, ...] = ask(home, Revoke(target))
     except NoDaemon:
         member = _membership(home, name)
         try:
-            revoked = revoked_by(target, ())
+            revoked = tuple(revoked_by(target, ()))
             member.revoke(revoked)
         except ConnectionError as error:
             raise EquipoiseError(str(error)) from error
@@ -123,7 +120,6 @@ def revoke(target: str, name: str | None, home: str | None) -> None:
 @json_option
 def show(name: str | None, home: str | None, as_json: bool) -> None:
     """Show the private swarms of this home: key, role, end, and who was revoked."""
-    from equipoise.dht.membership import names
 
     found = [_told(home, one) for one in ([name] if name else names(_home(home)))]
     if as_json:
@@ -157,9 +153,8 @@ def _addresses(home: str | None, name: str | None) -> tuple[str, ...]:
     return found.addresses if found.name and found.name == (name or found.name) else ()
 
 
-def _membership(home: str | None, name: str | None) -> Any:
+def _membership(home: str | None, name: str | None) -> Membership:
     """The membership that is meant."""
-    from equipoise.dht.membership import Membership, names
 
     place = _home(home)
     known = names(place)

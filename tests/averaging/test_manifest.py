@@ -22,6 +22,7 @@ from equipoise.averaging.manifest import (
     Manifest,
     ManifestError,
 )
+from equipoise.averaging.matchmaking.context import Context
 from equipoise.averaging.matchmaking.messages import GroupFormed, JoinRequest, decode, encode
 from equipoise.averaging.metrics import MAX_METRICS, MAX_NAME_CHARS, Report
 from equipoise.averaging.options import MAX_GROUP_SIZE, Needs
@@ -62,6 +63,39 @@ def test_members_are_sorted_and_found_by_their_peer() -> None:
     one = manifest(join("c"), join("a"), join("b"))
     assert one.peers == ("a", "b", "c")
     check(one, own=join("b"))
+
+
+@pytest.mark.parametrize(
+    ("role", "changes", "why"),
+    [
+        ("trainer", {}, ""),
+        ("observer", {"weight": 0.0, "dialable": False}, ""),
+        ("observer", {"dialable": False}, "invited as an observer, with weight 0 and no share; it claims 32"),
+        ("observer", {"weight": 0.0}, "invited as an observer, with weight 0 and no share; it claims 0"),
+        ("relay", {"weight": 0.0, "dialable": False}, "invited as a relay, which joins no run"),
+    ],
+)
+def test_roles_are_held_in_manifests_and_joins(role: str, changes: dict[str, Any], why: str) -> None:
+    one, context = (
+        manifest(join("a"), join("b"), join("c", **changes)),
+        Context(
+            "run",
+            SPEC,
+            "a",
+            Needs(4),
+            signer("a"),
+            verify,
+            {"a": "trainer", "b": "trainer", "c": role}.__getitem__,
+        ),
+    )
+    objection = context.objection("c", join("c", **changes), 0.0)
+    assert (objection.reason if objection else "") == (why and f"c was {why}")
+    known = {"spec": SPEC, "needs": Needs(4), "own": None, "role": context.role}
+    if why:
+        with pytest.raises(ManifestError, match=why):
+            one.check(verify, **known)
+    else:
+        one.check(verify, **known)
 
 
 def test_members_with_equal_contributions_are_told_in_pairs() -> None:

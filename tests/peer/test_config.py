@@ -60,6 +60,8 @@ def test_flags_win_over_environment_wins_over_file(tmp_path: Path) -> None:
         "log_level": "environment EQUIPOISE_LOG_LEVEL",
         "bandwidth": f"file {tmp_path / 'config.toml'}",
         "device": "default",
+        "swarm": "default",
+        "invite": "default",
     }
 
 
@@ -206,7 +208,7 @@ def test_mistakes_in_the_environment_name_the_variable(tmp_path: Path, name: str
 
 
 def test_a_variable_that_looks_like_ours_is_warned_of(tmp_path: Path) -> None:
-    environ = {"EQUIPOISE_JION": "x", "EQUIPOISE_KERNELS": "torch", "EQUIPOISE_TEST_SWARM": "1"}
+    environ = {"EQUIPOISE_JION": "x", "EQUIPOISE_KERNELS": "torch", "EQUIPOISE_TEST_PEERS": "1"}
 
     assert load({"home": tmp_path}, environ).warnings == (
         "environment variable EQUIPOISE_JION is not known; did you mean EQUIPOISE_JOIN?",
