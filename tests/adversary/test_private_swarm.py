@@ -12,7 +12,7 @@ from e2e.fleet import Fleet, normal
 from e2e.swarm import DaemonProcess, Swarm, eventually
 from equipoise.dht.admission import Link
 from equipoise.dht.membership import Membership
-from equipoise.peer import connect
+from equipoise.peer import Peer, connect
 from equipoise.peer.errors import NoDaemon, Refused
 
 LISTEN = ["--listen", "/ip4/127.0.0.1/tcp/0"]
@@ -62,6 +62,11 @@ def test_join_line_on_a_fresh_home_is_in_a_round(swarm: Swarm) -> None:
         told = first.json("status")["swarm"]
         assert (told["name"], told["role"], told["members"]) == ("friends", "trainer", [other.peer_id])
         assert {row["role"] for row in first.json("peers")} == {"trainer"}
+    with Peer(invite=line_of(first, "--role", "relay"), listen=LISTEN[1:]) as peer:
+        eventually(
+            lambda: first.json("status")["swarm"]["peer"] in peer.status().swarm.members, "its admission"
+        )
+        assert peer.status().swarm.role == "relay"
 
 
 @pytest.mark.timeout(300)

@@ -65,7 +65,7 @@ async def owner(members) -> Swarm:
 
 
 @pytest.fixture
-async def stranger(members, owner: Swarm) -> Swarm:
+async def stranger(members, owner) -> Swarm:
     """A daemon of a peer that knows the swarm's public key, and so all its names, and has no token."""
     stranger = await members.start("stranger")
     stranger.gate.swarm = owner.gate.swarm
@@ -74,7 +74,7 @@ async def stranger(members, owner: Swarm) -> Swarm:
     return stranger
 
 
-def token_of(case: str, peer: str, owner: Swarm) -> bytes:
+def token_of(case: str, peer: str, owner) -> bytes:
     """What the stranger presents."""
     root = Invitation("friends", owner.gate.swarm, (), owner.membership.seed)
     late = Link(public_half(FIRST), "trainer", 1_000_000)
@@ -114,13 +114,13 @@ def parsed(monkeypatch) -> list[str]:
         (direct, "origin_answer"),
     ):
         watch(module, name)
-    monkeypatch.setattr(gate.Revocations, "decode", lambda *_: seen.append("revocations"))
+    monkeypatch.setattr(Revocations, "decode", lambda *_: seen.append("revocations"))
     return seen
 
 
 @pytest.mark.parametrize("case", CASES)
 async def test_no_way_in_is_open_to_a_peer_without_a_good_token(
-    owner: Swarm, stranger: Swarm, parsed: list[str], case: str
+    owner, stranger: Swarm, parsed: list[str], case: str
 ) -> None:
     link, names = stranger._link, owner.gate
     if case != "no token":
@@ -154,7 +154,7 @@ async def test_no_way_in_is_open_to_a_peer_without_a_good_token(
     assert owner.gate.admission.members(time.time()) == []
 
 
-async def test_all_ways_in_are_registered_through_the_gate(owner: Swarm) -> None:
+async def test_all_ways_in_are_registered_through_the_gate(owner) -> None:
     assert owner.gate.ways == WAYS
 
 
@@ -169,9 +169,7 @@ def test_nothing_else_opens_a_way_in() -> None:
     assert found == DOORS
 
 
-async def test_members_meet_by_an_invitation_and_an_open_daemon_does_not(
-    members, owner: Swarm, until
-) -> None:
+async def test_members_meet_by_an_invitation_and_an_open_daemon_does_not(members, owner, until) -> None:
     home = members.home("guest")
     guest = await members.start("guest", owner.addresses, invited(owner.membership, home))
     outsider = await members.start("outsider", owner.addresses)
@@ -196,11 +194,16 @@ async def test_members_meet_by_an_invitation_and_an_open_daemon_does_not(
     assert outsider.status().connected == ()
 
 
+def membership_of(member: Swarm) -> Membership:
+    assert member.membership is not None
+    return member.membership
+
+
 async def _hold(channel) -> None:
     await asyncio.Event().wait()
 
 
-async def test_a_revoked_member_is_out_at_all_and_stays_out(members, owner: Swarm, until) -> None:
+async def test_a_revoked_member_is_out_at_all_and_stays_out(members, owner, until) -> None:
     guests = [
         await members.start(name, owner.addresses, invited_once(owner.membership, members.home(name), number))
         for number, name in enumerate(("a", "b"))
@@ -214,7 +217,10 @@ async def test_a_revoked_member_is_out_at_all_and_stays_out(members, owner: Swar
     for one, other in ((bad, good), (good, bad)):
         one.direct.admit(other.peer, other.direct.credential)
     channel = await bad.direct.open(good.peer)
-    assert owner.revoke(bad.peer) == [public_key_of(bad.peer)[:16].hex(), bad.membership.token.links[-1].id]
+    assert owner.revoke(bad.peer) == [
+        public_key_of(bad.peer)[:16].hex(),
+        membership_of(bad).token.links[-1].id,
+    ]
     for member in (owner, good):
         await until(lambda member=member: bad.peer not in member.status().members)
         await until(lambda member=member: bad.peer not in member.status().connected)
@@ -223,7 +229,7 @@ async def test_a_revoked_member_is_out_at_all_and_stays_out(members, owner: Swar
         await channel.receive(lambda header, size: memoryview(bytearray(size)))
     kept = members.home("b") / "swarms" / "friends.revoked"
     assert Revocations.decode(kept.read_bytes(), owner.gate.swarm).number == 1
-    line = parse_invitation(bad.membership.invitation.line)
+    line = parse_invitation(membership_of(bad).invitation.line)
     again = await members.start(
         "again", owner.addresses, Membership.redeem(members.home("again"), line.line, time.time())
     )
@@ -236,7 +242,7 @@ def invited_once(founder: Membership, home: Path, number: int) -> Membership:
     return Membership.redeem(home, founder.invite(link, bytes([20 + number]) * 32, ()).line, time.time())
 
 
-async def test_a_member_that_was_started_again_is_met_again(members, owner: Swarm, until) -> None:
+async def test_a_member_that_was_started_again_is_met_again(members, owner, until) -> None:
     home = members.home("guest")
     membership = invited(owner.membership, home)
     guest = await members.start("guest", owner.addresses, membership)
