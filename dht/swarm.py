@@ -153,6 +153,10 @@ class Swarm:
         said = self._protocol.record_store.newest(peer)
         return "" if said is None else printable(said.name, MAX_NAME_CHARACTERS)
 
+    def role(self, peer: str) -> str:
+        """Return the role of this member or of another one; all are trainers in an open swarm."""
+        return self.gate.role(peer)
+
     def reach(self, peer: str) -> ReachStatus:
         """Return how this member reaches `peer`: by an open channel, the result of a try, or the peer's own word."""
         if peer == self.peer:

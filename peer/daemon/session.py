@@ -88,7 +88,7 @@ class Session:
         self._specs = run_specs(request)
         for spec in self._specs.values():
             self._require_room(spec)
-        self._role = swarm.gate.role(swarm.peer)
+        self._role = swarm.role(swarm.peer)
         if self._role == "relay":
             raise Refused(
                 "this daemon was invited as a relay, which joins no run", "ask for an invitation as trainer"
@@ -296,7 +296,7 @@ class Session:
             differs=run_driver.search.comparison.difference(found.peer),
             name=self._swarm.name(found.peer),
             tags=found.tags,
-            role=self._swarm.gate.role(found.peer),
+            role=self._swarm.role(found.peer),
         )
 
     async def leave(self, reason: str) -> None:

@@ -98,6 +98,6 @@ async def start_parts(config: Config, reducer: DeviceReducer | None = None) -> t
         raise EquipoiseError(str(error)) from error
     except OSError as error:
         raise unusable(f"use {error.filename or 'the directory for sockets'}", error) from error
-    signer = Signer(swarm.identity, swarm.gate.role)
+    signer = Signer(swarm.identity, swarm.role)
     router = Router(swarm.transport, swarm.directory, signer, config.bandwidth, swarm.direct, reducer)
     return swarm, router

@@ -155,6 +155,9 @@ class FakeSwarm:
     def name(self, peer: str) -> str:
         return f"the machine of {peer}"
 
+    def role(self, peer: str) -> str:
+        return "trainer"
+
     def reach(self, peer: str) -> ReachStatus:
         return ReachStatus("direct", "as the test says")
 

@@ -119,6 +119,9 @@ class WorldDaemon:
         self.history: Any = self
         self.add, self.last = self.outcomes.append, lambda limit: list(self.outcomes)[-limit:]
 
+    def role(self, peer: str) -> str:
+        return "trainer"
+
     def reach(self, peer: str) -> ReachStatus:
         return ReachStatus("direct", "as all are here")
 

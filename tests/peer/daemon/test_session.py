@@ -27,6 +27,7 @@ def test_exchanges_in_doubt_are_counted_beyond_the_history() -> None:
 JOIN = """
 from equipoise.dht.hivemind_stub import bare_packages; bare_packages()
 import asyncio, os, sys, threading
+from types import SimpleNamespace
 from equipoise.averaging.options import RunOptions
 from equipoise.averaging.schema import Schema, TensorSpec
 from equipoise.compression.floats import FloatCodec
@@ -53,7 +54,7 @@ async def join(rule, codec, values):
     schema, size = Schema((TensorSpec("w", (values,), "float32"),)), 8192 + 8 * values
     memory = Region.create(size).memory
     fd = os.dup(memory.fd)
-    service = Service(None, None)
+    service = Service(None, SimpleNamespace(peer="", role=lambda peer: "trainer"))
     await service.join(JoinRun("run", options, schema, Schema(()), size), fd, "test", say)
     print("loaded" if "torch" in sys.modules else "not loaded")
     print(service.kernels.name, "numba" in sys.modules)
