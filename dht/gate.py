@@ -121,7 +121,7 @@ class Gate:
                 task = self._presenting[peer] = self.tasks.spawn(self._present(peer))
                 task.add_done_callback(lambda _: self._presenting.pop(peer, None))
             if (error := await asyncio.shield(task)) is not None:
-                raise (Refused if isinstance(error, Refused) else ConnectionError)(str(error)) from error
+                raise error.with_traceback(None)
         self.check(peer)
 
     def forget(self, peer: str) -> None:

@@ -121,6 +121,10 @@ class Membership:
 
     def revoke(self, ids: Collection[str]) -> Revocations:
         """Sign the next list of the revoked, and keep it; raises Refused if the swarm's key is not here."""
+        if not frozenset(self.token.ids).isdisjoint(ids):
+            raise Refused(
+                "that is this home itself, or the invitation by which it is a member; nothing was revoked"
+            )
         self.revocations = self.revocations.add(self.seed, ids)
         self.keep(self.revocations.encode())
         return self.revocations
