@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import secrets
 import time
@@ -192,7 +193,7 @@ def _told(home: str | None, name: str) -> dict[str, Any]:
 
 def _print_qr(line: str) -> None:
     try:
-        import segno  # type: ignore[import-not-found]
+        segno = importlib.import_module("segno")
     except ImportError:
         raise EquipoiseError("the QR code needs the package segno", "pip install segno") from None
     segno.make(line, error="l").terminal(compact=True)
