@@ -72,7 +72,8 @@ class Layout:
         coded = schema.tensors if codec == EXACT else tuple(filterfalse(_is_exact, schema.tensors))
         self.coded = self._place(coded, 0, codec.granule)
         if exact:  # Values in fp32 follow, and lie at multiples of 4 bytes with any format before them.
-            self.coded += -self.coded % math.lcm(codec.granule, EXACT.alignment)
+            granules = EXACT.alignment // math.gcd(codec.encoded_size(codec.granule), EXACT.alignment)
+            self.coded += -self.coded % (granules * codec.granule)
         self.size = self._place(exact, self.coded, 1)
         self.encoded_size = self._begin(self.size)
 
@@ -135,11 +136,14 @@ class Vectors(NamedTuple):
 
 
 def fingerprint(contribution: memoryview) -> bytes:
-    """8 bytes that tell encoded contributions, u8 [n], apart by a sample of them; empty if the sample is all zeros."""
+    """8 bytes that tell encoded contributions, u8 [n], apart by a sample of them; empty if the sample is all zeros.
+
+    Zeros are bytes of 0, and in nf4 codes of 7.
+    """
     step = max(len(contribution) // SAMPLES, SAMPLE_BYTES)
     starts = range(0, len(contribution), step)
     sample = b"".join(contribution[start : start + SAMPLE_BYTES] for start in starts)
-    return hashlib.blake2b(sample, digest_size=8).digest() if sample.strip(b"\0") else b""
+    return hashlib.blake2b(sample, digest_size=8).digest() if sample.strip(b"\0\x77") else b""
 
 
 def _is_exact(tensor: TensorSpec) -> bool:

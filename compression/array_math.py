@@ -6,8 +6,9 @@ operation is one of IEEE-754 single precision; numpy fuses none.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,12 +19,16 @@ from equipoise.compression.blockwise import (
     MIN_ABSMAX,
     MIN_SCALE,
     ArrayKernels,
+    Blocks,
     Bytes,
     Values,
     pieces,
 )
 from equipoise.compression.chunks import F32_MAX
 from equipoise.compression.errors import CodecError, NonFiniteError
+from equipoise.compression.nf4 import LEVELS as NF4_LEVELS
+from equipoise.compression.nf4 import MAX_SCALE as NF4_MAX_SCALE
+from equipoise.compression.nf4 import ZEROS, dequantise, quantise
 
 CHUNK_VALUES = 32 * 1024
 """Values per piece: its intermediate results stay in the second-level cache, in memory that is used again."""
@@ -31,12 +36,14 @@ CHUNK_VALUES = 32 * 1024
 _MAGNITUDE = np.int32(0x7FFF_FFFF)
 
 
-class BlockMath:
-    """int8, as `blockwise` defines it."""
+class BlockMath(ABC):
+    """A format of blocks; scales and codes are those of `blockwise.pieces`."""
 
-    def __init__(self, spec: str, block: int) -> None:
-        self._spec = spec
-        self._block = block
+    least_scale: float
+    most_scale: float
+
+    def __init__(self, spec: str, blocks: Blocks) -> None:
+        self._spec, self.blocks = spec, blocks
 
     def encode(self, values: Values, payload: Bytes) -> int:
         """Fill `payload`; return how many values were clamped.
@@ -45,26 +52,22 @@ class BlockMath:
             NonFiniteError: A value is NaN or infinite.
         """
         _require_finite(values)
-        levels = np.float32(LEVELS)
         for span, scales, codes in self._pieces(payload, values.size):
-            rows = values[span].reshape(codes.shape)
-            absmax = np.abs(rows).max(1, keepdims=True)
-            small = absmax < np.float32(MIN_ABSMAX)
-            with np.errstate(divide="ignore", over="ignore"):
-                inverse = np.where(small, np.float32(0), levels / absmax)
-            codes[...] = np.rint(rows * inverse)
-            scales[...] = np.where(small, np.float32(0), np.minimum(absmax / levels, np.float32(MAX_SCALE)))
+            self._encode(values[span].reshape(len(scales), -1), scales, codes)
         return 0
 
     def decode(self, payload: Bytes, out: Values) -> None:
         """Fill `out` from a payload that an encoder wrote."""
         for span, scales, codes in self._pieces(payload, out.size):
-            np.multiply(codes, scales, out=out[span].reshape(codes.shape))
+            self._decode(scales, codes, out[span].reshape(len(scales), -1))
 
     def accumulate(self, payload: Bytes, weight: float, into: Values) -> None:
         """Add f32(f32(weight) * decoded) to `into`."""
         for span, scales, codes in self._pieces(payload, into.size):
-            _add_weighted(codes * scales, weight, into[span].reshape(codes.shape))
+            rows = into[span].reshape(len(scales), -1)
+            decoded = np.empty_like(rows)
+            self._decode(scales, codes, decoded)
+            _add_weighted(decoded, weight, rows)
 
     def check(self, payload: Bytes, count: int) -> None:
         """Verify that an encoder could have written `payload`.
@@ -72,23 +75,88 @@ class BlockMath:
         Raises:
             CodecError: It could not.
         """
+        block, blocks = self.blocks.block, -(-count // self.blocks.block)
         for span, scales, codes in self._pieces(payload, count):
-            # NaN compares false, and so counts as faulty. -0.0 decodes to the same as 0.0.
-            sound = (scales >= np.float32(MIN_SCALE)) & (scales <= np.float32(MAX_SCALE))
+            values = self._scales(scales)
+            # NaN compares false, and so counts as faulty.
+            sound = (values >= np.float32(self.least_scale)) & (values <= np.float32(self.most_scale))
             faulty = ~((scales == 0) | sound)
             if faulty.any():
                 index = int(faulty.argmax())
                 raise CodecError(
-                    f"{self._spec}: the scale of block {span.start // self._block + index} of"
-                    f" {-(-count // self._block)} is {float(scales[index, 0])};"
-                    f" expected 0, or {MIN_SCALE:.4g} to {MAX_SCALE:.4g}"
+                    f"{self._spec}: the scale of block {span.start // block + index} of {blocks}"
+                    f" is {float(values[index, 0])};"
+                    f" expected 0, or {self.least_scale:.4g} to {self.most_scale:.4g}"
                 )
-            if codes.min() == -128:
-                index = span.start + int(codes.argmin())
-                raise CodecError(f"{self._spec}: code {index} of {count} is -128; expected -127 to 127")
+            self._check_codes(scales, codes, span, count)
 
-    def _pieces(self, payload: Bytes, count: int) -> Iterator[tuple[slice, Values, NDArray[np.int8]]]:
-        return pieces(payload, count, self._block, CHUNK_VALUES, np)
+    def _pieces(self, payload: Bytes, count: int) -> Iterator[tuple[slice, Any, Any]]:
+        return pieces(payload, count, self.blocks, CHUNK_VALUES, np)
+
+    @abstractmethod
+    def _encode(self, rows: Values, scales: Any, codes: Any) -> None: ...
+
+    @abstractmethod
+    def _decode(self, scales: Any, codes: Any, out: Values) -> None: ...
+
+    @abstractmethod
+    def _scales(self, scales: Any) -> Values:
+        """The scales as f32."""
+
+    @abstractmethod
+    def _check_codes(self, scales: Any, codes: Any, span: slice, count: int) -> None:
+        """Refuse codes that no encoder writes, of `span` of `count` values; see `check`."""
+
+
+class Int8Math(BlockMath):
+    """int8, as `blockwise` defines it."""
+
+    least_scale, most_scale = MIN_SCALE, MAX_SCALE
+
+    def _encode(self, rows: Values, scales: Any, codes: Any) -> None:
+        levels = np.float32(LEVELS)
+        absmax = np.abs(rows).max(1, keepdims=True)
+        small = absmax < np.float32(MIN_ABSMAX)
+        with np.errstate(divide="ignore", over="ignore"):
+            inverse = np.where(small, np.float32(0), levels / absmax)
+        codes[...] = np.rint(rows * inverse)
+        scales[...] = np.where(small, np.float32(0), np.minimum(absmax / levels, np.float32(MAX_SCALE)))
+
+    def _decode(self, scales: Any, codes: Any, out: Values) -> None:
+        np.multiply(codes, scales, out=out)
+
+    def _scales(self, scales: Values) -> Values:
+        return scales  # -0.0 is equal to 0, and decodes to the same.
+
+    def _check_codes(self, scales: Any, codes: Any, span: slice, count: int) -> None:
+        if codes.min() == -128:
+            index = span.start + int(codes.argmin())
+            raise CodecError(f"{self._spec}: code {index} of {count} is -128; expected -127 to 127")
+
+
+class NF4Math(BlockMath):
+    """nf4, as `nf4` defines it."""
+
+    least_scale, most_scale = MIN_ABSMAX, NF4_MAX_SCALE
+
+    def _encode(self, rows: Values, scales: Any, codes: Any) -> None:
+        quantise(rows, scales, codes, np)
+
+    def _decode(self, scales: Any, codes: Any, out: Values) -> None:
+        with np.errstate(invalid="ignore"):  # A scale that no encoder writes may be an infinity.
+            dequantise(scales, codes, out, NF4_LEVELS, np)
+
+    def _scales(self, scales: NDArray[np.int16]) -> Values:
+        return (scales.astype(np.int32) << 16).view(np.float32)
+
+    def _check_codes(self, scales: Any, codes: Any, span: slice, count: int) -> None:
+        wrong = (scales == 0) & (codes != ZEROS)
+        if wrong.any():
+            index = span.start // self.blocks.block + int(wrong.any(1).argmax())
+            raise CodecError(f"{self._spec}: block {index} has scale 0 and a code other than 7; expected 7")
+        spare = int(codes[-1, -1]) >> 4
+        if (span.stop - span.start) % 2 and spare != 7:
+            raise CodecError(f"{self._spec}: the nibble behind value {count} is {spare}; expected 7")
 
 
 class Format(NamedTuple):

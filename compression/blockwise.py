@@ -1,4 +1,4 @@
-"""The arithmetic of the int8 codec, as all kernels must do it, and the interfaces of compiled kernels.
+"""The arithmetic of the int8 codec, as all kernels must do it, and what blocks and compiled kernels have in common.
 
 A block of values x with a = max |x| is stored as a scale and one code per value:
 
@@ -9,7 +9,8 @@ A block of values x with a = max |x| is stored as a scale and one code per value
     code    = round_half_even(f32(x * inverse))         in [-127, 127]
     decoded = f32(f32(code) * scale)
 
-A payload is the blocks, one after another: the scale, f32, and the codes, int8. Only the last may be short.
+A payload is the blocks, one after another: the scale, f32, and the codes, int8. Only the last may be short. `nf4`
+defines the other format of blocks.
 
 Every operation is one IEEE-754 single-precision operation: a true division (no multiplication by a reciprocal), no
 fused multiply-add. All intermediate results that matter are normal numbers, so that hardware which flushes
@@ -22,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,40 +46,57 @@ MAX_SCALE = float.fromhex("0x1.020406p+121")
 MIN_SCALE = 2.0**-123
 """Bound below every scale but 0 that an encoder writes; the least, f32(MIN_ABSMAX / 127), is a little more."""
 
-SCALE_BYTES = 4
-"""Length of a scale, an f32."""
+
+class Blocks(NamedTuple):
+    """A format of blocks, each of a scale and codes.
+
+    Attributes:
+        block: Values of a block.
+        bits: Of a code: 8 of int8, whose scales are f32, or 4 of nf4, whose scales are bf16.
+    """
+
+    block: int
+    bits: int = 8
+
+    @property
+    def scale_bytes(self) -> int:
+        """Length of a scale."""
+        return self.bits // 2
+
+    def size(self, count: int) -> int:
+        """Return the bytes of `count` encoded values."""
+        return -(-count // self.block) * self.scale_bytes + -(-count * self.bits // 8)
 
 
-def payload_size(count: int, block: int) -> int:
-    """Return the bytes of `count` encoded values."""
-    return -(-count // block) * SCALE_BYTES + count
-
-
-def pieces(payload: Any, count: int, block: int, step: int, kinds: Any) -> Iterator[tuple[slice, Any, Any]]:
+def pieces(
+    payload: Any, count: int, blocks: Blocks, step: int, kinds: Any
+) -> Iterator[tuple[slice, Any, Any]]:
     """Yield, for some blocks at a time, where their values lie, and views of their scales and codes.
 
     The short block comes last, by itself.
 
     Args:
         payload: uint8, array or tensor.
-        step: Most values of a piece, a multiple of `block`.
+        step: Most values of a piece, a multiple of the block.
         kinds: numpy or torch, whichever has made the payload.
 
     Yields:
-        The slice of the values, their scales, f32 [r, 1], and their codes, int8 [r, block].
+        The slice of the values, their scales, [r, 1], and their codes, [r, bytes of a block]: f32 and int8 of int8, i16
+        and u8 of nf4.
     """
-    whole = count - count % block
+    whole, length = count - count % blocks.block, blocks.size(blocks.block)
+    types = (kinds.float32, kinds.int8) if blocks.bits == 8 else (kinds.int16, kinds.uint8)
     for start in range(0, whole, step):
         stop = min(start + step, whole)
-        rows = payload[payload_size(start, block) : payload_size(stop, block)].reshape(
-            -1, SCALE_BYTES + block
-        )
-        scales, codes = rows[:, :SCALE_BYTES], rows[:, SCALE_BYTES:]
-        yield slice(start, stop), scales.view(kinds.float32), codes.view(kinds.int8)
+        rows = payload[blocks.size(start) : blocks.size(stop)].reshape(-1, length)
+        yield slice(start, stop), *_views(rows, blocks.scale_bytes, types)
     if whole < count:
-        rest = payload[payload_size(whole, block) :]
-        scales, codes = rest[:SCALE_BYTES], rest[SCALE_BYTES:]
-        yield slice(whole, count), scales.view(kinds.float32)[None], codes.view(kinds.int8)[None]
+        scales, codes = _views(payload[blocks.size(whole) :], blocks.scale_bytes, types)
+        yield slice(whole, count), scales[None], codes[None]
+
+
+def _views(rows: Any, scale_bytes: int, types: tuple[Any, Any]) -> tuple[Any, Any]:
+    return rows[..., :scale_bytes].view(types[0]), rows[..., scale_bytes:].view(types[1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,31 +105,36 @@ class ArrayKernels:
 
     A wrong size or alignment, a value that is not finite, or a payload that no encoder wrote makes them return False,
     with all content undefined; numpy's or torch's operations then find out which it was. values, out, scratch: f32 [n];
-    payload: uint8; weights: f64 [m].
+    payload: uint8; weights: f64 [m]; block, bits: those of `Blocks`.
 
     Attributes:
-        encode: `(values, payload, block)`: fill `payload`.
-        decode: `(payload, out, block, past_cache)`: fill `out`, if an encoder could have written `payload`. Past the
-            cache, a processor need not read the memory that it overwrites; what reads `out` next does.
-        sound: `(payload, n, block)`: whether an encoder could have written it.
-        reduce: `(addresses, weights, payload, scratch, block)`: add up payloads in turn, each times its weight in f32,
-            and encode the sum into `payload`. addresses, int64 [m >= 1]: where the payloads begin, each as large as
-            `payload`, kept alive by the caller.
+        encode: `(values, payload, block, bits)`: fill `payload`.
+        decode: `(payload, out, block, bits, past_cache)`: fill `out`, if an encoder could have written `payload`. Past
+            the cache, a processor need not read the memory that it overwrites; what reads `out` next does.
+        sound: `(payload, n, block, bits)`: whether an encoder could have written it.
+        accumulate: `(payload, weight, into, block, bits)`: add f32(f32(weight) * decoded) to `into`, f32 [n].
+        reduce: `(addresses, weights, payload, scratch, block, bits)`: add up payloads in turn, each times its weight in
+            f32, and encode the sum into `payload`. addresses, int64 [m >= 1]: where the payloads begin, each as large
+            as `payload`, kept alive by the caller.
         widen: By format, fp16 and bf16, `(words, bits)`: decode words, u16 [n], to the bits of f32 values, u32 [n].
         narrow: By format, `(bits, words, limit)`: encode, and return the number of values that were clamped to the
             limit, bits of an f32; -1 if one is not finite.
     """
 
-    encode: Callable[[Values, Bytes, int], bool]
-    decode: Callable[[Bytes, Values, int, bool], bool]
-    sound: Callable[[Bytes, int, int], bool]
-    reduce: Callable[[NDArray[np.int64], NDArray[np.float64], Bytes, Values, int], bool]
+    encode: Callable[[Values, Bytes, int, int], bool]
+    decode: Callable[[Bytes, Values, int, int, bool], bool]
+    sound: Callable[[Bytes, int, int, int], bool]
+    accumulate: Callable[[Bytes, float, Values, int, int], bool]
+    reduce: Callable[[NDArray[np.int64], NDArray[np.float64], Bytes, Values, int, int], bool]
     widen: Mapping[str, Callable[[NDArray[np.uint16], NDArray[np.uint32]], None]]
     narrow: Mapping[str, Callable[[NDArray[np.uint32], NDArray[np.uint16], np.uint32], int]]
 
 
-Kind: TypeAlias = "int | torch.dtype"
-"""The format of a payload: the block of int8, or the dtype of plain floating-point values."""
+Kind: TypeAlias = "Blocks | torch.dtype"
+"""The format of a payload: its blocks, or the dtype of plain floating-point values."""
+
+UNKNOWN = Blocks(0)
+"""The format of payloads that no kernel knows."""
 
 
 @dataclass(frozen=True, slots=True)

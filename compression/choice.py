@@ -14,17 +14,18 @@ from importlib import import_module
 import numpy as np
 from numpy.typing import NDArray
 
-from equipoise.compression.array_math import FORMATS, ArrayMath, BlockMath, FloatMath
+from equipoise.compression.array_math import FORMATS, ArrayMath, BlockMath, FloatMath, Int8Math, NF4Math
 from equipoise.compression.blockwise import (
     LEVELS,
     ArrayKernels,
+    Blocks,
     Kind,
     TensorKernels,
     clamped,
-    payload_size,
 )
 from equipoise.compression.errors import CodecError
 from equipoise.compression.late_torch import torch
+from equipoise.compression.nf4 import NF4, THRESHOLDS
 
 ENVIRONMENT = "EQUIPOISE_KERNELS"
 """Name of the variable that decides if it is set to one of NAMES."""
@@ -42,6 +43,7 @@ _COUNT = 64 * 128 + 4
 """Values of a row; payloads of so many lie one behind the other, each aligned."""
 
 _BLOCKS = (32, 128)
+_MATHS: list[BlockMath] = [*(Int8Math("int8", Blocks(block)) for block in _BLOCKS), NF4Math("nf4", NF4)]
 _WEIGHTS = (0.3, 1 / 3, 0.2, 0.7, 0.1)
 
 
@@ -127,8 +129,7 @@ def kernels_for(device: torch.device) -> str:
 def _arrays_agree(kernels: ArrayKernels) -> bool:
     """Compare the bytes of kernels for arrays with numpy's."""
     blocks = all(
-        _by_arrays(kernels, block) == _expected(BlockMath("int8", block), payload_size(_COUNT, block))
-        for block in _BLOCKS
+        _by_arrays(kernels, math.blocks) == _expected(math, math.blocks.size(_COUNT)) for math in _MATHS
     )
     return blocks and all(
         _expected(FloatMath(spec, lambda count: kernels), 2 * _COUNT)
@@ -140,7 +141,7 @@ def _arrays_agree(kernels: ArrayKernels) -> bool:
 def _tensors_agree(kernels: TensorKernels, device: torch.device) -> bool:
     """Compare the bytes of kernels for tensors on a device with numpy's."""
     kinds: list[tuple[Kind, ArrayMath, int]] = [
-        (block, BlockMath("int8", block), payload_size(_COUNT, block)) for block in _BLOCKS
+        (math.blocks, math, math.blocks.size(_COUNT)) for math in _MATHS
     ]
     kinds += [(getattr(torch, one.name), FloatMath(spec), _COUNT * one.size) for spec, one in FORMATS.items()]
     return all(
@@ -149,12 +150,17 @@ def _tensors_agree(kernels: TensorKernels, device: torch.device) -> bool:
 
 
 def _rows() -> NDArray[np.float32]:
-    """Values of many magnitudes; of one, so that all count in a sum; half-way between two of bf16, or two codes."""
+    """Values of many magnitudes; of one, so that all count in a sum; half-way between two of bf16, or two codes.
+
+    Of nf4 these are thresholds.
+    """
     even = np.linspace(-1.9, 1.7, _COUNT, dtype=np.float32)
     exponents = np.minimum(np.arange(_COUNT) // max(_BLOCKS) * 4 - 140, 127).astype(np.float32)
     halves = np.arange(0x3F80, 0x3F80 + _COUNT, dtype=np.int32) * 0x1_0000 + 0x8000
     codes = np.arange(_COUNT, dtype=np.float32) % 32 - np.float32(15.5)
     codes[:: min(_BLOCKS)] = LEVELS
+    for number, threshold in enumerate(THRESHOLDS):
+        codes[number + 1 :: NF4.block] = threshold * np.float32(LEVELS)
     return np.stack([even * np.exp2(exponents), even, -np.roll(even, 3), halves.view(np.float32), codes])
 
 
@@ -171,16 +177,19 @@ def _expected(math: ArrayMath, size: int) -> bytes:
     return encoded.tobytes() + decoded.tobytes()
 
 
-def _by_arrays(kernels: ArrayKernels, block: int) -> bytes:
-    rows = _rows()
-    *payloads, mean = encoded = np.zeros((len(rows) + 1, payload_size(_COUNT, block)), np.uint8)
+def _by_arrays(kernels: ArrayKernels, blocks: Blocks) -> bytes:
+    rows, total = _rows(), np.zeros(_COUNT, np.float32)
+    *payloads, mean = encoded = np.zeros((len(rows) + 1, blocks.size(_COUNT)), np.uint8)
     decoded = np.zeros_like(rows)
     for number, (row, payload, out) in enumerate(zip(rows, payloads, decoded, strict=True)):
-        kernels.encode(row, payload, block)
-        kernels.decode(payload, out, block, number % 2 == 0)
+        kernels.encode(row, payload, *blocks)
+        kernels.decode(payload, out, *blocks, number % 2 == 0)
+        kernels.accumulate(payload, _WEIGHTS[number], total, *blocks)
     addresses = np.array([payload.ctypes.data for payload in payloads], np.int64)
-    kernels.reduce(addresses, np.array(_WEIGHTS), mean, np.empty(_COUNT, np.float32), block)
-    return encoded.tobytes() + decoded.tobytes()
+    scratch, in_turn = np.empty(_COUNT, np.float32), np.zeros_like(mean)
+    kernels.reduce(addresses, np.array(_WEIGHTS), mean, scratch, *blocks)
+    kernels.encode(total, in_turn, *blocks)
+    return encoded.tobytes() + decoded.tobytes() if (in_turn == mean).all() else b""
 
 
 def _by_tensors(kernels: TensorKernels, kind: Kind, size: int, device: torch.device) -> bytes:

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from equipoise.compression.array_math import ArrayMath
-from equipoise.compression.blockwise import Kind, TensorKernels, clamped
+from equipoise.compression.blockwise import UNKNOWN, Kind, TensorKernels, clamped
 from equipoise.compression.buffers import Buffer, Values, contiguous, plain, shared
 from equipoise.compression.choice import INTERPRETER, kernels
 from equipoise.compression.chunks import F32_MAX
@@ -52,8 +52,8 @@ class Codec(ABC):
 
     @property
     def kind(self) -> Kind:
-        """The format by which `TensorKernels` know it; 0 if they do not."""
-        return 0
+        """The format by which `TensorKernels` know it."""
+        return UNKNOWN
 
     @abstractmethod
     def encoded_size(self, count: int) -> int:
@@ -213,7 +213,7 @@ class Codec(ABC):
             return clamped(fused.reduce(sources, weights, target, scratch.numel(), self.kind))
 
     def _fused(self, values: torch.Tensor) -> TensorKernels | None:
-        if not self.kind or not values.numel():
+        if self.kind == UNKNOWN or not values.numel():
             return None
         if values.is_cpu:
             # Only Triton's interpreter has such kernels there, and the choice of others loads numba.

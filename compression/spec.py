@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from equipoise.compression.block_codecs import DEFAULT_BLOCK, Int8Codec, NF4Codec
 from equipoise.compression.codec import Codec
 from equipoise.compression.errors import CodecError
 from equipoise.compression.floats import FloatCodec
 from equipoise.compression.grammar import whole
-from equipoise.compression.int8 import DEFAULT_BLOCK, Int8Codec
+from equipoise.compression.nf4 import NF4
 from equipoise.compression.registry import Registry
 
 CODECS: Registry[Codec] = Registry("codec", "codecs", f"int8:block={2 * DEFAULT_BLOCK}")
@@ -16,10 +17,11 @@ CODECS.register("fp32", lambda: FloatCodec("fp32"))
 CODECS.register("fp16", lambda: FloatCodec("fp16"))
 CODECS.register("bf16", lambda: FloatCodec("bf16"))
 CODECS.register("int8", Int8Codec, block=whole(DEFAULT_BLOCK))
+CODECS.register("nf4", NF4Codec, block=whole(NF4.block))
 
 
 def parse_codec(spec: str) -> Codec:
-    """Return the codec that `spec` names, such as "fp32", "fp16", "bf16", "int8" or "int8:block=256".
+    """Return the codec that `spec` names, such as "fp32", "fp16", "bf16", "int8", "int8:block=256" or "nf4".
 
     Raises:
         CodecError: No such codec, option or value; names what came, what is known, and the nearest known name.

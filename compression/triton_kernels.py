@@ -2,7 +2,7 @@
 
 With TRITON_INTERPRET=1 in the environment before that import, the same kernels run on CPU tensors, slowly.
 
-The bytes are those of `blockwise` and `floats`. Five things would change them, and are avoided here:
+The bytes are those of `blockwise`, `nf4` and `floats`. Five things would change them, and are avoided here:
 
 - `enable_fp_fusion`, which Triton sets by default, contracts a product and a sum: OPTIONS turns it off.
 - `/` is an approximate division, and by a constant a multiplication: `tl.math.div_rn` divides.
@@ -22,8 +22,8 @@ import torch
 import triton
 import triton.language as tl
 
-from equipoise.compression import blockwise
-from equipoise.compression.blockwise import Kind, TensorKernels
+from equipoise.compression import blockwise, nf4
+from equipoise.compression.blockwise import Blocks, Kind, TensorKernels
 
 OPTIONS = {"enable_fp_fusion": False, "num_warps": 4}
 """Options of every launch."""
@@ -31,20 +31,24 @@ OPTIONS = {"enable_fp_fusion": False, "num_warps": 4}
 TILE = 1024
 """Values of one program, at least a block: 8 for each of its 128 threads."""
 
-_SCALE_BYTES = tl.constexpr(blockwise.SCALE_BYTES)
 _LEVELS = tl.constexpr(blockwise.LEVELS)
 _MIN_ABSMAX = tl.constexpr(blockwise.MIN_ABSMAX)
 _MAX_SCALE = tl.constexpr(blockwise.MAX_SCALE)
 _HALF_EVEN = tl.constexpr(1.5 * 2.0**23)
 _MAGNITUDE = tl.constexpr(0x7FFF_FFFF)
 _EXPONENT = tl.constexpr(0x7F80_0000)
+_MIN_BITS = tl.constexpr(nf4.MIN_BITS)
+_MAX_WORD = tl.constexpr(nf4.MAX_WORD)
+_INFINITY = tl.constexpr(nf4.INFINITY)
+_THRESHOLDS = tl.constexpr(tuple(nf4.THRESHOLDS.tolist()))
+_LEVELS_NF4 = tl.constexpr(tuple(nf4.LEVELS.tolist()))
 
 _WIRE = {torch.bfloat16: torch.int16}
 """How kernels see the values of formats that they convert themselves: Triton's interpreter does not round to bf16."""
 
 
 @triton.jit
-def _quantise(x):
+def _quantise_int8(x):
     """Return scales f32 [r], codes int8 [r, block] and whether a row has a value that is not finite, of x f32."""
     top = tl.max(x.to(tl.int32, bitcast=True) & _MAGNITUDE, 1)
     absmax = top.to(tl.float32, bitcast=True)
@@ -56,68 +60,118 @@ def _quantise(x):
 
 
 @triton.jit
-def _encode_int8(values, count, scales, codes, notes, BLOCK: tl.constexpr, ROWS: tl.constexpr):
-    tile = tl.program_id(0).to(tl.int64)
-    left = count - tile * (ROWS * BLOCK)
-    row = tl.arange(0, ROWS)
-    at = row[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    x = tl.load(values + tile * (ROWS * BLOCK) + at, mask=at < left, other=0.0)
-    scale, code, faulty = _quantise(x)
-    _store(scales, codes, scale, code, left, BLOCK, ROWS)
-    tl.store(notes + tile, -tl.max(faulty.to(tl.int32), 0))
+def _quantise_nf4(x):
+    """Return such scales int16 [r], codes int8 [r, block / 2], and whether, of x f32 [r, 2, block / 2]."""
+    top = tl.max(tl.max(x.to(tl.int32, bitcast=True) & _MAGNITUDE, 2), 1)
+    word = tl.minimum((top + 0x7FFF + ((top >> 16) & 1)) >> 16, _MAX_WORD)
+    word = tl.where(top < _MIN_BITS, 0, word)
+    bound = (tl.where(word == 0, _INFINITY, word) << 16).to(tl.float32, bitcast=True)
+    code = tl.zeros(x.shape, tl.int32)
+    for k in tl.static_range(15):
+        code += (x > _THRESHOLDS[k] * bound[:, None, None]).to(tl.int32)
+    nibbles = tl.sum(code << (4 * tl.arange(0, 2)[None, :, None]), 1)
+    return word.to(tl.int16), nibbles.to(tl.int8), top >= _EXPONENT
 
 
 @triton.jit
-def _decode_int8(out, count, scales, codes, BLOCK: tl.constexpr, ROWS: tl.constexpr):
-    tile = tl.program_id(0).to(tl.int64)
-    left = count - tile * (ROWS * BLOCK)
-    at = tl.arange(0, ROWS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    decoded = _load(scales, codes, left, BLOCK, ROWS)
-    tl.store(out + tile * (ROWS * BLOCK) + at, decoded, mask=at < left)
+def _places(left, BLOCK: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr):
+    """Return where this tile's values lie, [r, block], of nf4 [r, 2, block / 2], and whether they are in the vector."""
+    if BITS == 8:
+        at = tl.arange(0, ROWS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+        return at, at < left
+    else:
+        row, column = tl.arange(0, ROWS)[:, None, None] * BLOCK, tl.arange(0, BLOCK // 2)[None, None, :]
+        count = tl.minimum(tl.maximum(left - row, 0), BLOCK)
+        half = (count + 1) // 2
+        at = column + half * tl.arange(0, 2)[None, :, None]
+        return row + at, (column < half) & (at < count)
 
 
-@triton.jit(do_not_specialize=["members"])
-def _reduce_int8(
-    notes, count, addresses, weights, members, scales, codes, BLOCK: tl.constexpr, ROWS: tl.constexpr
+@triton.jit
+def _encode_blocks(
+    values, count, scales, codes, notes, BLOCK: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr
 ):
     tile = tl.program_id(0).to(tl.int64)
     left = count - tile * (ROWS * BLOCK)
-    total = tl.zeros([ROWS, BLOCK], tl.float32)
-    for member in range(members):
-        address = tl.multiple_of(tl.load(addresses + member), _SCALE_BYTES)
-        theirs = address.to(tl.pointer_type(tl.float32)), address.to(tl.pointer_type(tl.int8))
-        total += tl.load(weights + member) * _load(theirs[0], theirs[1], left, BLOCK, ROWS)
-    scale, code, faulty = _quantise(total)
-    _store(scales, codes, scale, code, left, BLOCK, ROWS)
-    tl.store(notes + tile, -tl.max(faulty.to(tl.int32), 0))
+    at, inside = _places(left, BLOCK, BITS, ROWS)
+    x = tl.load(values + tile * (ROWS * BLOCK) + at, mask=inside, other=0.0)
+    _store(x, scales, codes, notes, left, BLOCK, BITS, ROWS)
 
 
 @triton.jit
-def _load(scales, codes, left, BLOCK: tl.constexpr, ROWS: tl.constexpr):
-    """Return this program's values of a payload, f32 [r, block], of which `left` are in it or in those behind it.
+def _decode_blocks(out, count, scales, codes, BLOCK: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr):
+    tile = tl.program_id(0).to(tl.int64)
+    left = count - tile * (ROWS * BLOCK)
+    at, inside = _places(left, BLOCK, BITS, ROWS)
+    tl.store(out + tile * (ROWS * BLOCK) + at, _load(scales, codes, left, BLOCK, BITS, ROWS), mask=inside)
+
+
+@triton.jit(do_not_specialize=["members"])
+def _reduce_blocks(
+    notes,
+    count,
+    addresses,
+    weights,
+    members,
+    scales,
+    codes,
+    BLOCK: tl.constexpr,
+    BITS: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    tile = tl.program_id(0).to(tl.int64)
+    left = count - tile * (ROWS * BLOCK)
+    total = tl.zeros([ROWS, BLOCK] if BITS == 8 else [ROWS, 2, BLOCK // 2], tl.float32)
+    for member in range(members):
+        address = tl.multiple_of(tl.load(addresses + member), BITS // 2)
+        theirs = address.to(tl.pointer_type(scales.dtype.element_ty)), address.to(tl.pointer_type(tl.int8))
+        total += tl.load(weights + member) * _load(theirs[0], theirs[1], left, BLOCK, BITS, ROWS)
+    _store(total, scales, codes, notes, left, BLOCK, BITS, ROWS)
+
+
+@triton.jit
+def _bytes(left, BLOCK: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr):
+    """Return where this tile's scales lie in a payload, [r], and whether they do; and its codes, [r, bytes]."""
+    size: tl.constexpr = BITS // 2 + BLOCK * BITS // 8
+    tile = tl.program_id(0).to(tl.int64) * ROWS
+    row, column = tl.arange(0, ROWS), tl.arange(0, BLOCK * BITS // 8)[None, :]
+    scales = tile * (size // (BITS // 2)) + row * (size // (BITS // 2))
+    codes = tile * size + BITS // 2 + row[:, None] * size + column
+    return scales, row * BLOCK < left, codes, row[:, None] * BLOCK + column * (8 // BITS) < left
+
+
+@triton.jit
+def _load(scales, codes, left, BLOCK: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr):
+    """Return this program's values of a payload, f32, in `_places`; `left` are in it or in those behind it.
 
     `scales` and `codes` are two views of the payload: each block begins with its scale.
     """
-    tile = tl.program_id(0).to(tl.int64) * ROWS
-    row, column = tl.arange(0, ROWS), tl.arange(0, BLOCK)[None, :]
-    scales += tile * (BLOCK // _SCALE_BYTES + 1) + row * (BLOCK // _SCALE_BYTES + 1)
-    codes += tile * (BLOCK + _SCALE_BYTES) + _SCALE_BYTES
-    scale = tl.load(scales, mask=row * BLOCK < left, other=0.0)
-    inside = row[:, None] * BLOCK + column < left
-    code = tl.load(codes + row[:, None] * (BLOCK + _SCALE_BYTES) + column, mask=inside, other=0)
-    return code.to(tl.float32) * scale[:, None]
+    of_scales, scaled, of_codes, inside = _bytes(left, BLOCK, BITS, ROWS)
+    scale, code = (
+        tl.load(scales + of_scales, mask=scaled, other=0),
+        tl.load(codes + of_codes, mask=inside, other=0),
+    )
+    if BITS == 8:
+        return code.to(tl.float32) * scale[:, None]
+    else:
+        code = (code.to(tl.int32)[:, None, :] >> (4 * tl.arange(0, 2)[None, :, None])) & 15
+        level = tl.full(code.shape, _LEVELS_NF4[0], tl.float32)
+        for k in tl.static_range(1, 16):
+            level = tl.where(code >= k, _LEVELS_NF4[k], level)
+        return level * (scale.to(tl.int32) << 16).to(tl.float32, bitcast=True)[:, None, None]
 
 
 @triton.jit
-def _store(scales, codes, scale, code, left, BLOCK: tl.constexpr, ROWS: tl.constexpr):
-    """Write this program's scales, f32 [r], and codes, int8 [r, block], to such a payload."""
-    tile = tl.program_id(0).to(tl.int64) * ROWS
-    row, column = tl.arange(0, ROWS), tl.arange(0, BLOCK)[None, :]
-    scales += tile * (BLOCK // _SCALE_BYTES + 1) + row * (BLOCK // _SCALE_BYTES + 1)
-    codes += tile * (BLOCK + _SCALE_BYTES) + _SCALE_BYTES
-    tl.store(scales, scale, mask=row * BLOCK < left)
-    inside = row[:, None] * BLOCK + column < left
-    tl.store(codes + row[:, None] * (BLOCK + _SCALE_BYTES) + column, code, mask=inside)
+def _store(x, scales, codes, notes, left, BLOCK: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr):
+    """Encode values, f32, in `_places`, to such a payload, and note whether all are finite."""
+    if BITS == 8:
+        scale, code, faulty = _quantise_int8(x)
+    else:
+        scale, code, faulty = _quantise_nf4(x)
+    of_scales, scaled, of_codes, inside = _bytes(left, BLOCK, BITS, ROWS)
+    tl.store(scales + of_scales, scale, mask=scaled)
+    tl.store(codes + of_codes, code, mask=inside)
+    tl.store(notes + tl.program_id(0), -tl.max(faulty.to(tl.int32), 0))
 
 
 @triton.jit
@@ -193,8 +247,9 @@ def encode(values: torch.Tensor, payload: torch.Tensor, kind: Kind) -> torch.Ten
     """Start to encode `values`; see `TensorKernels`."""
     count, tile = values.numel(), _tile(kind)
     notes = _notes(count, values.device, tile)
-    if isinstance(kind, int):
-        _launch(tile, _encode_int8, values, count, *_views(payload), notes, kind, tile // kind)
+    if isinstance(kind, Blocks):
+        views = _views(payload, kind)
+        _launch(tile, _encode_blocks, values, count, *views, notes, *kind, tile // kind.block)
     else:
         encoded = payload.view(_WIRE.get(kind, kind))
         _launch(tile, _encode_float, values, count, encoded, notes, torch.finfo(kind).max, tile)
@@ -204,8 +259,8 @@ def encode(values: torch.Tensor, payload: torch.Tensor, kind: Kind) -> torch.Ten
 def decode(payload: torch.Tensor, out: torch.Tensor, kind: Kind) -> None:
     """Start to decode into `out`; see `TensorKernels`."""
     tile = _tile(kind)
-    if isinstance(kind, int):
-        _launch(tile, _decode_int8, out, out.numel(), *_views(payload), kind, tile // kind)
+    if isinstance(kind, Blocks):
+        _launch(tile, _decode_blocks, out, out.numel(), *_views(payload, kind), *kind, tile // kind.block)
     else:
         _launch(tile, _decode_float, out, out.numel(), payload.view(_WIRE.get(kind, kind)), tile)
 
@@ -219,8 +274,8 @@ def reduce(
     places = _there(torch.tensor(addresses, dtype=torch.int64, device="cpu"), mean.device)
     shares = _there(torch.tensor(weights, dtype=torch.float32, device="cpu"), mean.device)
     given = (notes, count, places, shares, len(addresses))
-    if isinstance(kind, int):
-        _launch(tile, _reduce_int8, *given, *_views(mean), kind, tile // kind)
+    if isinstance(kind, Blocks):
+        _launch(tile, _reduce_blocks, *given, *_views(mean, kind), *kind, tile // kind.block)
     else:
         encoded, limit = mean.view(_WIRE.get(kind, kind)), torch.finfo(kind).max
         _launch(tile, _reduce_float, *given, encoded, limit, _alignment(addresses), tile)
@@ -228,13 +283,13 @@ def reduce(
 
 
 def _tile(kind: Kind) -> int:
-    return max(TILE, kind) if isinstance(kind, int) else TILE
+    return max(TILE, kind.block) if isinstance(kind, Blocks) else TILE
 
 
-def _views(payload: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """An int8 payload as scales, f32, and as codes."""
-    words = payload.numel() // blockwise.SCALE_BYTES * blockwise.SCALE_BYTES
-    return payload[:words].view(torch.float32), payload.view(torch.int8)
+def _views(payload: torch.Tensor, blocks: Blocks) -> tuple[torch.Tensor, torch.Tensor]:
+    """A payload of blocks as scales and as codes."""
+    words = payload.numel() // blocks.scale_bytes * blocks.scale_bytes
+    return payload[:words].view(torch.float32 if blocks.bits == 8 else torch.int16), payload.view(torch.int8)
 
 
 def _there(host: torch.Tensor, device: torch.device) -> torch.Tensor:

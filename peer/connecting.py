@@ -104,9 +104,9 @@ class Client:
                 `federated:fraction=1,quorum=2,grace=10`: rounds of peers that train for minutes, for
                 `equipoise.peer.training.Federated`; `averaging.strategy.Federated` tells all options.
             rule: The rule that makes one vector of the contributions: `mean`, `median` or `trimmed:beta=0.2`.
-            codec: The encoding of values: `fp32`, `fp16`, `bf16`, `int8`, with options as in `int8:block=256`. Tensors
-                of fewer than 256 values, and a module's buffers, always travel in fp32. None takes the strategy's own:
-                `int8`, and `fp16` for gossip, which exchanges parameters.
+            codec: The encoding of values: `fp32`, `fp16`, `bf16`, `int8`, `nf4`, with options as in `int8:block=256`.
+                Tensors of fewer than 256 values, and a module's buffers, always travel in fp32. None takes the
+                strategy's own: `int8`, and `fp16` for gossip, which exchanges parameters.
             group_size: Most peers that average together in one round, 2 to 64. Of more peers that train from one
                 state, the others wait for a place; those of `average` meet in several groups, dealt anew each round.
             part_values: Values per part of a share, a multiple of 256 and of the codec's block.

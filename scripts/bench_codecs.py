@@ -1,4 +1,4 @@
-"""Time every codec on every kernel beside a plain copy in the same run: one core, or a GPU; milliseconds.
+"""Time every codec on every kernel beside a plain copy in the same run: one core, or a GPU; bits and error.
 
 On a CPU, `torch` gets tensors, as in a script; `numpy` and `numba` get arrays, as in a daemon. On a GPU, times are
 between events of its stream, and `link` is of a script: a tensor on the GPU to the encoded vector in pinned memory,
@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable
 
+import numpy as np
 import torch
 
 from equipoise.averaging.layout import Layout
@@ -40,6 +41,9 @@ LINK = LINK_COPY, *_ = ("link copy", "link encode", "link decode")
 
 LINK_VALUES = 2**26
 """Most values that cross the link: it is slow beside the GPU's memory."""
+
+DRAWN = 2**20
+"""Values by which a codec's error is told."""
 
 UNCOMPILED = "fp32"
 """The codec for which numba has no kernels."""
@@ -66,8 +70,21 @@ def bench_codec(codec: Codec, count: int, repeats: int, arrays: bool) -> dict[st
         "encode": measure(lambda: codec.encode(values, payload), repeats),
         "check": measure(lambda: codec.check(payload, count), repeats),
         "decode": measure(lambda: codec.decode(payload, out), repeats),
+        "accumulate": measure(lambda: codec.accumulate(payload, 0.25, out), repeats),
         "reduce 4": measure(lambda: codec.reduce(four, weights, mean, out), repeats),
     }
+
+
+def quality(codec: Codec) -> dict[str, float]:
+    """Bits a value; the 2-norm of the error over that of the values, on N(0, 1) and on Student's t of 3 degrees."""
+    found, generator = {"bits": 8 * codec.encoded_size(DRAWN) / DRAWN}, np.random.default_rng(0)
+    for name, drawn in (("N(0, 1)", generator.normal(size=DRAWN)), ("t3", generator.standard_t(3, DRAWN))):
+        values, out = drawn.astype(np.float32), np.empty(DRAWN, np.float32)
+        payload = bytearray(codec.encoded_size(DRAWN))
+        codec.encode(values, payload)
+        codec.decode(payload, out)
+        found[name] = float(np.linalg.norm(out - values) / np.linalg.norm(values))
+    return found
 
 
 def measure_on(device: torch.device, call: Callable[[], object], repeats: int) -> dict[str, float]:
@@ -157,7 +174,7 @@ def bench_kernels(
             figures = bench_codec(codec, count, repeats, arrays=name != "torch")
         else:
             figures = bench_on(device, codec, count, repeats)
-        rows.append({**row, "device": name_of(device), "ms": figures})
+        rows.append({**row, "device": name_of(device), "ms": figures, "quality": quality(codec)})
     return rows
 
 
@@ -191,7 +208,9 @@ def table(rows: list[dict[str, object]], count: int) -> str:
         figures = row["ms"]
         assert isinstance(figures, dict)
         cells = "  ".join(f"{what} {cell(ms)}" for what, ms in figures.items())
-        lines.append(f"{row['codec']:<15} {row['kernels']:<6} {cells}")
+        assert isinstance(row["quality"], dict)
+        errors = "  ".join(f"{what} {figure:.3g}" for what, figure in row["quality"].items())
+        lines.append(f"{row['codec']:<15} {row['kernels']:<6} {cells}  {errors}")
         if ENVIRONMENT not in str(row["reason"]):  # Others were asked for.
             lines.append(f"  {row['reason']}")
     return "\n".join(lines)
@@ -212,7 +231,7 @@ def device_of(text: str) -> torch.device:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("specs", nargs="*", default=["fp32", "fp16", "bf16", "int8"], metavar="CODEC")
+    parser.add_argument("specs", nargs="*", default=["fp32", "fp16", "bf16", "int8", "nf4"], metavar="CODEC")
     parser.add_argument("--device", type=device_of, default="cpu", help="cpu, or cuda[:n] (%(default)s)")
     parser.add_argument("--values", type=int, default=16 * 2**20, help="values per vector (%(default)s)")
     parser.add_argument("--repeats", type=int, default=15, help="timed calls of each kind (%(default)s)")

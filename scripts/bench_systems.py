@@ -41,11 +41,18 @@ SCRATCH_BYTES = 1 << 20
 
 HIVEMIND_PART_BYTES = 4 << 20
 
-BOUNDS = {"fp32": 1e-6, "none": 1e-6, "fp16": 1e-3, "bf16": 1e-2, "int8": 0.010}
+BOUNDS = {"fp32": 1e-6, "none": 1e-6, "fp16": 1e-3, "bf16": 1e-2, "int8": 0.010, "nf4": 0.14}
 """The most by which a mean may be off: the 2-norm of the error over that of the mean, on N(0, 1)."""
 
-BYTES_PER_VALUE = {"fp32": 4.0, "none": 4.0, "fp16": 2.0, "bf16": 2.0, "int8": 1 + 4 / 128}
-"""Of an encoded vector; `int8` has a scale of 4 bytes for every 128 values."""
+BYTES_PER_VALUE = {
+    "fp32": 4.0,
+    "none": 4.0,
+    "fp16": 2.0,
+    "bf16": 2.0,
+    "int8": 1 + 4 / 128,
+    "nf4": 1 / 2 + 2 / 64,
+}
+"""Of an encoded vector; `int8` has a scale of 4 bytes for every 128 values, `nf4` of 2 for 64."""
 
 
 WORDS = {

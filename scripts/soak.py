@@ -43,7 +43,7 @@ WINDOW = 20
 CHECK_EVERY = 10
 """Comparing with float64 truth costs as much as a round."""
 
-BOUNDS = {"fp32": 1e-6, "fp16": 1e-3, "int8": 0.010}
+BOUNDS = {"fp32": 1e-6, "fp16": 1e-3, "int8": 0.010, "nf4": 0.14}
 """NRMSE of a mean, on N(0, 1)."""
 
 MAX_TAIL = 3.0

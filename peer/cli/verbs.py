@@ -254,7 +254,7 @@ def launch(command: tuple[str, ...], resume: bool, **flags: Any) -> None:
     "--codec",
     default=None,
     show_default="int8, and fp16 for gossip",
-    help="How values travel: fp32, fp16, bf16 or int8.",
+    help="How values travel: fp32, fp16, bf16, int8 or nf4.",
 )
 @click.option("--kill", default=0, show_default=True, metavar="K", help="SIGKILL K peers half-way.")
 @click.option(

@@ -7,7 +7,7 @@ memory, many at a time, as do tensors that no codec takes as they are.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -42,13 +42,11 @@ class Span(NamedTuple):
     """What is encoded together: a piece of a large tensor, or several small tensors.
 
     Attributes:
-        part: Where it lies in the flat vector.
-        end: Where the next span begins; values behind the part are padding.
+        part: Where it lies in the flat vector, with the padding behind it.
         pieces: In the order of their places.
     """
 
     part: Part
-    end: int
     pieces: list[Piece]
 
 
@@ -100,16 +98,32 @@ class Encoder:
     def _encode_span(
         self, lane: Lane, span: Span, tensors: Mapping[str, torch.Tensor], divisor: float
     ) -> None:
-        part, end, pieces = span
-        take = _alone if len(pieces) == 1 else _together
+        take = _alone if len(span.pieces) == 1 else _together
         values = take(lane, span, tensors, divisor)
-        try:
-            lane.encode(part, values)
-        except NonFiniteError as error:
-            name, at = self.layout.locate(part.start + error.index)
-            told = f"tensor {name!r} holds {error.value} at flat index {at}"
-            raise SchemaError(f"{told}: expected finite values within fp32's range") from None
-        lane.clear(part.stop, end)
+        for part, some in self._granules(span.part, values):
+            try:
+                lane.encode(part, some)
+            except NonFiniteError as error:
+                name, at = self.layout.locate(part.start + error.index)
+                told = f"tensor {name!r} holds {error.value} at flat index {at}"
+                raise SchemaError(f"{told}: expected finite values within fp32's range") from None
+
+    def _granules(self, part: Part, values: torch.Tensor) -> Iterator[tuple[Part, torch.Tensor]]:
+        """Cut a part into its whole granules of values, f32 [n], and the rest: a copy of those, and zeros."""
+        head, rest = self._cut(part, values.numel())
+        if head.size:
+            yield head, values[: head.size]
+        if rest.size:
+            padded = values.new_zeros(rest.size)
+            padded[: values.numel() - head.size] = values[head.size :]
+            yield rest, padded
+
+    def _cut(self, part: Part, count: int) -> tuple[Part, Part]:
+        """Cut a part behind the whole granules of its `count` values, or at its end if no padding follows them."""
+        whole = count if count == part.size else count - count % self.layout.codec.granule
+        return Part(part.start, part.start + whole, part.owner), Part(
+            part.start + whole, part.stop, part.owner
+        )
 
     def decode(self, stored: memoryview, tensors: Mapping[str, torch.Tensor]) -> None:
         """Decode an encoded vector, u8 [`encoded_size`], into checked tensors in place, all of the schema.
@@ -135,7 +149,7 @@ class Encoder:
             self._unsettled.pop()()
 
     def _decode_span(self, lane: Lane, span: Span, tensors: Mapping[str, torch.Tensor]) -> None:
-        part, _, pieces = span
+        part, pieces = span
         room = lane.room[: part.size]
         if len(pieces) > 1:
             lane.decode(part, room)
@@ -146,13 +160,14 @@ class Encoder:
         name, start, stop, *_ = pieces[0]
         tensor, flat = tensors[name], _flat(lane, tensors[name])
         target = flat[start:stop]
-        if _is_plain(target, room):
+        head, rest = self._cut(part, target.numel() if _is_plain(target, room) else 0)
+        if head.size:
             # What autograd has saved counts as changed: compiled kernels do not say so.
             target[:0].zero_()
-            lane.decode(part, target)
-        else:
-            lane.decode(part, room)
-            target.copy_(room)
+            lane.decode(head, target[: head.size])
+        if head.size < target.numel():
+            lane.decode(rest, room[head.size :])
+            target[head.size :].copy_(room[head.size : target.numel()])
         if stop == tensor.numel() and not _is_dense(tensor):
             tensor.copy_(flat.view(tensor.shape))
 
@@ -193,21 +208,20 @@ def _spans(layout: Layout, devices: Devices) -> Plan:
         before = device
         if 0 < spec.size < LARGE_VALUES:
             group.append(Piece(spec.name, 0, spec.size, start, spec.buffer))
-            grown = Span(Part(group[0].place, stop, 0), end, group)
+            grown = Span(Part(group[0].place, end, 0), group)
             spans[len(spans) - (len(group) > 1) :] = [grown]
             continue
         for begin in range(0, spec.size, most):
             until = min(begin + most, spec.size)
-            part = Part(start + begin, start + until, 0)
-            piece = Piece(spec.name, begin, until, part.start, spec.buffer)
-            spans.append(Span(part, end if until == spec.size else part.stop, [piece]))
+            part = Part(start + begin, end if until == spec.size else start + until, 0)
+            spans.append(Span(part, [Piece(spec.name, begin, until, part.start, spec.buffer)]))
     return plan
 
 
 def _alone(lane: Lane, span: Span, tensors: Mapping[str, torch.Tensor], divisor: float) -> torch.Tensor:
     """The values of a span of one piece, f32 [n], divided: where they are, or in the lane's scratch memory."""
-    room = lane.room[: span.part.size]
     name, start, stop, _, buffer = span.pieces[0]
+    room = lane.room[: stop - start]
     values = _flat(lane, tensors[name], fill=start == 0)[start:stop]
     values = values if _is_plain(values, room) else room.copy_(values)
     if divisor == 1 or buffer:

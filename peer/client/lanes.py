@@ -81,11 +81,6 @@ class Lane:
         """Encode the values of a part, f32 [n], to its places in the vector."""
         self._notes.append(self._layout.codec_of(part).encode(values, self._stored[self._place(part)]))
 
-    def clear(self, start: int, stop: int) -> None:
-        """Make zeros of the padding from `start`, behind a tensor, to `stop`, the next granule."""
-        place = self._layout.encoded(start, stop)
-        self._stored[place] = bytes(place.stop - place.start)
-
     def decode(self, part: Part, out: torch.Tensor) -> None:
         """Decode a part into `out`, f32 [n]."""
         self._layout.codec_of(part).decode(self._stored[self._place(part)], out)

@@ -13,10 +13,10 @@ from equipoise.averaging.layout import EXACT, MIN_CODED_VALUES, Layout, fingerpr
 from equipoise.averaging.schema import Schema
 from equipoise.compression import Codec, parse_codec
 from fakes.vectors import encoded
-from oracles.codecs import int8_encode
+from oracles import codecs as oracle
 
 INT8 = parse_codec("int8")
-CODECS = tuple(map(parse_codec, ("fp32", "fp16", "bf16", "int8:block=32", "int8", "int8:block=4096")))
+CODECS = tuple(map(parse_codec, ("fp32", "fp16", "bf16", "int8:block=32", "int8", "int8:block=4096", "nf4")))
 
 
 def mixed() -> dict[str, torch.Tensor]:
@@ -84,16 +84,16 @@ def test_places_cover_every_tensor_once_and_no_block_holds_two(codec, sizes: lis
 def test_a_vector_is_encoded_to_the_same_bytes_whatever_the_cut() -> None:
     named = {"large": torch.randn(10_000, generator=torch.Generator().manual_seed(1)), **mixed()}
     random = Random(7)
-    for spec in ("int8:block=32", "int8", "int8:block=4096"):
+    for spec in ("int8:block=32", "int8", "int8:block=4096", "nf4"):
         codec = parse_codec(spec)
         layout = Layout(Schema.of(named, buffers={"statistics"}), codec)
         flat = torch.zeros(layout.size)
         for tensor, start, stop in layout.places:
             flat[start:stop] = named[tensor.name]
-        expected = int8_encode(flat[: layout.coded].numpy(), codec.granule)
+        expected = oracle.encode(codec.spec, flat[: layout.coded].numpy())
         expected += flat[layout.coded :].numpy().tobytes()
         unit = max(codec.granule, 256)
-        for _ in range(1000 if spec == "int8" else 50):
+        for _ in range(1000 if spec in ("int8", "nf4") else 50):
             fractions = [random.random() ** 4 for _ in range(random.randint(1, 16))]
             parts = layout.cut(fractions, unit * random.randint(1, 64))
             assert [part.start for part in parts] == [0, *(part.stop for part in parts[:-1])]

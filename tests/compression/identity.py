@@ -16,7 +16,7 @@ import torch
 
 from equipoise.compression import Codec, CodecError, Values, kernels, parse_codec
 
-SPECS = ("fp32", "fp16", "bf16", "int8:block=32", "int8", "int8:block=4096")
+SPECS = ("fp32", "fp16", "bf16", "int8:block=32", "int8", "int8:block=4096", "nf4")
 MAGNITUDES = (1e-44, 1e-37, 2.0**-116, 1e-3, 1.0, 3e4, 1e20, torch.finfo(torch.float32).max)
 COUNTS = (1, 300, 4501)
 WEIGHTS = (1 / 3, 0.0, 2.0**-30)

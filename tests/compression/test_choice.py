@@ -82,15 +82,20 @@ def test_torch_where_bytes_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     from equipoise.compression.numba_kernels import KERNELS
 
     def fused(
-        addresses: np.ndarray, weights: np.ndarray, payload: np.ndarray, scratch: np.ndarray, block: int
+        addresses: np.ndarray,
+        weights: np.ndarray,
+        payload: np.ndarray,
+        scratch: np.ndarray,
+        block: int,
+        bits: int,
     ) -> bool:
         total, decoded = np.zeros_like(scratch), np.empty_like(scratch)
         for address, weight in zip(addresses, weights, strict=True):
             theirs = np.array((ctypes.c_uint8 * payload.size).from_address(int(address)))
-            KERNELS.decode(theirs, decoded, block, False)
+            KERNELS.decode(theirs, decoded, block, bits, False)
             # Rounded once for each member, not twice.
             total[:] = total.astype(np.float64) + float(np.float32(weight)) * decoded.astype(np.float64)
-        return KERNELS.encode(total, payload, block)
+        return KERNELS.encode(total, payload, block, bits)
 
     monkeypatch.setattr(f"{MODULE}.KERNELS", replace(KERNELS, reduce=fused))
     assert (kernels().name, kernels().reason) == (

@@ -15,7 +15,7 @@ from equipoise.compression import Codec, CodecError, NonFiniteError, first_non_f
 from equipoise.compression.chunks import CHUNK_VALUES
 from oracles import codecs as oracle
 
-SPECS = ["fp32", "fp16", "bf16", "int8:block=32", "int8:block=128", "int8:block=256"]
+SPECS = ["fp32", "fp16", "bf16", "int8:block=32", "int8:block=128", "int8:block=256", "nf4:block=64"]
 F32_MAX = torch.finfo(torch.float32).max
 
 every_codec = pytest.mark.parametrize("codec", [parse_codec(spec) for spec in SPECS], ids=SPECS)

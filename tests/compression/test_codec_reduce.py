@@ -11,9 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from equipoise.compression import Codec, CodecError, NonFiniteError, kernels, parse_codec
-from equipoise.compression.blockwise import payload_size, pieces
+from equipoise.compression.blockwise import Blocks, pieces
 
-SPECS = ("fp32", "fp16", "bf16", "int8:block=32", "int8", "int8:block=4096")
+SPECS = ("fp32", "fp16", "bf16", "int8:block=32", "int8", "int8:block=4096", "nf4")
 
 
 def room(codec: Codec, count: int) -> memoryview:
@@ -167,11 +167,11 @@ def test_compiled_kernels_see_unsound_scales_and_codes(scale: float) -> None:
     from equipoise.compression.numba_kernels import KERNELS
 
     def sound() -> bool:
-        return KERNELS.sound(payload.numpy(), count, block)
+        return KERNELS.sound(payload.numpy(), count, *blocks)
 
-    count, block = 3 * 32 + 5, 32
-    payload = torch.zeros(payload_size(count, block), dtype=torch.uint8)
-    (_, scales, _), (_, last, codes) = pieces(payload, count, block, count, torch)
+    count, blocks = 3 * 32 + 5, Blocks(32)
+    payload = torch.zeros(blocks.size(count), dtype=torch.uint8)
+    (_, scales, _), (_, last, codes) = pieces(payload, count, blocks, count, torch)
     scales.copy_(torch.tensor([[0.0], [1.0], [1e-3]]))
     last[0, 0], codes[0, -3:] = -0.0, torch.tensor([-127, 0, 127])
     assert sound()

@@ -32,7 +32,7 @@ def room(codec: Codec) -> memoryview:
     return memoryview(bytearray(codec.encoded_size(COUNT)))
 
 
-@pytest.mark.parametrize("spec", ["fp32", "fp16", "bf16", "int8"])
+@pytest.mark.parametrize("spec", ["fp32", "fp16", "bf16", "int8", "nf4"])
 @pytest.mark.parametrize("device", ["cpu", FAILING])
 def test_the_bytes_do_not_depend_on_the_device(spec: str, device: str) -> None:
     codec, reducer = parse_codec(spec), DeviceReducer(torch.device(device))

@@ -40,12 +40,12 @@ def without(folder: Path, *modules: str) -> str:
     return os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
 
 
-def check_round(daemons: Sequence[DaemonProcess]) -> None:
-    """All members of a round in int8 end with the same bits, those of the mean."""
-    with Fleet(daemons, normal(len(daemons), VALUES), codec="int8") as fleet:
+def check_round(daemons: Sequence[DaemonProcess], codec: str = "int8", most: float = 0.010) -> None:
+    """All members of a round in a codec end with the same bits, those of the mean."""
+    with Fleet(daemons, normal(len(daemons), VALUES), codec=codec) as fleet:
         outcomes = [pending.result() for pending in fleet.start([1.0 + 2.5 * n for n in range(len(daemons))])]
         assert all(len(outcome.contributors) == len(daemons) for outcome in outcomes), outcomes
-        fleet.check(dict(enumerate(outcomes)), 0.010)
+        fleet.check(dict(enumerate(outcomes)), most)
 
 
 def test_kernels_of_all_kinds_make_equal_bits(swarm: Swarm, tmp_path: Path) -> None:
@@ -55,6 +55,7 @@ def test_kernels_of_all_kinds_make_equal_bits(swarm: Swarm, tmp_path: Path) -> N
         joins = [daemon.address for daemon in daemons[:1]]
         daemons.append(swarm.daemon(join=joins, args=LISTEN, prefix=["env", variable]))
     check_round(daemons)
+    check_round(daemons, "nf4", 0.14)
     kernels = [daemon.json("status")["kernels"]["name"] for daemon in daemons]
     assert kernels == ["numba", "numpy", "numpy"]
 

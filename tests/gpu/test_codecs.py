@@ -25,7 +25,7 @@ pytestmark = [
 ]
 
 MAGNITUDES = [0.0, 1e-44, 1e-36, 2.0**-116, 1e-3, 1.0, 1e6, torch.finfo(torch.float32).max]
-SPECS = ["fp32", "fp16", "bf16", "int8", "int8:block=32", "int8:block=4096"]
+SPECS = ["fp32", "fp16", "bf16", "int8", "int8:block=32", "int8:block=4096", "nf4"]
 WEIGHTS = [1 / 3, 0.0, 2.0**-30]
 DEVICES = [f"cuda:{index}" for index in range(torch.cuda.device_count())] or ["cuda:0"]
 

@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-SPECS = ["fp32", "fp16", "bf16", "int8", "int8:block=4096"]
+SPECS = ["fp32", "fp16", "bf16", "int8", "int8:block=4096", "nf4"]
 DEVICES = [f"cuda:{index}" for index in range(torch.cuda.device_count())] or ["cuda:0"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import struct
 
 import numpy as np
@@ -42,6 +43,46 @@ def int8_decode(payload: bytes, count: int, block: int) -> Floats:
     return np.array(found, dtype=np.float32)
 
 
+NF4_LEVELS = (
+    *("-1.0", "-0.6961928009986877", "-0.5250730514526367", "-0.39491748809814453", "-0.28444138169288635"),
+    *("-0.18477343022823334", "-0.09105003625154495", "0.0", "0.07958029955625534", "0.16093020141124725"),
+    *("0.24611230194568634", "0.33791524171829224", "0.44070982933044434", "0.5626170039176941"),
+    *("0.7229568362236023", "1.0"),
+)
+"""QLoRA's (arXiv 2305.14314, appendix E), as bitsandbytes prints them."""
+
+
+def nf4_thresholds() -> list[np.float32]:
+    """Half-way between levels."""
+    levels = [float(np.float32(level)) for level in NF4_LEVELS]
+    return [np.float32((one + two) / 2) for one, two in itertools.pairwise(levels)]
+
+
+def nf4_encode(values: Floats) -> bytes:
+    """The scale of each block and its codes, of which the first half are low nibbles."""
+    thresholds, payload = nf4_thresholds(), b""
+    for start in range(0, len(values), 64):
+        x = values[start : start + 64]
+        absmax = np.float32(max(abs(value) for value in x))
+        word = bf16_encode(np.array([absmax])) if absmax >= TINY else bytes(2)
+        scale = float_decode("bf16", word)[0]
+        codes = [sum(bool(value > threshold * scale) for threshold in thresholds) for value in x]
+        codes = [*(codes if scale else [7] * len(x)), 7]
+        half = (len(x) + 1) // 2
+        payload += word + bytes(codes[i] | codes[half + i] << 4 for i in range(half))
+    return payload
+
+
+def nf4_decode(payload: bytes, count: int) -> Floats:
+    """Level times scale."""
+    found: list[np.float32] = []
+    for at in range(0, len(payload), 34):
+        scale, codes = float_decode("bf16", payload[at : at + 2])[0], payload[at + 2 : at + 34]
+        nibbles = [code & 15 for code in codes] + [code >> 4 for code in codes]
+        found += [np.float32(NF4_LEVELS[nibble]) * scale for nibble in nibbles[: count - len(found)]]
+    return np.array(found, dtype=np.float32)
+
+
 def largest_scale() -> np.float32:
     """The greatest f32 whose product with 127 is finite."""
     scale = F32_MAX / np.float32(127)
@@ -79,14 +120,15 @@ def encode(spec: str, values: Floats) -> bytes:
     """What the codec of the canonical `spec` makes of `values`."""
     if spec.startswith("int8:block="):
         return int8_encode(values, int(spec.removeprefix("int8:block=")))
-    return {"fp32": _raw, "fp16": fp16_encode, "bf16": bf16_encode}[spec](values)
+    encoders = {"fp32": _raw, "fp16": fp16_encode, "bf16": bf16_encode, "nf4:block=64": nf4_encode}
+    return encoders[spec](values)
 
 
 def decode(spec: str, payload: bytes, count: int) -> Floats:
     """What the codec of the canonical `spec` makes of `payload`."""
     if spec.startswith("int8:block="):
         return int8_decode(payload, count, int(spec.removeprefix("int8:block=")))
-    return float_decode(spec, payload)
+    return nf4_decode(payload, count) if spec == "nf4:block=64" else float_decode(spec, payload)
 
 
 def accumulate(total: Floats, weight: float, decoded: Floats) -> Floats:

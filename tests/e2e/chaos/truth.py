@@ -15,7 +15,7 @@ import torch
 TILE = 1_000_003
 """A prime near 1M; shares and parts start at multiples of 256."""
 
-STEPS = {"fp32": 1e-6, "fp16": 2.0**-11, "bf16": 2.0**-8, "int8": 1 / 254}
+STEPS = {"fp32": 1e-6, "fp16": 2.0**-11, "bf16": 2.0**-8, "int8": 1 / 254, "nf4": 0.155}
 """The most that rounding to a codec once puts a value off, relative to the largest of its block."""
 
 SLACK = 1.01

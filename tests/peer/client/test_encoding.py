@@ -13,7 +13,7 @@ from equipoise.compression import CodecError, parse_codec
 from equipoise.peer.client.encoding import LARGE_VALUES, SPAN_VALUES, Encoder
 from fakes.vectors import decoded, encoded
 
-CODECS = tuple(map(parse_codec, ("fp32", "fp16", "bf16", "int8:block=32", "int8", "int8:block=4096")))
+CODECS = tuple(map(parse_codec, ("fp32", "fp16", "bf16", "int8:block=32", "int8", "int8:block=4096", "nf4")))
 SIZES = (0, 1, 3, 255, 256, 1000, LARGE_VALUES - 1, LARGE_VALUES + 5, SPAN_VALUES, SPAN_VALUES + 4097)
 
 codecs = pytest.mark.parametrize("codec", CODECS, ids=repr)

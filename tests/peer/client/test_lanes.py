@@ -33,7 +33,7 @@ DEVICES = (torch.device("cpu:0"), torch.device("cpu"))
 LARGE_VALUES = 4096
 """In place of the encoder's own, so that Triton's interpreter needs seconds."""
 
-SPECS = ["fp32", "fp16", "bf16", "int8", "int8:block=4096"]
+SPECS = ["fp32", "fp16", "bf16", "int8", "int8:block=4096", "nf4"]
 
 
 class QueuingLane(DeviceLane):

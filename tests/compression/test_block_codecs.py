@@ -12,16 +12,16 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_numpy
 
 from equipoise.compression import Codec, CodecError, NonFiniteError, parse_codec
+from equipoise.compression.block_codecs import BlockCodec, Int8Codec, NF4Codec
 from equipoise.compression.blockwise import (
     MAX_SCALE,
     MIN_ABSMAX,
     MIN_SCALE,
     ArrayKernels,
-    payload_size,
+    Blocks,
     pieces,
 )
 from equipoise.compression.chunks import CHUNK_VALUES
-from equipoise.compression.int8 import Int8Codec
 from oracles import codecs as oracle
 
 F32_MAX = torch.finfo(torch.float32).max
@@ -40,7 +40,8 @@ def encode(values: torch.Tensor, block: int = 256) -> tuple[torch.Tensor, torch.
     codec = Int8Codec(block)
     payload = torch.empty(codec.encoded_size(values.numel()), dtype=torch.uint8)
     codec.encode(values, payload)
-    _, scales, codes = zip(*pieces(payload, values.numel(), block, values.numel(), torch), strict=True)
+    rows = pieces(payload, values.numel(), Blocks(block), values.numel(), torch)
+    _, scales, codes = zip(*rows, strict=True)
     return torch.cat([one.reshape(-1) for one in scales]), torch.cat([one.reshape(-1) for one in codes])
 
 
@@ -69,14 +70,15 @@ def test_error_is_half_a_step_of_the_block(values: np.ndarray, block: int) -> No
 
 @given(st_numpy.arrays(np.float32, st.integers(0, 200), elements=st.floats(width=32)))
 def test_kernels_agree_on_anything(values: np.ndarray) -> None:
-    compare_kernels(torch.from_numpy(values), 32)
+    for codec in (Int8Codec(32), NF4Codec()):
+        compare_kernels(codec, torch.from_numpy(values))
 
 
-def compare_kernels(values: torch.Tensor, block: int) -> None:
-    size, compiled = payload_size(values.numel(), block), numba_kernels()
+def compare_kernels(codec: BlockCodec, values: torch.Tensor) -> None:
+    size, compiled = codec.encoded_size(values.numel()), numba_kernels()
     payload, same = torch.zeros(size, dtype=torch.uint8), np.zeros(size, np.uint8)
-    codec, ok = Int8Codec(block), bool(values.isfinite().all())
-    assert compiled.encode(values.numpy(), same, block) == ok
+    ok = bool(values.isfinite().all())
+    assert compiled.encode(values.numpy(), same, *codec.blocks) == ok
     if not ok:
         with pytest.raises(NonFiniteError):
             codec._encode(values, payload)
@@ -84,12 +86,12 @@ def compare_kernels(values: torch.Tensor, block: int) -> None:
     codec._encode(values, payload)
     assert payload.numpy().tobytes() == same.tobytes()
     Codec.check(codec, payload, values.numel())
-    assert compiled.sound(same, values.numel(), block)
+    assert compiled.sound(same, values.numel(), *codec.blocks)
     decoded, alike = torch.empty_like(values), np.empty_like(values.numpy())
     codec._decode(payload, decoded)
     for past_cache in (False, True):
         alike.fill(7.0)
-        assert compiled.decode(same, alike, block, past_cache)
+        assert compiled.decode(same, alike, *codec.blocks, past_cache)
         assert decoded.numpy().tobytes() == alike.tobytes()
 
 
