@@ -8,6 +8,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import pytest
 import torch
@@ -79,6 +80,8 @@ class FakeNetwork:
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Have daemons of this process join this network."""
         monkeypatch.setattr("equipoise.peer.daemon.wiring.start_parts", self._start_parts)
+        # Each network names its peers anew, so an earlier test's handles are not of its runs.
+        monkeypatch.setattr("equipoise.peer.connecting._handles", WeakValueDictionary())
 
     async def _start_parts(self, config: Config, reducer: object = None) -> Any:
         with self.lock:
