@@ -10,6 +10,7 @@ import torch
 
 from e2e.swarm import DaemonProcess, eventually
 from e2e.threads import together
+from equipoise.averaging.timing import INITIAL_WAIT
 from equipoise.peer import Idle, Outcome, Run, connect
 from equipoise.peer.training import Gossip
 from oracles.training import batch_of, loss_of, network
@@ -107,3 +108,24 @@ def test_shift_moves_tensors_by_the_difference_and_keeps_changes_made_meanwhile(
         assert sorted(outcome.contributors.values()) == weights, outcome
         mean = (weights[0] * values[0] + weights[1] * values[1]) / sum(weights)
         torch.testing.assert_close(tensor, mean + added[at])
+
+
+@pytest.mark.slow
+def test_a_straggler_ends_with_the_others(places: list[DaemonProcess]) -> None:
+    def end(place: DaemonProcess) -> Outcome | None:
+        model = network()
+        with (
+            connect(place.home) as peer,
+            peer.join("stragglers", model, strategy="gossip") as run,
+            Gossip(run, every=5, wait_for=PEERS - 1) as gossip,
+        ):
+            all_here.wait(60.0)
+            if place is places[0]:
+                threading.Event().wait(
+                    INITIAL_WAIT + 1.5
+                )  # Its last steps take longer than a group's first wait.
+        return gossip.finished
+
+    all_here = threading.Barrier(PEERS)
+    ends = together(end, places)
+    assert all(one is not None and len(one.contributors) == PEERS for one in ends), ends
