@@ -167,7 +167,7 @@ class Token:
 
     @classmethod
     def decode(cls, data: bytes) -> Token:
-        """Read a stranger's token without verifying it; raises Refused if its size or a role is none of a token."""
+        """Read a stranger's token without verifying it; raises Refused if no token has its size or such a role."""
         if len(data) not in _TOKEN_BYTES:
             sizes = " or ".join(map(str, _TOKEN_BYTES))
             raise Refused(f"the token is malformed: expected a chain of {sizes} bytes, got {len(data)}")

@@ -112,7 +112,7 @@ def revoke(target: str, name: str | None, home: str | None) -> None:
         except ConnectionError as error:
             raise EquipoiseError(str(error)) from error
         click.echo("no daemon runs here: others learn it when one starts", err=True)
-    click.echo(f"revoked {', '.join(revoked)}; whoever else came by that invitation needs a new one")
+    click.echo(f"revoked {', '.join(revoked)}; other peers that joined by that invitation need a new one")
 
 
 @swarm.command()

@@ -1,4 +1,4 @@
-"""Every way into a member of a private swarm, against callers that are none; real p2pds on loopback."""
+"""Strangers call each way into a member of a private swarm, and the gate refuses them; real p2pds on loopback."""
 
 from __future__ import annotations
 

@@ -213,7 +213,7 @@ class Swarm:
 
 @dataclass(frozen=True, slots=True)
 class Mixing:
-    """What exchanges without faults came to.
+    """The result of exchanges without faults.
 
     Attributes:
         error: Mean squared distance from the mean, as a share of the first, after so many exchanges.
