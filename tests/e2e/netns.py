@@ -30,8 +30,11 @@ MAX_HOSTS = 64
 PUBLIC = "44.128.0"
 """libp2p dials, announces and relays for addresses that it takes for public ones only, hence none of the private or
 documentation ranges: this is a part of the radio amateurs' network that was set aside for tests."""
-QUEUE_MS = 50
+QUEUE_SECONDS = 0.05
 """A shaped link drops what would wait longer, as routers do; TCP needs about a round trip of it to fill the link."""
+MIN_QUEUE = 64 * 1024
+"""Bytes that wait at a slow link nevertheless: routers have room for some forty packets. With room for four, as 50 ms
+are at 1 Mbit/s, one of three connections that share the link carries nothing for seconds."""
 BURST_SECONDS = 0.002
 MIN_BURST = 16 * 1024
 """What may pass at full speed after a pause: enough for the timer's grain, little beside what tests send."""
@@ -153,11 +156,12 @@ class Network:
 
     def shape(self, host: Host, mbit: float, *, down: bool = True) -> None:
         """Let the cable of `host` carry at most `mbit` Mbit/s in either direction, or up only."""
-        burst = max(MIN_BURST, int(mbit * 1e6 / 8 * BURST_SECONDS))
+        rate = mbit * 1e6 / 8
+        burst, queue = max(MIN_BURST, int(rate * BURST_SECONDS)), max(MIN_QUEUE, int(rate * QUEUE_SECONDS))
         for namespace, device in self._ends(host)[: 2 if down else 1]:
             _run(
                 *("ip", "netns", "exec", namespace, "tc", "qdisc", "replace", "dev", device, "root"),
-                *("tbf", "rate", f"{mbit:g}mbit", "burst", str(burst), "latency", f"{QUEUE_MS}ms"),
+                *("tbf", "rate", f"{mbit:g}mbit", "burst", str(burst), "limit", str(queue + burst)),
             )
 
     def unshape(self, host: Host) -> None:
