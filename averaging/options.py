@@ -57,7 +57,7 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
         codec: Codec spec in canonical form, as `int8:block=128`.
         group_size: Most peers that average together in one round, 2 to 64.
         part_values: Values per part of a share (1 Mi measured best), a multiple of 256 and of the codec's block.
-        weights: The limit of a contributor's weight: `capped:10`, at most 10 times the group's median, or `any`.
+        weights: The limit of a contributor's weight: `capped:10`, at most 10 times the group's lower median, or `any`.
     """
 
     strategy: Spec = "allreduce"

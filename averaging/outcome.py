@@ -13,6 +13,10 @@ SHOWN_CHARS = 8
 """Characters of a PeerID, and of a digest, that tell them apart in a line for people."""
 
 
+MAX_CAPS = 3
+"""Most capped contributors that a reason names."""
+
+
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """The result of one round, for this member.
 
@@ -125,6 +129,12 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
         others = "the other" if attend == count == 1 else f"{attend} others"
         why = f"{others} caught up" if count else "they meet"
         return f"{count} of {len(self.group)} counted, {why}"
+
+    @property
+    def caps(self) -> str:
+        """The contributors that counted for less than they claimed, for people; begins with `; ` if there are any."""
+        told = [f"..{peer[-SHOWN_CHARS:]} counts {self.weight(peer)}" for peer in self.capped]
+        return "".join(f"; {one}" for one in told[:MAX_CAPS])
 
     def waited(self, me: str = "") -> str:
         """The peers that the round waited for, for people; empty if it waited for none."""

@@ -104,6 +104,12 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         strategy, places = self.strategy, bool(self.terms)
         return Needs(self.options.group_size, strategy.quorum, strategy.least, places)
 
+    @property
+    def cap(self) -> float:
+        """The most that a contributor counts, in lower medians of the weights; 1 in the pairs of gossip."""
+        cap = cap_of(self.options.weights)
+        return min(cap, 1.0) if self.strategy.pairs and cap < math.inf else cap
+
     @cached_property
     def rule(self) -> Rule:
         """The rule that `options` names."""

@@ -1,8 +1,9 @@
 """The weights of contributors, as far as their claims count.
 
 A weight is a peer's own claim: a peer that claims 1e12 samples would make the mean its own. So in a run with the
-weights `capped:10`, a contributor counts at most 10 times the median. All members compute that alike, from the signed
-joins of the decided contributors. In a run with the weights `any`, claims count as they are.
+weights `capped:10`, a contributor counts at most 10 times the lower median. All members compute that alike, from the
+signed joins of all contributors in the manifest. An exchange of gossip counts both weights as the smaller of the two,
+so half of each vector is its peer's own. In a run with the weights `any`, claims count as they are.
 """
 
 from __future__ import annotations
@@ -61,19 +62,22 @@ def contributing(weights: Sequence[float], least: float = 0.0) -> int:
     return counts or sum(1 << member for member, weight in enumerate(weights) if weight > 0)
 
 
-def counted_weights(weights: Sequence[float], contributors: int, cap: float) -> tuple[float, ...]:
+def counted_weights(
+    weights: Sequence[float], contributors: int, cap: float, expected: int = -1
+) -> tuple[float, ...]:
     """Return the part of each member's weight that counts in the mean over `contributors`.
 
     Args:
         weights: As claimed, one per member, finite and >= 0.
         contributors: Bitmask of the members that are in the mean.
-        cap: The most that a contributor counts, in medians of their weights; contributors that only attend are not in
-            the median. Of an even number the median is the mean of the middle two.
+        cap: The most that a contributor counts, in lower medians of the weights of the `expected` members; contributors
+            that only attend are not in the median. Of two it is the smaller one, so the cap holds in a pair, too.
+        expected: Bitmask of the members that were to contribute. The median is of their weights, or a leader would
+            choose it with the contributors.
 
     Returns:
         One per member; 0 for those that are not in the mean.
     """
-    there = [weight if contributors >> member & 1 else 0.0 for member, weight in enumerate(weights)]
-    given = [weight for weight in there if weight > ATTENDANCE_LIMIT]
-    most = cap * statistics.median(given) if given else math.inf
-    return tuple(min(weight, most) for weight in there)
+    given = [one for at, one in enumerate(weights) if expected >> at & 1 and one > ATTENDANCE_LIMIT]
+    most = cap * statistics.median_low(given) if given else math.inf
+    return tuple(min(weight, most) if contributors >> at & 1 else 0.0 for at, weight in enumerate(weights))

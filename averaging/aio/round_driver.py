@@ -28,7 +28,7 @@ from equipoise.averaging.replication.update import EncodedMean
 from equipoise.averaging.rules import Mean, RuleError
 from equipoise.averaging.session.outbox import Frame
 from equipoise.averaging.spec import RunSpec
-from equipoise.averaging.weights import ATTENDANCE_LIMIT, cap_of, contributing, counted_weights
+from equipoise.averaging.weights import ATTENDANCE_LIMIT, contributing, counted_weights
 from equipoise.compression import CodecError
 from equipoise.compression.device_reduce import DeviceReducer
 from equipoise.limits import LruDict
@@ -90,7 +90,7 @@ def group_of(spec: RunSpec, manifest: Manifest) -> events.Group:
         dialable=sum(1 << index for index in leaders),
         parts=spec.layout.cut(fractions, spec.options.part_values),
         first_leader=(convening or leaders)[0],
-        cap=cap_of(spec.options.weights),
+        cap=spec.cap,
         quorum=spec.strategy.quorum,
         least=spec.strategy.least,
         encoded_size=spec.layout.encoded_size,
@@ -119,7 +119,7 @@ def metrics_of(
     before = manifest.before
     reports = [one.evaluation for one in present if one.evaluation is not None and one.state == before]
     weights = [report.weight for report in reports]
-    capped = counted_weights(weights, (1 << len(weights)) - 1, cap_of(spec.options.weights))
+    capped = counted_weights(weights, (1 << len(weights)) - 1, spec.cap)
     scored = zip(capped, (report.values for report in reports), strict=True)
     return averaged(trained, robust), averaged(scored, robust)
 
@@ -158,7 +158,7 @@ def mean_outcome(
         metrics=metrics,
         evaluation=evaluation,
     )
-    return msgspec.structs.replace(outcome, reason=f"{how}{outcome.tally}")
+    return msgspec.structs.replace(outcome, reason=f"{how}{outcome.tally}{outcome.caps}")
 
 
 class RoundDriver:

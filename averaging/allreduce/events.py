@@ -29,7 +29,7 @@ class Group:
         dialable: Bitmask of the members that may own parts and lead.
         parts: The partition.
         first_leader: The dialable member that leads the first ballot.
-        cap: Most weight of one contributor that counts, in medians of the contributors' weights.
+        cap: Most weight of one contributor that counts, in lower medians of all contributors' weights.
         quorum: Fewest contributors of a mean.
         least: Least weight of a contributor; see `weights.contributing`.
         encoded_size: Bytes of an encoded vector; 0 if no member is slow.
@@ -63,7 +63,7 @@ class Group:
 
     def counted(self, contributors: int) -> tuple[float, ...]:
         """The part of each member's weight that counts in the mean over `contributors`; 0 for the others."""
-        return counted_weights(self.weights, contributors, self.cap)
+        return counted_weights(self.weights, contributors, self.cap, self.contributors)
 
 
 class ContributionReceived(msgspec.Struct, frozen=True):

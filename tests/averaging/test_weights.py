@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from equipoise.averaging.allreduce.events import Group
 from equipoise.averaging.replication.follower import ATTENDANCE
 from equipoise.averaging.spec import SpecError
 from equipoise.averaging.weights import ATTENDANCE_LIMIT, cap_of, counted_weights
@@ -26,16 +27,31 @@ weights = st.lists(
     [
         ((1.0, 1.0, 1.0, 1e12), (1.0, 1.0, 1.0, 10.0)),
         ((1.0, 3.0), (1.0, 3.0)),
-        ((1.0, 2.0, 4.0, 1000.0), (1.0, 2.0, 4.0, 30.0)),
+        ((1.0, 1e12), (1.0, 10.0)),
+        ((1.0, 1.0, 1e12), (1.0, 1.0, 10.0)),
+        ((1.0, 2.0, 4.0, 1000.0), (1.0, 2.0, 4.0, 20.0)),
+        ((1.0,) * 15 + (1e12,), (1.0,) * 15 + (10.0,)),
         ((1.0, 1e12, 1e12), (1.0, 1e12, 1e12)),
         ((32.0, ATTENDANCE, ATTENDANCE, ATTENDANCE), (32.0, ATTENDANCE, ATTENDANCE, ATTENDANCE)),
         ((32.0, 32.0, 32.0, 1e6, ATTENDANCE), (32.0, 32.0, 32.0, 320.0, ATTENDANCE)),
         ((ATTENDANCE, ATTENDANCE_LIMIT), (ATTENDANCE, ATTENDANCE_LIMIT)),
         ((2.0**-12, 2.0**-12, 2.0**-12, 1e12), (2.0**-12, 2.0**-12, 2.0**-12, 10 * 2.0**-12)),
     ],
-    ids=["boast", "two", "even", "most boast", "attend", "boast beside", "all attend", "boast beside small"],
+    ids=[
+        "boast",
+        "two",
+        "pair",
+        "three",
+        "even",
+        "sixteen",
+        "most boast",
+        "attend",
+        "boast beside",
+        "all attend",
+        "boast beside small",
+    ],
 )
-def test_a_contributor_counts_as_ten_medians_at_most(
+def test_a_contributor_counts_as_ten_lower_medians_at_most(
     claimed: tuple[float, ...], counts: tuple[float, ...]
 ) -> None:
     everyone = (1 << len(claimed)) - 1
@@ -43,10 +59,18 @@ def test_a_contributor_counts_as_ten_medians_at_most(
     assert counted_weights(claimed, everyone, math.inf) == claimed
 
 
-def test_the_median_is_of_the_contributors_alone() -> None:
+def test_the_median_is_of_all_that_were_to_contribute() -> None:
     claimed = (1.0, 1.0, 1.0, 100.0, 100.0)
-    assert counted_weights(claimed, 0b11111, 10.0) == (1.0, 1.0, 1.0, 10.0, 10.0)
-    assert counted_weights(claimed, 0b11001, 10.0) == (1.0, 0.0, 0.0, 100.0, 100.0)
+    assert counted_weights(claimed, 0b11001, 10.0) == (1.0, 0.0, 0.0, 10.0, 10.0)
+    assert counted_weights(claimed, 0b11001, 10.0, 0b11000) == (1.0, 0.0, 0.0, 100.0, 100.0)
+    pair = Group(b"", ("a", "b", "c"), (1.0, 1e12, 1.0), 0b111, (), 0, cap=10.0)
+    assert pair.counted(0b011) == (1.0, 10.0, 0.0)
+
+
+def test_in_an_exchange_of_gossip_half_is_one_s_own() -> None:
+    assert spec(strategy="gossip").cap == 1.0
+    assert spec(strategy="gossip", weights="any").cap == math.inf
+    assert spec().cap == 10.0
 
 
 @given(weights, st.data(), st.integers(1, 100))
@@ -54,8 +78,9 @@ def test_counted_weights_are_those_of_the_slow_reference(
     claimed: list[float], data: st.DataObject, cap: int
 ) -> None:
     contributors = data.draw(st.integers(1, (1 << len(claimed)) - 1))
-    assert list(counted_weights(claimed, contributors, float(cap))) == counted(
-        claimed, contributors, cap, ATTENDANCE_LIMIT
+    expected = contributors | data.draw(st.integers(0, (1 << len(claimed)) - 1))
+    assert list(counted_weights(claimed, contributors, float(cap), expected)) == counted(
+        claimed, contributors, cap, ATTENDANCE_LIMIT, expected
     )
 
 

@@ -36,10 +36,12 @@ def largest_remainders(granules: int, fractions: Sequence[float]) -> list[int]:
     return counts
 
 
-def counted(weights: Sequence[float], contributors: int, cap: int, attends: float) -> list[float]:
-    """What counts of each contributor's weight: at most `cap` medians of those above `attends`, in rational numbers."""
+def counted(
+    weights: Sequence[float], contributors: int, cap: int, attends: float, expected: int
+) -> list[float]:
+    """What counts of each contributor's weight: at most `cap` lower medians of the expected above `attends`."""
     inside = [index for index in range(len(weights)) if contributors >> index & 1]
-    given = sorted(Fraction(weights[index]) for index in inside if weights[index] > attends)
+    given = sorted(one for at, one in enumerate(weights) if expected >> at & 1 and one > attends)
     found = []
     for index, weight in enumerate(weights):
         if index not in inside:
@@ -47,6 +49,5 @@ def counted(weights: Sequence[float], contributors: int, cap: int, attends: floa
         elif not given:
             found.append(weight)
         else:
-            middle = Fraction(float((given[(len(given) - 1) // 2] + given[len(given) // 2]) / 2))
-            found.append(float(min(Fraction(weight), Fraction(float(cap * middle)))))
+            found.append(min(weight, float(cap * Fraction(given[(len(given) - 1) // 2]))))
     return found
