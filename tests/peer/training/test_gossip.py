@@ -45,7 +45,7 @@ def test_a_newcomer_takes_its_partners_model_and_keeps_the_steps_of_its_loop(wor
             torch.testing.assert_close(own.data, torch.full((4,), -3.0 + 0.5))
             step(0.25)  # The next exchange has begun with -2.5.
             collect(2)
-            mean = (2 * -2.5 - 3.0) / 3
+            mean = (-2.5 - 3.0) / 2  # Both weights count as the smaller one.
             torch.testing.assert_close(partners, torch.full((4,), mean))
             torch.testing.assert_close(own.data, torch.full((4,), mean + 0.25))
             gossip.finish(0.1)
@@ -53,7 +53,7 @@ def test_a_newcomer_takes_its_partners_model_and_keeps_the_steps_of_its_loop(wor
     world.peer("partner", exchange)
     world.peer("newcomer", train)
     world.run()
-    assert given == [ATTENDANCE_LIMIT, 2.0] == [2.0**-30, 2.0]
+    assert given == [ATTENDANCE_LIMIT, 1.0] == [2.0**-30, 1.0]
 
 
 def test_an_end_without_some_of_the_peers_says_how_many_end_with_its_model(world: World) -> None:
