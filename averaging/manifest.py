@@ -101,6 +101,7 @@ class Join(msgspec.Struct, frozen=True, array_like=True):
         fit: The metrics of its training; they count with the weight of its contribution.
         evaluation: The scores of the state that it holds on its data; None if it has not evaluated it.
         fingerprint: `layout.fingerprint` of its contribution; empty if that is not compared with the others'.
+        download: Download rate, bytes per second; 0 if unknown, and then taken to be the upload rate.
     """
 
     peer: PeerName
@@ -116,6 +117,7 @@ class Join(msgspec.Struct, frozen=True, array_like=True):
     fit: Values = {}
     evaluation: Report | None = None
     fingerprint: Fingerprint = b""
+    download: Bandwidth = 0.0
 
     def signed(self, sign: Sign) -> Join:
         """Return the join with its signature; the configuration and the transport bound the other values.
@@ -125,7 +127,8 @@ class Join(msgspec.Struct, frozen=True, array_like=True):
         """
         if check_weight(self.weight) > MAX_WEIGHT:
             raise ValueError(f"expected a weight of at most {MAX_WEIGHT:g}, got {self.weight!r}")
-        unsigned = msgspec.structs.replace(self, weight=float(self.weight), bandwidth=float(self.bandwidth))
+        rates = {"bandwidth": float(self.bandwidth), "download": float(self.download)}
+        unsigned = msgspec.structs.replace(self, weight=float(self.weight), **rates)
         return msgspec.structs.replace(unsigned, signature=sign(unsigned.content))
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
+from functools import partial
 
 import msgspec
 
@@ -21,6 +22,10 @@ encode, encrypt and reduce int8 values takes a core about as long."""
 ALIKE = 1.4
 """Least factor by which a bandwidth counts as different from the median. Measurements of equal links differ by a third
 now and then; unequal shares for equal members cost more than equal shares for almost equal ones."""
+
+
+Link = tuple[float, float]
+"""Most bytes per second that a member sends, and that it receives; both > 0."""
 
 
 class Part(msgspec.Struct, frozen=True):
@@ -47,28 +52,50 @@ def settle(bandwidths: Sequence[float]) -> list[float]:
     ]
 
 
-def balance(bandwidths: Sequence[float], owns: Sequence[bool]) -> list[float]:
+def balance(links: Sequence[Link], owns: Sequence[bool], growth: float = 1.0) -> list[float]:
     """The fractions of the vector with which the slowest member of a butterfly needs little time.
 
-    Of n members over a vector of S bytes, one with fraction f sends (1 - f) S and receives (n - 1) f S when scattering;
-    when gathering, which begins once contributors are decided, it is the other way round. If only uplinks are slow, as
-    in homes, fractions in proportion to them are best. If links are alike both ways, a slow member needs the least time
-    with 1 / n, as it receives what it does not own. Nobody knows the downlinks. So a slow uplink counts for at least
-    1 / (n - 1)**2 of all: neither kind of link then needs more than 1.25 times its least time, 1.06 times if n is 16.
+    Two cuts are tried. Fractions in proportion to the uplinks are best where only uplinks are slow, as in homes. Even
+    ones are best where links are alike both ways, as a slow member receives what it does not own. The better of the two
+    takes the least possible time for most groups, and 1.4 times that for the worst mixture of links.
 
     Args:
-        bandwidths: Bytes per second of each member's uplink, > 0 and finite; less than `MIN_BANDWIDTH` counts as that.
+        links: One per member; less than `MIN_BANDWIDTH` counts as that.
         owns: Whether each member may own a share; at least one does.
+        growth: Bytes of a part's mean for each byte of a contribution to it.
 
     Returns:
         One fraction per member, >= 0, summing to 1 up to rounding.
     """
-    rates = [max(b, MIN_BANDWIDTH) if is_owner else 0.0 for b, is_owner in zip(bandwidths, owns, strict=True)]
+    links = [(max(up, MIN_BANDWIDTH), max(down, MIN_BANDWIDTH)) for up, down in links]
+    owned = [up if is_owner else 0.0 for (up, _), is_owner in zip(links, owns, strict=True)]
     # `sum` rounds otherwise from Python 3.12 on, and members' fractions must agree.
-    least = math.fsum(rates) / (len(rates) - 1) ** 2
-    rates = [max(rate, least) if is_owner else 0.0 for rate, is_owner in zip(rates, owns, strict=True)]
-    together = math.fsum(rates)
-    return [rate / together for rate in rates]
+    together = math.fsum(owned)
+    even = [is_owner / sum(owns) for is_owner in owns]
+    return min(
+        (even, [rate / together for rate in owned]), key=partial(exchange_seconds, links, growth=growth)
+    )
+
+
+def exchange_seconds(links: Sequence[Link], fractions: Sequence[float], growth: float = 1.0) -> float:
+    """The time of a butterfly for each byte of an encoded contribution, which links alone limit.
+
+    Of n members, one with fraction f sends 1 - f and receives (n - 1) f when scattering. When gathering, which begins
+    once contributors are decided, it is the other way round.
+
+    Args:
+        links: One per member.
+        fractions: Of the vector, one per member.
+        growth: See `balance`.
+
+    Returns:
+        Seconds a byte.
+    """
+    others = len(links) - 1
+    members = list(zip(links, fractions, strict=True))
+    scatter = max(max((1 - own) / up, others * own / down) for (up, down), own in members)
+    gather = max(max(others * own / up, (1 - own) / down) for (up, down), own in members)
+    return scatter + growth * gather
 
 
 def partition(

@@ -26,6 +26,11 @@ DISTRUST_SECONDS = 60.0
 BURST_SECONDS = 0.25
 """Longest time over which unused rate adds up, so that control messages do not wait for bulk."""
 
+CAP_SECONDS = 0.05
+"""Longest time over which the unused rate of a cap adds up: what follows a pause is a hundredth of five seconds."""
+STREAM_SHARE = 0.94
+"""Share of a stream's bytes among those on the wire; the rest is headers of TCP, IP and Ethernet."""
+
 
 @dataclass(frozen=True)
 class Failure:
@@ -83,19 +88,45 @@ class Scrutiny:
 
 
 class TokenBucket:
-    """At most `rate` bytes a second, averaged over `BURST_SECONDS`; callers are served in the order of their calls.
+    """At most `rate` bytes a second, averaged over `burst` seconds; callers are served in the order of their calls.
 
     This is the generic cell rate algorithm (ITU-T I.371): its state is the time up to which the rate is used up.
     """
 
-    def __init__(self, rate: float) -> None:
+    def __init__(self, rate: float, burst: float = BURST_SECONDS) -> None:
         self._rate = rate
+        self._burst = burst
         self._taken_until = float("-inf")
 
     async def take(self, count: int) -> None:
         """Wait until `count` bytes may pass."""
-        loop = asyncio.get_running_loop()
-        now = loop.time()
-        self._taken_until = max(self._taken_until, now - BURST_SECONDS) + count / self._rate
-        if self._taken_until > now:
-            await asyncio.sleep(self._taken_until - now)
+        self.spend(count)
+        await self.wait()
+
+    def spend(self, count: int) -> None:
+        """Note that `count` bytes pass now."""
+        now = asyncio.get_running_loop().time()
+        self._taken_until = max(self._taken_until, now - self._burst) + count / self._rate
+
+    async def wait(self) -> None:
+        """Wait until all bytes that were noted so far may have passed."""
+        if (left := self._taken_until - asyncio.get_running_loop().time()) > 0:
+            await asyncio.sleep(left)
+
+
+class Caps:
+    """The caps on all channels of a daemon together.
+
+    Args:
+        upload: Most bytes per second on the wire that it sends; 0 for no cap.
+        download: Most that it receives, likewise.
+
+    Attributes:
+        upload: Passes what streams send; None without a cap.
+        download: Passes what they receive; None without a cap.
+    """
+
+    def __init__(self, upload: float = 0.0, download: float = 0.0) -> None:
+        self.upload, self.download = (
+            TokenBucket(rate * STREAM_SHARE, CAP_SECONDS) if rate else None for rate in (upload, download)
+        )

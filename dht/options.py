@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from equipoise.dht.state import Tags
+from equipoise.limits import MAX_BANDWIDTH
 
 MAX_ADDRESSES = 64
 """More bootstrap addresses than that only slow down the start."""
@@ -18,6 +19,7 @@ DEFAULT_LAYER: Layer = "aead"
 """Layer by default: it takes a quarter of the processor time of TLS records. `aead` tells more, and when to use TLS."""
 
 Address = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
+Rate = Annotated[float, msgspec.Meta(ge=0, le=MAX_BANDWIDTH)]
 Addresses = Annotated[tuple[Address, ...], msgspec.Meta(max_length=MAX_ADDRESSES)]
 
 
@@ -34,6 +36,9 @@ class SwarmOptions(msgspec.Struct, frozen=True, kw_only=True):
         upnp: Ask the router to forward a port.  [default: where this machine has private addresses only]
         channel: How direct channels encrypt.  [default: aead]
         client_mode: This machine cannot be dialled by others: it contributes and receives, and owns no share.
+        upload: What this machine sends to other peers at most, as 20Mbit or 2.5MB/s; they give it a share that fits.
+            [default: what the link carries]
+        download: What it receives from them at most, likewise.
         relay: Relay for peers that cannot be dialled; this machine must be one that can.
         relay_bandwidth: What is relayed at most, as 10MB/s or 80Mbit/s.  [default: 12.5MB/s]
         swarm: The private swarm of this home to take part in.  [default: the open swarm]
@@ -49,6 +54,8 @@ class SwarmOptions(msgspec.Struct, frozen=True, kw_only=True):
     upnp: bool | None = None
     channel: Layer = DEFAULT_LAYER
     client_mode: bool = False
+    upload: Rate = 0.0
+    download: Rate = 0.0
     relay: bool = False
     relay_bandwidth: Annotated[float, msgspec.Meta(gt=0)] = 12.5e6
     swarm: Annotated[str, msgspec.Meta(max_length=32, pattern=r"\A[A-Za-z0-9_.-]*\Z")] = ""

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
 from equipoise.dht.address import varint
+from equipoise.dht.limits import Caps
 
 PREFACE_BYTES = 4096
 """Longest protobuf before the stream's bytes: a StreamInfo or an error text takes a few hundred."""
@@ -38,12 +39,16 @@ HEAD_BYTES = 4096
 WAKE_BYTES = 64 * 1024
 """Most missing bytes that the kernel collects before it wakes the loop: a wake-up costs as much as these bytes, and
 links deliver segments of 1.4 KB. This is half of the receive buffer with which Linux begins."""
+CAPPED_BYTES = 16 * 1024
+"""Most bytes that move at once where a cap holds."""
 PAUSE_SECONDS = 0.5
 """Time without accepting after the system had no descriptor left."""
 
 _TCP_INFO = struct.Struct("=16xI8xI36xI48xQ")
 """Linux's tcp_info: tcpi_snd_mss, tcpi_sacked, tcpi_rtt, and since 4.1 tcpi_bytes_acked."""
 _INT = struct.Struct("=i")
+
+UNCAPPED = Caps()
 
 Buffer = bytes | bytearray | memoryview
 
@@ -62,7 +67,7 @@ class Stream:
     """One stream's socket: non-blocking, with a bound on stalls, safe to close from anywhere.
 
     A cancelled `receive_into` or `send` that has moved bytes leaves the caller's framing torn: the caller closes. The
-    socket has taken `sent` bytes and given `received` ones.
+    socket has taken `sent` bytes and given `received` ones. The `caps` bound both, with those of other streams.
     """
 
     def __init__(self, connection: socket.socket, buffer_bytes: int = SOCKET_BUFFER_BYTES) -> None:
@@ -85,6 +90,7 @@ class Stream:
         self._arrived = 0
         self.sent = 0
         self.received = 0
+        self.caps = UNCAPPED
 
     @property
     def delivered(self) -> int:
@@ -164,6 +170,16 @@ class Stream:
     async def send(self, head: Buffer, body: Buffer = b"") -> None:
         """Write `head` and `body`, without joining them; raises StreamClosed if it broke or the other end stalls."""
         views = [memoryview(head), memoryview(body).cast("B")] if len(body) else [memoryview(head)]
+        if self.caps.upload is None:
+            await self._give(views)
+            return
+        for view in views:
+            for start in range(0, len(view), CAPPED_BYTES):
+                piece = view[start : start + CAPPED_BYTES]
+                await self.caps.upload.take(len(piece))
+                await self._give([piece])
+
+    async def _give(self, views: list[memoryview]) -> None:
         while views:
             sent = self._attempt(self._socket.sendmsg, views)
             if sent is None:
@@ -194,6 +210,9 @@ class Stream:
             # Before and not after: there is no waiting once bytes have been taken.
             self._unyielded = 0
             await asyncio.sleep(0)
+        if (cap := self.caps.download) is not None:
+            view = view[:CAPPED_BYTES]
+            await cap.wait()
         while (taken := self._attempt(self._socket.recv_into, view)) is None:
             self._wake_at(lacking)
             await self._wait_to_read(bound)
@@ -201,6 +220,8 @@ class Stream:
         if taken == 0:
             raise StreamClosed("closed by the other end")
         self.received += taken
+        if cap is not None:
+            cap.spend(taken)
         self._unyielded += max(taken, READ_COST_BYTES)
         return taken
 

@@ -24,6 +24,7 @@ from equipoise.dht.directory import RunDirectory
 from equipoise.dht.gate import Gate
 from equipoise.dht.identity import load_or_create
 from equipoise.dht.interfaces import Rank, ranks_of_own_addresses, told
+from equipoise.dht.limits import Caps
 from equipoise.dht.membership import Membership, revoked_by
 from equipoise.dht.options import SwarmOptions
 from equipoise.dht.p2pd import DIRECT_PORT, LIBP2P_PORT, P2pdOptions, claim, has_family, make_runtime_dir
@@ -116,6 +117,7 @@ class Swarm:
         reach.mates = self._mates
         protocol.relays = options.relay
         self.transport = Libp2pTransport(peer, lambda: reach.dialable, link, dialer, self._runtime)
+        direct.channels.caps = self.transport.channels.caps = Caps(options.upload, options.download)
         self.directory = RunDirectory(self.identity, protocol, reach, self._memory.first_sequence)
         self.directory.name = options.name[:MAX_NAME_CHARACTERS]
         self.directory.tags = tuple(sorted(set(options.tags)))

@@ -16,7 +16,7 @@ from equipoise.dht.dialer import Dialer
 from equipoise.dht.identity import public_key_of
 from equipoise.dht.p2pd_client import P2pdClient, P2pdGone, StreamListener
 from equipoise.dht.state import PROTOCOL_VERSION
-from equipoise.dht.streams import Buffer, BytesRefused, Stream, StreamClosed
+from equipoise.dht.streams import UNCAPPED, Buffer, BytesRefused, Stream, StreamClosed
 from equipoise.limits import MAX_BODY_BYTES, MAX_HEADER_BYTES
 
 STREAM_PROTOCOL = f"/equipoise/{PROTOCOL_VERSION}"
@@ -147,10 +147,14 @@ class FramedChannel:
 
 
 class OpenChannels:
-    """The open channels of one transport; `handler` has those that other peers open, without one none is accepted."""
+    """The open channels of one transport; `handler` has those that other peers open, without one none is accepted.
+
+    What the channels carry stays within the `caps`.
+    """
 
     def __init__(self) -> None:
         self.handler: Handler | None = None
+        self.caps = UNCAPPED
         self._channels: set[FramedChannel] = set()
 
     def __len__(self) -> int:
@@ -169,6 +173,7 @@ class OpenChannels:
 
     def enter(self, peer: str, stream: Stream) -> FramedChannel:
         """Make a stream a channel, counted until it is closed."""
+        stream.caps = self.caps
         channel = FramedChannel(peer, stream, self._channels.discard)
         self._channels.add(channel)
         return channel

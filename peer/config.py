@@ -20,7 +20,6 @@ from equipoise.dht.address import AddressError, parse_address, parse_announce, p
 from equipoise.dht.options import MAX_ADDRESSES, Addresses, Layer, SwarmOptions
 from equipoise.dht.sanitize import read_regular
 from equipoise.dht.state import MAX_TAG_CHARACTERS, MAX_TAGS, BootstrapStatus, Tags
-from equipoise.limits import MAX_BANDWIDTH
 from equipoise.peer.errors import ConfigError, FlagError
 
 ENV_PREFIX = "EQUIPOISE_"
@@ -32,7 +31,7 @@ FILE_NAME = "config.toml"
 MAX_FILE_BYTES = 64 * 1024
 """Most bytes of a configuration file: it has some lines."""
 
-RATES = ("bandwidth", "relay_bandwidth")
+RATES = ("upload", "download", "relay_bandwidth")
 """Keys whose values are bytes per second, also written as in "10MB/s" or "80Mbit/s"."""
 
 _RATE = re.compile(
@@ -54,13 +53,11 @@ class Config(SwarmOptions, frozen=True, kw_only=True):
     Attributes:
         home: Directory of identity, control socket and log.
         log_level: Least severe of what is logged.
-        bandwidth: What this machine can send, as 10MB/s or 80Mbit/s.  [default: measured]
         device: Where means are computed: cpu, or a GPU as cuda or cuda:0. Other rules stay on the CPU.  [default: cpu]
     """
 
     home: str
     log_level: LogLevel = "info"
-    bandwidth: Annotated[float, msgspec.Meta(ge=0, le=MAX_BANDWIDTH)] = 0.0
     device: Annotated[str, msgspec.Meta(pattern=r"\A(cpu|cuda(:[0-9]{1,2})?)\Z")] = CPU
 
 

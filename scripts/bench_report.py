@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from equipoise.averaging.partition import Link, balance, exchange_seconds
+
 RIVALS = ("gloo", "hivemind")
 MAX_REASONS = 6
 
@@ -29,7 +31,7 @@ class Row:
     memory: list[dict[str, float]] = field(default_factory=list)
 
 
-def summary(row: Row, rows: Sequence[Row], values: int, rates: Sequence[float]) -> dict[str, Any]:
+def summary(row: Row, rows: Sequence[Row], values: int, links: Sequence[Link]) -> dict[str, Any]:
     """What is printed of one system."""
     found: dict[str, Any] = {
         "system": row.name,
@@ -43,7 +45,7 @@ def summary(row: Row, rows: Sequence[Row], values: int, rates: Sequence[float]) 
             times = [1e3 * value for value in getattr(row, key)]
             found |= {f"{key}_min_ms": min(times), f"{key}_median_ms": statistics.median(times)}
         found |= {"cpu_s": statistics.mean(row.cpu), "wire_mb": statistics.median(row.wire) / 1e6}
-        found |= ratios(row, rows) | (shares(row, values, rates) if rates else {})
+        found |= ratios(row, rows) | (shares(row, values, links) if links else {})
     if row.memory:
         found["peak_mb"] = max(one["peak"] for one in row.memory) / 1e6
         if "daemon" in row.memory[0]:
@@ -78,16 +80,14 @@ def ratios(row: Row, rows: Sequence[Row]) -> dict[str, float]:
     return found
 
 
-def shares(row: Row, values: int, rates: Sequence[float]) -> dict[str, Any]:
-    """The best time that the links' rates and sizes of shares allow, and how far off the median is.
-
-    In each of the two phases a member with the fraction f of S encoded bytes sends (1 - f) S and receives (n - 1) f S,
-    or the other way round, at b bytes a second both ways; contributors are decided between the phases. So the slowest
-    takes T = 2 max max(1 - f_i, (n - 1) f_i) S / b_i. It is least where the slowest has f = 1 / n.
-    """
-    encoded = values * row.encoded
-    speeds = [rate * 1e6 / 8 for rate in rates]
-    best = 2 * encoded * (len(rates) - 1) * max(1 / len(rates) / min(speeds), 1 / sum(speeds))
+def shares(row: Row, values: int, links: Sequence[Link]) -> dict[str, Any]:
+    """The best time that the links allow, in Mbit/s up and down, and how far off the median is."""
+    fractions = balance(links, [True] * len(links))
+    best = (
+        values
+        * row.encoded
+        * exchange_seconds([(up * 1e6 / 8, down * 1e6 / 8) for up, down in links], fractions)
+    )
     return {"best_ms": 1e3 * best, "x_best": statistics.median(row.exchange) / best}
 
 

@@ -40,7 +40,7 @@ from bench_report import Row, summary, table
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 from e2e.netns import Network, available
-from equipoise.averaging.partition import balance
+from equipoise.averaging.partition import Link, balance
 
 PEER = Path(__file__).with_name("bench_peer.py")
 DEFAULT_SYSTEMS = ("ours/int8/tls", "ours/int8/aead", "gloo", "hivemind/fp16")
@@ -225,14 +225,12 @@ def write_data(folder: Path, peers: int, values: int) -> None:
 
 
 @contextlib.contextmanager
-def places(
-    peers: int, rates: Sequence[float]
-) -> Iterator[tuple[list[str], Callable[[int], list[str]], bool]]:
+def places(peers: int, links: Sequence[Link]) -> Iterator[tuple[list[str], Callable[[int], list[str]], bool]]:
     """Each peer's address, what to put before its command line, and whether all share one loopback of their own."""
-    if rates:
+    if links:
         with Network(hosts=peers) as network:
-            for host, rate in zip(network.hosts, rates, strict=True):
-                network.shape(host, rate)
+            for host, (up, down) in zip(network.hosts, links, strict=True):
+                network.shape(host, up, down)
             yield (
                 [host.address for host in network.hosts],
                 lambda index: network.hosts[index].command([]),
@@ -245,16 +243,16 @@ def places(
         yield ["127.0.0.1"] * peers, lambda index: [], True
 
 
-def bench(options: argparse.Namespace, peers: int, rates: Sequence[float]) -> tuple[list[Row], float]:
+def bench(options: argparse.Namespace, peers: int, links: Sequence[Link]) -> tuple[list[Row], float]:
     """Run all systems in turns; returns also how many cores others kept busy."""
     # The data lies in memory, lest a disk disturb.
     memory = MEMORY_FOLDER if MEMORY_FOLDER.is_dir() else None
     with contextlib.ExitStack() as stack:
         data = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-", dir=memory)))
         work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-")))
-        hosts, prefix, shared = stack.enter_context(places(peers, rates))
+        hosts, prefix, shared = stack.enter_context(places(peers, links))
         write_data(data, peers, options.values)
-        fractions = balance(rates or [1.0] * peers, [True] * peers)
+        fractions = balance(links or [(1.0, 1.0)] * peers, [True] * peers)
         contestants = []
         ours = [name for name in options.systems if name.startswith("ours/")]
         entries: list[tuple[str, Path | None]] = [(name, None) for name in options.systems]
@@ -291,12 +289,15 @@ def count(text: str) -> int:
     return int(float(text[:-1]) * units[text[-1]]) if text[-1:] in units else int(text)
 
 
-def link_rates(text: str) -> list[float]:
-    """Mbit/s from `200mbit` or `50mbit,200mbit,200mbit`."""
-    rates = [float(word.removesuffix("mbit")) for word in text.split(",")]
-    if not all(rate > 0 for rate in rates):
+def link_rates(text: str) -> list[Link]:
+    """Mbit/s up and down from `200mbit`, `20/100mbit` or `50mbit,200mbit,200mbit`."""
+    links = []
+    for word in text.split(","):
+        up, _, down = word.removesuffix("mbit").partition("/")
+        links.append((float(up), float(down or up)))
+    if not all(rate > 0 for link in links for rate in link):
         raise ValueError(text)
-    return rates
+    return links
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -310,7 +311,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--systems", nargs="*", default=list(DEFAULT_SYSTEMS), help="%(default)s")
     parser.add_argument(
-        "--shape", type=link_rates, default=[], help="rate of each link: 200mbit, or one per peer"
+        "--shape",
+        type=link_rates,
+        default=[],
+        help="of each link, 200mbit or 20/100mbit for up/down, or one per peer",
     )
     parser.add_argument(
         "--beside",
@@ -339,15 +343,15 @@ def main() -> int:
     end_cleanly_when_terminated()
     results = []
     for peers in options.peers:
-        rates = options.shape * peers if len(options.shape) == 1 else options.shape
-        rows, others = bench(options, peers, rates)
-        summaries = [summary(row, rows, options.values, rates) for row in rows]
+        links = options.shape * peers if len(options.shape) == 1 else options.shape
+        rows, others = bench(options, peers, links)
+        summaries = [summary(row, rows, options.values, links) for row in rows]
         congestion = CONGESTION.read_text().strip()
-        conditions = {"peers": peers, "values": options.values, "shape": rates, "congestion": congestion}
+        conditions = {"peers": peers, "values": options.values, "shape": links, "congestion": congestion}
         results.append({**conditions, "others_cores": others, "systems": summaries})
         if not options.json:
-            links = f"links of {rates} Mbit/s, {congestion}" if rates else "loopback"
-            print(f"{peers} peers, {options.values} values, {links}; others kept {others:.2f} cores busy")
+            way = f"links of {links} Mbit/s up and down, {congestion}" if links else "loopback"
+            print(f"{peers} peers, {options.values} values, {way}; others kept {others:.2f} cores busy")
             print(table(summaries), flush=True)
     if options.json:
         print(json.dumps(results))

@@ -19,9 +19,6 @@ accumulate 1,000 times a second."""
 class Announcer:
     """Publishes this peer's record of a run.
 
-    Args:
-        bandwidth: Bytes per second that this peer can send, as its user says; 0 to measure it.
-
     Attributes:
         accumulated: Weight accumulated here towards the next contribution.
         ready: Whether this peer looks for a group.
@@ -35,7 +32,6 @@ class Announcer:
         directory: Directory,
         machine: Matchmaker,
         membership: Membership,
-        bandwidth: float,
         tasks: TaskSet,
     ) -> None:
         self.accumulated = 0.0
@@ -45,15 +41,9 @@ class Announcer:
         self._directory = directory
         self._machine = machine
         self._membership = membership
-        self._told_bandwidth = bandwidth
         self._tasks = tasks
         self._reported = 0.0
         self._reporting: asyncio.TimerHandle | None = None
-
-    @property
-    def bandwidth(self) -> float:
-        """Bytes per second that this peer claims to send: its user's figure, else the measured one; 0 if unknown."""
-        return self._told_bandwidth or self._sessions.bandwidth.estimate
 
     def report_accumulated(self, weight: float) -> None:
         """Publish the weight accumulated towards the next contribution, at most once in `REPORT_SECONDS`."""
@@ -79,7 +69,7 @@ class Announcer:
             ready=not self.has_left and self.ready,
             round=self._machine.round,
             accumulated=0.0 if self.has_left else self._reported,
-            bandwidth=0.0 if self.has_left else self.bandwidth,
+            bandwidth=0.0 if self.has_left else self._sessions.upload.told,
             left=self.has_left,
             observes=self._membership.observes,
         )

@@ -1,11 +1,14 @@
-"""The bandwidth of this peer, learnt from its sending.
+"""The bandwidth of this peer in one direction, learnt from what it sends, or receives.
 
 A member's share follows from its bandwidth (`balance`). A link is seldom full: receivers are late, acknowledgements
 wait in the receivers' own full links, and small shares end before TCP has found its speed. So only the fastest part of
 what was sent tells the bandwidth. The estimate is the rate that the fastest fifth of the bytes of the last bursts
 reached. Windows of time are counted by their bytes, because a link that waits fills few of them.
 
-A burst lasts until the receivers have acknowledged it: the kernel may take all of it at once, and send it for seconds.
+A burst that is sent lasts until the receivers have acknowledged it: the kernel may take all of it at once, and send it
+for seconds. A burst that is received lasts as long as bodies of frames come in. What comes in is at most as fast as
+others send, so the estimate of a downlink is what others can make use of.
+
 A window is as long as its bytes need, over several bursts on a slow link. The first window of a burst counts only if it
 is the only one, because a token bucket that has filled meanwhile passes it faster.
 """
@@ -40,26 +43,35 @@ FASTEST = 0.2
 
 
 class Bandwidth:
-    """An estimate from samples of a counter of delivered bytes.
+    """An estimate from samples of a counter of bytes, which were delivered or have come in.
+
+    Args:
+        cap: Most bytes per second, by this machine's configuration; 0 for no cap.
 
     Attributes:
         estimate: Bytes per second; 0 if unknown.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, cap: float = 0.0) -> None:
         self.estimate = 0.0
+        self._cap = cap
         self._began: tuple[float, int] | None = None
         self._last = 0.0, 0
         self._window = 0.0, 0
         self._windows: list[tuple[float, int]] = []
         self._bursts: deque[list[tuple[float, int]]] = deque(maxlen=BURSTS)
 
+    @property
+    def told(self) -> float:
+        """Bytes per second that others may count on: the estimate, the cap if that is less; 0 if neither is known."""
+        return min(self.estimate or self._cap, self._cap or self.estimate)
+
     def observe(self, now: float, delivered: int) -> None:
         """Something has been waiting or on its way since the last call, if there was one in this burst.
 
         Args:
             now: Monotonic seconds.
-            delivered: Bytes delivered to all peers so far, ever.
+            delivered: Bytes delivered to all peers, or received from them, so far, ever.
         """
         (since, before), self._last = self._last, (now, delivered)
         if self._began is None:

@@ -80,7 +80,9 @@ def group_of(spec: RunSpec, manifest: Manifest) -> events.Group:
     """The round as every member derives it from the manifest alone."""
     members = manifest.members
     dialable = [join.dialable for join in members]
-    fractions = balance(settle([join.bandwidth for join in members]), dialable)
+    uplinks = settle([join.bandwidth for join in members])
+    downlinks = settle([join.download or join.bandwidth for join in members])
+    fractions = balance(list(zip(uplinks, downlinks, strict=True)), dialable)
     leaders = [index for index, join in enumerate(members) if join.dialable]
     convening = [index for index in leaders if members[index].peer == manifest.coordinator]
     return events.Group(

@@ -50,7 +50,7 @@ class Router:
         transport: Carries frames; this router serves what comes in on it.
         directory: Knows the peers of a run.
         identity: Signs this peer's joins.
-        bandwidth: Bytes per second that this peer can send; 0 to measure it.
+        caps: See `Sessions`.
         direct: Carries frames between members of a group faster than `transport`, where it can.
         reducer: Reduces parts on a device; without one the loop does, on the CPU.
         chance: See `Sessions`; a simulation gives one with a seed.
@@ -61,7 +61,7 @@ class Router:
         transport: Transport,
         directory: Directory,
         identity: Identity,
-        bandwidth: float = 0.0,
+        caps: tuple[float, float] = (0.0, 0.0),
         direct: DirectTransport | None = None,
         reducer: DeviceReducer | None = None,
         chance: Random | None = None,
@@ -71,8 +71,7 @@ class Router:
         self._directory = directory
         directory.carry = self._carry
         self._identity = identity
-        self._bandwidth = bandwidth
-        self._sessions = Sessions(transport, self, direct, chance)
+        self._sessions = Sessions(transport, self, direct, chance, caps)
         self._rounds = Rounds(self._sessions, reducer)
         self._tasks = TaskSet()
 
@@ -85,7 +84,7 @@ class Router:
         if spec.name in self._runs:
             raise ValueError(f"this daemon takes part in a run named {spec.name!r} already")
         self._drop(spec.name)
-        ours = self._sessions, self._directory, self._identity, self._bandwidth, self._rounds, self._runs
+        ours = self._sessions, self._directory, self._identity, self._rounds, self._runs
         run = self._runs[spec.name] = RunDriver(spec, *ours)
         run.search.start(observes)
         return run

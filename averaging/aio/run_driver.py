@@ -72,7 +72,6 @@ class RunDriver:
     """This daemon's part in one run.
 
     Args:
-        bandwidth: Bytes per second that this peer can send, as its user says; 0 to measure it.
         runs: The runs that the daemon takes part in, which share what it may keep.
 
     Attributes:
@@ -89,12 +88,11 @@ class RunDriver:
         sessions: Sessions,
         directory: Directory,
         identity: Identity,
-        bandwidth: float,
         rounds: Rounds,
         runs: Sized,
     ) -> None:
         self.spec = spec
-        self.search = SearchDriver(spec, sessions, directory, identity, bandwidth)
+        self.search = SearchDriver(spec, sessions, directory, identity)
         self.counts = RoundCounts()
         self.twins: dict[tuple[str, str], str] = {}
         self._peer = sessions.peer

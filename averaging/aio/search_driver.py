@@ -40,9 +40,6 @@ log = logging.getLogger(__name__)
 class SearchDriver:
     """Finds groups for as long as this peer takes part in the run.
 
-    Args:
-        bandwidth: See `Announcer`.
-
     Attributes:
         machine: Decides.
         membership: This peer's knowledge of the others.
@@ -57,7 +54,6 @@ class SearchDriver:
         sessions: Sessions,
         directory: Directory,
         identity: Identity,
-        bandwidth: float,
     ) -> None:
         signs = identity.sign, identity.verify, identity.role
         context = Context(spec.name, spec.hash, sessions.peer, spec.needs, *signs)
@@ -74,9 +70,7 @@ class SearchDriver:
         self._missed: tuple[Outcome, float] | None = None  # A round, and when its group closed.
         self._driver = Driver(self.machine, self._perform, events.Woke)
         self._tasks = TaskSet()
-        self.announcer = Announcer(
-            spec, sessions, directory, self.machine, self.membership, bandwidth, self._tasks
-        )
+        self.announcer = Announcer(spec, sessions, directory, self.machine, self.membership, self._tasks)
 
     @property
     def state(self) -> RunState:
@@ -149,7 +143,8 @@ class SearchDriver:
             join = msgspec.structs.replace(
                 join,
                 nonce=self._sessions.chance.randbytes(NONCE_BYTES),
-                bandwidth=self.announcer.bandwidth,
+                bandwidth=self._sessions.upload.told,
+                download=self._sessions.download.told,
                 credential=self._sessions.credential,
                 dialable=dialable,
             )

@@ -203,11 +203,13 @@ class Sessions:
         receiver: Is told of frames and losses.
         direct: Opens and accepts faster ones between members of a group, where there is such a thing.
         chance: Makes the names of sessions, joins and downloads; by default such that nobody can guess them.
+        caps: Most bytes per second that this peer sends, and receives, as others are told; 0 for no cap.
 
     Attributes:
         pool: Memory for the bodies of frames.
         chance: This daemon's source of chance.
-        bandwidth: The bandwidth of this peer, as measured while something waits to be sent.
+        upload: The bandwidth of this peer's uplink, as measured while something waits to be sent.
+        download: That of its downlink, as measured while bodies of frames come in.
     """
 
     def __init__(
@@ -216,10 +218,11 @@ class Sessions:
         receiver: Receiver,
         direct: DirectTransport | None = None,
         chance: Random | None = None,
+        caps: tuple[float, float] = (0.0, 0.0),
     ) -> None:
         self.pool = BufferPool()
         self.chance = chance or SystemRandom()
-        self.bandwidth = Bandwidth()
+        self.upload, self.download = map(Bandwidth, caps)
         self._transport = transport
         self._receiver = receiver
         self._direct = direct
@@ -228,7 +231,8 @@ class Sessions:
         self._rounds: set[bytes] = set()
         self._loop = asyncio.get_running_loop()
         self._tasks = TaskSet()
-        self._delivered_before = 0
+        self._moved_before = [0, 0]
+        self._arriving: set[Channel] = set()
         self._measuring: asyncio.TimerHandle | None = None
         self._scratch = _Scratch()
         self._sweeper = self._loop.call_later(SWEEP_SECONDS, self._sweep)
@@ -517,16 +521,24 @@ class Sessions:
                 raise error
 
     def _measure(self, begins: bool = False) -> None:
-        """Sample the bytes delivered, again and again from the first bulk frame until all bulk is."""
+        """Sample the bytes delivered and received, again and again from the first bulk frame until no bulk moves."""
         now, all_channels = self._loop.time(), self._peers.values()
-        delivered = self._delivered_before + sum(channels.delivered for channels in all_channels)
+        delivered, received = self._moved_before
+        delivered += sum(channels.delivered for channels in all_channels)
+        received += sum(channels.received for channels in all_channels)
         on_way = sum(channel.in_flight for channels in all_channels for channel in channels.direct)
-        if begins or on_way > IDLE_BYTES or any(channels.outbox.has_bulk for channels in all_channels):
-            self.bandwidth.observe(now, delivered)
-            self._measuring = self._loop.call_later(self.bandwidth.sample_seconds, self._measure)
-        else:
-            self.bandwidth.end_burst(now, delivered)
-            self._measuring = None
+        sends = begins or on_way > IDLE_BYTES or any(channels.outbox.has_bulk for channels in all_channels)
+        pauses = []
+        for bandwidth, count, is_busy in (
+            (self.upload, delivered, sends),
+            (self.download, received, bool(self._arriving)),
+        ):
+            if is_busy:
+                bandwidth.observe(now, count)
+                pauses.append(bandwidth.sample_seconds)
+            else:
+                bandwidth.end_burst(now, count)
+        self._measuring = self._loop.call_later(min(pauses), self._measure) if pauses else None
 
     # ---- reading ----
 
@@ -543,6 +555,7 @@ class Sessions:
                 log.info("dropped %s: %s", channel.peer, reason)
                 self._drop(channel.peer, reason)
         finally:
+            self._arriving.discard(channel)
             self._broke(channels, channel)
             channel.close()
 
@@ -575,9 +588,10 @@ class Sessions:
 
     async def _receive(self, channels: PeerChannels, channel: Channel) -> None:
         peer, session = channel.peer, channels.outbox.session
-        place = functools.partial(self._place, session, peer)
+        place = functools.partial(self._place, session, channel)
         while True:
             header, body = await channel.receive(place)
+            self._arriving.discard(channel)
             if channels.outbox.session is not session or self._peers.get(peer) is not channels:
                 return
             kind, number, acknowledged = wire.decode_envelope(header)
@@ -592,11 +606,14 @@ class Sessions:
             if session.acknowledges:
                 self._write_soon(peer, channels)
 
-    def _place(self, session: Session[Frame], peer: str, header: bytes, size: int) -> memoryview:
+    def _place(self, session: Session[Frame], channel: Channel, header: bytes, size: int) -> memoryview:
         _, number, _ = wire.decode_envelope(header)
+        self._arriving.add(channel)
+        if self._measuring is None:
+            self._measure()
         if number <= session.delivered:
             return self.scratch(size)
-        return self._receiver.place(peer, header[wire.ENVELOPE_BYTES :], size)
+        return self._receiver.place(channel.peer, header[wire.ENVELOPE_BYTES :], size)
 
     # ---- losses ----
 
@@ -637,7 +654,8 @@ class Sessions:
         for channel in channels.channels:
             channels.remove(channel)
             channel.close()
-        self._delivered_before += channels.delivered
+        self._moved_before[0] += channels.delivered
+        self._moved_before[1] += channels.received
         self._tell_lost(peer, reason, gone=True)
 
     def _rounds_with(self, peer: str) -> set[bytes]:

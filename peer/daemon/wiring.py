@@ -99,5 +99,6 @@ async def start_parts(config: Config, reducer: DeviceReducer | None = None) -> t
     except OSError as error:
         raise unusable(f"use {error.filename or 'the directory for sockets'}", error) from error
     signer = Signer(swarm.identity, swarm.role)
-    router = Router(swarm.transport, swarm.directory, signer, config.bandwidth, swarm.direct, reducer)
+    caps = config.upload, config.download
+    router = Router(swarm.transport, swarm.directory, signer, caps, swarm.direct, reducer)
     return swarm, router

@@ -1,13 +1,15 @@
-"""What a stream knows of its connection, from Linux's own `tcp_info`."""
+"""What a stream knows of its connection, from Linux's own `tcp_info`, and what caps let through it."""
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import struct
 
 import pytest
 
-from equipoise.dht.streams import Stream
+from equipoise.dht.limits import Caps, TokenBucket
+from equipoise.dht.streams import CAPPED_BYTES, Stream
 
 
 class _Connection:
@@ -49,3 +51,28 @@ async def test_bytes_of_which_the_kernel_tells_nothing_count_as_sent(told: bytes
     stream.sent = 5
     assert stream.delivered == 5
     assert stream.rtt == 0.0
+
+
+class _Counted(TokenBucket):
+    """A cap that has room for everything, and knows what passes."""
+
+    def __init__(self) -> None:
+        super().__init__(rate=1e15)
+        self.passed: list[int] = []
+
+    def spend(self, count: int) -> None:
+        self.passed.append(count)
+        super().spend(count)
+
+
+async def test_caps_pass_all_bytes_in_small_pieces() -> None:
+    mine, theirs = map(Stream, socket.socketpair())
+    caps = mine.caps = theirs.caps = Caps()
+    sent, received = caps.upload, caps.download = _Counted(), _Counted()
+    body, view = bytes(range(256)) * 1024, bytearray(4 + 256 * 1024)
+    await asyncio.gather(mine.send(b"head", body), theirs.receive_into(memoryview(view)))
+    assert view == b"head" + body
+    assert sum(sent.passed) == sum(received.passed) == len(view)
+    assert max(sent.passed + received.passed) <= CAPPED_BYTES
+    mine.close()
+    theirs.close()

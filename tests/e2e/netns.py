@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
+import math
 import os
 import re
 import shutil
@@ -154,15 +156,28 @@ class Network:
             _ip(host.namespace, "link", "add", name, "type", "bridge")
             _configure(host.namespace, name, f"172.{17 + index}.0.1")
 
-    def shape(self, host: Host, mbit: float, *, down: bool = True) -> None:
-        """Let the cable of `host` carry at most `mbit` Mbit/s in either direction, or up only."""
-        rate = mbit * 1e6 / 8
-        burst, queue = max(MIN_BURST, int(rate * BURST_SECONDS)), max(MIN_QUEUE, int(rate * QUEUE_SECONDS))
-        for namespace, device in self._ends(host)[: 2 if down else 1]:
+    def shape(self, host: Host, up: float, down: float | None = None) -> None:
+        """Let the cable of `host` carry at most `up` and `down` Mbit/s; `down` is `up` unless said, and may be inf."""
+        for (namespace, device), mbit in zip(
+            self._ends(host), (up, up if down is None else down), strict=True
+        ):
+            if mbit == math.inf:
+                continue
+            rate = mbit * 1e6 / 8
+            burst = max(MIN_BURST, int(rate * BURST_SECONDS))
+            queue = max(MIN_QUEUE, int(rate * QUEUE_SECONDS))
             _run(
                 *("ip", "netns", "exec", namespace, "tc", "qdisc", "replace", "dev", device, "root"),
                 *("tbf", "rate", f"{mbit:g}mbit", "burst", str(burst), "limit", str(queue + burst)),
             )
+
+    def sent(self, host: Host) -> int:
+        """Bytes that the shaped cable of `host` has carried up so far, the headers of each packet included."""
+        namespace, device = self._ends(host)[0]
+        told = _run(
+            "ip", "netns", "exec", namespace, "tc", "-s", "-j", "qdisc", "show", "dev", device, "root"
+        )
+        return int(json.loads(told)[0]["bytes"])
 
     def unshape(self, host: Host) -> None:
         """Let the cable of `host` carry what it can again."""

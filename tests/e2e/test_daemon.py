@@ -61,7 +61,7 @@ run.average(timeout=600)
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
     """A daemon that no test stops or breaks."""
     swarm = Swarm(tmp_path_factory.mktemp("shared"))
-    yield swarm.daemon(args=[*LOCAL, "--bandwidth", "5e6", "--tag", "gpu", "--tag", "a100"])
+    yield swarm.daemon(args=[*LOCAL, "--upload", "5e6", "--tag", "gpu", "--tag", "a100"])
     assert not swarm.close()
 
 

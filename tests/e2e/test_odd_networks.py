@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+import statistics
+import threading
 import time
 from functools import partial
 
@@ -11,6 +15,8 @@ import torch
 from contracts.run import join_all, together
 from e2e.netns import Network, available
 from e2e.swarm import DaemonProcess, Swarm, eventually
+from equipoise.averaging.partition import exchange_seconds
+from equipoise.compression import parse_codec
 from equipoise.peer import connect
 
 TIMES, SECONDS = 20, 10.0
@@ -75,7 +81,7 @@ def test_uplinks_are_measured_within_a_fifth_after_five_rounds(swarm: Swarm, lin
     values = 2_000_000 if len(links) > 2 else int(links[0] * 1e6 / 8 * (2 if links[0] < 100 else 1))
     with Network(hosts=len(links)) as network:
         for host, mbit in zip(network.hosts, links, strict=True):
-            network.shape(host, mbit, down=False)
+            network.shape(host, mbit, math.inf)
         # A busy machine is no slow link.
         prefixes = [host.command(["nice", "-n", "-10"]) for host in network.hosts]
         first = swarm.daemon(prefix=prefixes[0])
@@ -96,6 +102,48 @@ def test_uplinks_are_measured_within_a_fifth_after_five_rounds(swarm: Swarm, lin
             client.close()
     print(f"{links} Mbit/s up, estimated: {[round(one, 2) for one in found]}")
     assert found == [pytest.approx(mbit, rel=0.2) for mbit in links]
+
+
+def test_a_cap_is_kept_on_the_wire_and_by_the_shares(swarm: Swarm) -> None:
+    """One of four peers at 200 Mbit/s sends 1 MB/s at most: over any 5 s, all headers included."""
+    values, cap = 2_000_000, 1e6
+    with Network(hosts=4) as network:
+        for host in network.hosts:
+            network.shape(host, 200)
+        first = swarm.daemon(prefix=network.hosts[0].command([]))
+        args = [[], [], ["--upload", "1MB/s"]]
+        others = [
+            swarm.daemon(join=[first.address], prefix=host.command([]), args=more)
+            for host, more in zip(network.hosts[1:], args, strict=True)
+        ]
+        clients = [connect(daemon.home) for daemon in (first, *others)]
+        runs = join_all(clients, [[torch.ones(values)] for _ in clients], "capped", codec="int8")
+        assert all(run.wait_for(3) for run in runs)
+        seen, ends = [], threading.Event()
+
+        def look() -> None:
+            while not ends.wait(0.1):
+                seen.append((time.monotonic(), network.sent(network.hosts[3])))
+
+        looker = threading.Thread(target=look)
+        looker.start()
+        outcomes = [together(*(partial(run.average, timeout=120.0) for run in runs)) for _ in range(ROUNDS)]
+        ends.set()
+        looker.join()
+        for client in clients:
+            client.close()
+    assert all(len(one.contributors) == 4 for each in outcomes for one in each), outcomes
+    pairs = itertools.combinations(seen, 2)
+    fastest = max(
+        (sent - before) / (now - since) for (since, before), (now, sent) in pairs if now - since >= 5
+    )
+    size = parse_codec("int8").encoded_size(values)
+    best = size * exchange_seconds([(25e6, 25e6)] * 3 + [(cap, 25e6)], [1 / 3, 1 / 3, 1 / 3, 0.0])
+    took = statistics.median(one[0].seconds["exchange"] for one in outcomes)
+    print(
+        f"{fastest / 1e6:.3f} MB/s at most over 5 s; an exchange took {took:.2f} s, {took / best:.2f}x of the best"
+    )
+    assert fastest <= 1.05 * cap
 
 
 def bandwidths(daemon: DaemonProcess) -> list[float]:

@@ -41,10 +41,10 @@ class Cluster:
         self.taps: dict[str, Callable[[str, bytes, bytes], list[Frame]]] = {}
         self.routers: dict[str, Router] = {}
 
-    def host(self, name: str, dialable: bool = True, bandwidth: float = 0.0, **options: Any) -> Router:
+    def host(self, name: str, dialable: bool = True, **options: Any) -> Router:
         transport, directory = self.net.peer(name, dialable)
         tapped: Any = TappedTransport(transport, self.taps[name]) if name in self.taps else transport
-        self.routers[name] = Router(tapped, directory, FakeIdentity(name), bandwidth, **options)
+        self.routers[name] = Router(tapped, directory, FakeIdentity(name), **options)
         return self.routers[name]
 
     async def add(self, *names: str, spec: RunSpec = SPEC) -> list[Transfer]:

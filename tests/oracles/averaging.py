@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 
-def butterfly_seconds(fractions: Sequence[float], bandwidths: Sequence[float], down: float) -> float:
-    """How long a round of a vector of one byte takes, transfer by transfer: the slowest of each phase is waited for.
+def butterfly_seconds(
+    fractions: Sequence[float], links: Sequence[tuple[float, float]], growth: float = 1.0
+) -> float:
+    """The time of a round of a vector of one byte, transfer by transfer: the slowest of each phase is waited for.
 
-    Downlinks are `down` times as fast as uplinks.
+    Links are bytes a second up and down. A mean has `growth` times the bytes of a contribution.
     """
     members = range(len(fractions))
     phases = []
@@ -21,8 +23,8 @@ def butterfly_seconds(fractions: Sequence[float], bandwidths: Sequence[float], d
                     source, target = (other, owner) if scattering else (owner, other)
                     sent[source] += fractions[owner]
                     received[target] += fractions[owner]
-        phases.append(max(max(sent[m], received[m] / down) / bandwidths[m] for m in members))
-    return sum(phases)
+        phases.append(max(max(sent[m] / links[m][0], received[m] / links[m][1]) for m in members))
+    return phases[0] + growth * phases[1]
 
 
 def largest_remainders(granules: int, fractions: Sequence[float]) -> list[int]:

@@ -32,13 +32,13 @@ def test_defaults(tmp_path: Path) -> None:
 
 
 def test_flags_win_over_environment_wins_over_file(tmp_path: Path) -> None:
-    flags = with_file(tmp_path, 'name = "file"\nlog_level = "error"\nbandwidth = 5\nclient_mode = true\n')
+    flags = with_file(tmp_path, 'name = "file"\nlog_level = "error"\nupload = 5\nclient_mode = true\n')
     environ = {"EQUIPOISE_NAME": "environment", "EQUIPOISE_LOG_LEVEL": "warning"}
 
     loaded = load({**flags, "name": "flag", "client_mode": None, "join": ()}, environ)
 
     config = loaded.config
-    assert (config.name, config.log_level, config.bandwidth, config.client_mode) == (
+    assert (config.name, config.log_level, config.upload, config.client_mode) == (
         "flag",
         "warning",
         5.0,
@@ -58,7 +58,8 @@ def test_flags_win_over_environment_wins_over_file(tmp_path: Path) -> None:
         "relay": "default",
         "relay_bandwidth": "default",
         "log_level": "environment EQUIPOISE_LOG_LEVEL",
-        "bandwidth": f"file {tmp_path / 'config.toml'}",
+        "upload": f"file {tmp_path / 'config.toml'}",
+        "download": "default",
         "device": "default",
         "swarm": "default",
         "invite": "default",
@@ -136,13 +137,13 @@ def test_an_unknown_argument_is_named(tmp_path: Path) -> None:
         ("channel = 'rot13'", "channel: expected aead or tls, got 'rot13'"),
         ("channel = 'plain'", "channel: expected aead or tls, got 'plain'"),
         (
-            "bandwidth = -1",
-            'bandwidth: expected a rate such as "10MB/s" or "80Mbit/s" (up to 10TB/s), or a number',
+            "upload = -1",
+            'upload: expected a rate such as "10MB/s" or "80Mbit/s" (up to 10TB/s), or a number',
         ),
-        ("bandwidth = true", "bytes per second, got true"),
-        ("bandwidth = 1e14", "(up to 10TB/s)"),
-        ("bandwidth = '10Mb/s'", "got '10Mb/s'; write B for bytes or bit for bits"),
-        ("bandwidth = '10 miles'", "got '10 miles'"),
+        ("upload = true", "bytes per second, got true"),
+        ("download = 1e14", "(up to 10TB/s)"),
+        ("upload = '10Mb/s'", "got '10Mb/s'; write B for bytes or bit for bits"),
+        ("download = '10 miles'", "got '10 miles'"),
         ("relay_bandwidth = inf", "relay_bandwidth: expected a rate"),
         (
             "device = 'cuda:x'",
@@ -171,6 +172,7 @@ def test_mistakes_in_the_file_name_file_and_key(tmp_path: Path, text: str, said:
         ("12.5 MB", 12.5e6),
         ("1 MiB/s", 2.0**20),
         ("80Mbit/s", 10e6),
+        ("20Mbit", 2.5e6),
         ("80 Mbps", 10e6),
         ("10MBps", 10e6),
         ("640 kbit", 80e3),
@@ -179,9 +181,9 @@ def test_mistakes_in_the_file_name_file_and_key(tmp_path: Path, text: str, said:
     ],
 )
 def test_a_rate_is_written_as_people_say_it(tmp_path: Path, written: str, meant: float) -> None:
-    assert load({"home": tmp_path, "bandwidth": written}, {}).config.bandwidth == meant
-    assert load({"home": tmp_path}, {"EQUIPOISE_BANDWIDTH": written}).config.bandwidth == meant
-    assert load(with_file(tmp_path, f"bandwidth = '{written}'"), {}).config.bandwidth == meant
+    assert load({"home": tmp_path, "upload": written}, {}).config.upload == meant
+    assert load({"home": tmp_path}, {"EQUIPOISE_UPLOAD": written}).config.upload == meant
+    assert load(with_file(tmp_path, f"upload = '{written}'"), {}).config.upload == meant
 
 
 def test_blanks_around_a_pasted_address_are_stripped(tmp_path: Path) -> None:
@@ -192,7 +194,7 @@ def test_blanks_around_a_pasted_address_are_stripped(tmp_path: Path) -> None:
 
 
 def test_a_mistake_on_the_command_line_is_wrong_usage(tmp_path: Path) -> None:
-    for flags in ({"bandwidth": "fast"}, {"join": ("x",)}, {"relay": True, "client_mode": True}):
+    for flags in ({"upload": "fast"}, {"join": ("x",)}, {"relay": True, "client_mode": True}):
         with pytest.raises(ConfigError) as caught:
             load({"home": tmp_path, **flags}, {})
         assert caught.value.exit_status == 2
@@ -200,7 +202,7 @@ def test_a_mistake_on_the_command_line_is_wrong_usage(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("CLIENT_MODE", "maybe"), ("BANDWIDTH", "fast"), ("LOG_LEVEL", "loud"), ("NAME", "x" * 65)],
+    [("CLIENT_MODE", "maybe"), ("UPLOAD", "fast"), ("LOG_LEVEL", "loud"), ("NAME", "x" * 65)],
 )
 def test_mistakes_in_the_environment_name_the_variable(tmp_path: Path, name: str, value: str) -> None:
     with pytest.raises(ConfigError, match=f"EQUIPOISE_{name}"):

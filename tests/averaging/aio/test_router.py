@@ -245,17 +245,17 @@ async def test_a_session_carries_news_of_the_directory_once_it_is_open(cluster: 
     assert others.received == [("a", b"news")]
 
 
-@pytest.mark.parametrize("told", [0.0, 5e6], ids=["measured", "told"])
-async def test_joins_and_records_say_what_a_peer_can_send(
+@pytest.mark.parametrize("cap", [0.0, 5e6, 9e6], ids=["measured", "capped", "slower than its cap"])
+async def test_joins_and_records_say_what_a_peer_can_send_and_receive(
     cluster: Cluster,
     rounds: list[tuple[Router, RoundDriver, Manifest]],
     monkeypatch: pytest.MonkeyPatch,
-    told: float,
+    cap: float,
 ) -> None:
     monkeypatch.setattr(announcer, "REPORT_SECONDS", 0.0)
     measured = 7e6
     for name in "ab":
-        cluster.host(name, bandwidth=told)
+        cluster.host(name, caps=(cap, cap))
     spec = spec_of(8)
     runs = await joined(cluster, spec, "ab")
     for _ in range(2):
@@ -263,11 +263,12 @@ async def test_joins_and_records_say_what_a_peer_can_send(
             run.search.announcer.report_accumulated(1.0)  # Is announced at once.
         assert all(outcome.ok for outcome in await together(runs))
         for router in cluster.routers.values():
-            router._sessions.bandwidth.estimate = measured
-    said = [[join.bandwidth for join in manifest.members] for _, _, manifest in rounds[::2]]
-    assert {record.bandwidth for record in cluster.net.records[spec.name].values()} == {told or measured}
-    assert said[0] == [told, told], "nothing has been measured yet"
-    assert said[1] == [told or measured] * 2
+            router._sessions.upload.estimate = router._sessions.download.estimate = measured
+    said = [[(join.bandwidth, join.download) for join in manifest.members] for _, _, manifest in rounds[::2]]
+    told = min(cap or measured, measured)
+    assert {record.bandwidth for record in cluster.net.records[spec.name].values()} == {told}
+    assert said[0] == [(cap, cap)] * 2, "nothing has been measured yet"
+    assert said[1] == [(told, told)] * 2
 
 
 async def test_only_a_members_values_take_memory_of_a_round(
@@ -407,7 +408,7 @@ async def test_nothing_waits_twice_for_a_member_that_has_not_greeted(
 async def test_small_tensors_alone_are_averaged_exactly_under_int8(cluster: Cluster, size: int) -> None:
     weights = dict.fromkeys("abc", 1.0)
     for name in weights:
-        cluster.host(name, bandwidth=1e6 if name == "a" else 1e9)
+        cluster.host(name, caps=(1e6 if name == "a" else 1e9, 0.0))
     values, results, outcomes = await average(cluster, spec_of(size, codec="int8"), weights)
     for name, outcome in outcomes.items():
         assert outcome.ok, outcome.reason

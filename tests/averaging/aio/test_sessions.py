@@ -173,7 +173,7 @@ async def test_only_what_direct_channels_deliver_is_measured(
         pair.sessions["a"].post_bulk("b", ROUND, lambda: (b"bulk", bytes(bandwidth.MIN_BYTES)))
     await pair.hear(4)
     pair.sessions["a"]._measure()
-    assert (pair.sessions["a"].bandwidth.estimate > 0) == direct, "libp2p swallows megabytes at once"
+    assert (pair.sessions["a"].upload.estimate > 0) == direct, "libp2p swallows megabytes at once"
 
 
 async def test_only_a_round_meets_the_others_that_it_admits(pair: Pair) -> None:
