@@ -7,13 +7,15 @@ them alone, so all peers end after the same round, however many rounds each has 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import operator
 import os
 import re
+from collections import UserList
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple, overload
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 import torch
@@ -116,7 +118,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
         return self.evaluation.get(name, self.metrics.get(name))
 
 
-class History(Sequence[Record]):
+class History(UserList[Record]):
     """The records of the rounds that came about, one after another, oldest first.
 
     A peer that was there from the first round on has them all. A peer that came later, or began again from a
@@ -124,31 +126,16 @@ class History(Sequence[Record]):
     agreed parts of all their records are.
     """
 
-    def __init__(self, records: Sequence[Record] = ()) -> None:
-        self._records = list(records)
-
-    def __len__(self) -> int:
-        return len(self._records)
-
-    @overload
-    def __getitem__(self, at: int) -> Record: ...
-    @overload
-    def __getitem__(self, at: slice) -> list[Record]: ...
-    def __getitem__(self, at: int | slice) -> Record | list[Record]:
-        return self._records[at]
-
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, History) and self._agreed() == other._agreed()
-
-    __hash__ = None  # type: ignore[assignment]  # Records are added.
+        return self._agreed() == other._agreed() if isinstance(other, History) else self.data == other
 
     def __repr__(self) -> str:
         return f"<History of {len(self)} rounds>"
 
     def add(self, record: Record) -> None:
         """Add a record, or replace the one of the same number."""
-        at = record.number - self._records[0].number if self._records else 0
-        self._records[at : at + 1] = [record]
+        at = record.number - self[0].number if self else 0
+        self[at : at + 1] = [record]
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """Write the records to a file, one JSON object a line.
@@ -156,10 +143,10 @@ class History(Sequence[Record]):
         Raises:
             OSError: The file cannot be written.
         """
-        Path(path).write_bytes(msgspec.json.Encoder().encode_lines(self._records))
+        Path(path).write_bytes(msgspec.json.Encoder().encode_lines(self.data))
 
     def _agreed(self) -> list[Agreed]:
-        return [record.agreed for record in self._records]
+        return [record.agreed for record in self]
 
     # ---- as a part of the replicated state ----
 
@@ -174,14 +161,14 @@ class History(Sequence[Record]):
 
     def load(self, tree: Tree) -> None:
         """See `Part`; this peer's own fields of rounds that it was in stay, and the rounds before those of the tree."""
-        own, found = {record.number: record for record in self._records}, self._decoded(tree)
+        own, found = {record.number: record for record in self}, self._decoded(tree)
         # A record names the state before it, so equal records have the same rounds before them.
         same = bool(found) and found[0].number in own and own[found[0].number].agreed == found[0]
-        self._records = [record for record in self._records if same and record.number < found[0].number]
+        self[:] = [record for record in self if same and record.number < found[0].number]
         for agreed in found:
             known = own.get(agreed.number)
             fields = msgspec.structs.asdict(agreed)
-            self._records.append(known if known and known.agreed == agreed else Record(**fields))
+            self.append(known if known and known.agreed == agreed else Record(**fields))
 
     @staticmethod
     def _decoded(tree: Tree) -> list[Agreed]:
@@ -226,14 +213,11 @@ class Until(NamedTuple):
             ValueError: It is no condition.
         """
         found = _UNTIL.match(text) if isinstance(text, str) else None
-        try:
-            bound = float(found[3]) if found else math.nan
-        except ValueError:
-            bound = math.nan
-        if found is None or not math.isfinite(bound):
-            expected = "NAME >= NUMBER, with >=, <=, > or <, as 'accuracy >= 0.95'"
-            raise ValueError(f"until: expected {expected}, got {str(text)[:80]!r}")
-        return cls(found[1], found[2], bound)
+        with contextlib.suppress(ValueError):
+            if found and math.isfinite(bound := float(found[3])):
+                return cls(found[1], found[2], bound)
+        expected = "NAME >= NUMBER, with >=, <=, > or <, as 'accuracy >= 0.95'"
+        raise ValueError(f"until: expected {expected}, got {str(text)[:80]!r}")
 
     def __str__(self) -> str:
         return f"{self.name} {self.operator} {self.bound!r}"
