@@ -46,7 +46,7 @@ from equipoise.peer.training import image
 from equipoise.peer.training.checkpoint import Checkpoints, Keeper, keep_checkpoints
 from equipoise.peer.training.guard import require_same_tensors
 from equipoise.peer.training.history import Ending, History, Record, Until
-from equipoise.peer.training.member import FINISH_SECONDS, Finished, Member, Subject, wait_for
+from equipoise.peer.training.member import FINISH_SECONDS, Finished, Member, wait_for
 from equipoise.peer.training.options import (
     CommonOptions,
     FederatedKeywords,
@@ -482,19 +482,11 @@ class Federated:
         self._model = image.ModelPart(
             {**self._agreed}, buffers, self._return_to_agreed, self._run.binding.counters
         )
-        parts: dict[str, image.Part] = {
-            image.EXTRA + name: image.UserPart(what) for name, what in self._options.extra.items()
-        }
-        parts |= {
-            "history": self.history,
-            "outer": image.OuterPart(self._outer, self._agreed),
-            "model": self._model,
-        }
-        state = image.TrainingState(parts)
-        subject = Subject(self._local, buffers, self._model, state, self._update, self._applied)
+        parts = {"history": self.history, "outer": image.OuterPart(self._outer, self._agreed)}
+        state = image.TrainingState(self._model, parts, self._options.extra)
         # With a draw, most peers of a round have not contributed together yet, so all claims count alike.
         options = CommonOptions(alone="wait", trust="heads")
-        return Member(self._run, subject, options)
+        return Member(self._run, state, options, self._update, self._applied)
 
     def _applied(self, before: StateId, outcome: Outcome) -> None:
         """Note a round whose mean is about to be applied."""

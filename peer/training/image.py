@@ -94,11 +94,22 @@ class Image(NamedTuple):
 
 
 class TrainingState:
-    """All parts of the state that peers hold alike."""
+    """All parts of the state that peers hold alike.
 
-    def __init__(self, parts: Mapping[str, Part]) -> None:
-        """`parts` by name; the user's code comes first, so that nothing has changed if it raises."""
-        self._parts = dict(parts)
+    Attributes:
+        model: The part that is the model.
+    """
+
+    def __init__(
+        self,
+        model: ModelPart,
+        parts: Mapping[str, Part] = MappingProxyType({}),
+        extra: Mapping[str, Stateful] = MappingProxyType({}),
+    ) -> None:
+        """`parts` by name; the user's code, `extra`, comes first, so that nothing has changed if it raises."""
+        self.model = model
+        self._parts: dict[str, Part] = {EXTRA + name: UserPart(what) for name, what in extra.items()}
+        self._parts |= {**parts, "model": model}
 
     def require_writable(self) -> None:
         """Raise ImageError now, not at a newcomer's request, if the user's part holds an unwritable value."""
@@ -118,10 +129,10 @@ class TrainingState:
 
     def digest(self) -> str:
         """BLAKE3 in hex of the parameters, and of the tensors that an optimizer or outer step remembers."""
-        model, tensors = self._parts["model"], dict[str, torch.Tensor]()
+        tensors: dict[str, torch.Tensor] = {}
         for name in {"optimizer", "outer"} & self._parts.keys():
             split(self._parts[name].tree(), name, tensors)
-        return digest({**tensors, **(model.tensors if isinstance(model, ModelPart) else {})})
+        return digest({**tensors, **self.model.tensors})
 
     def read(self, image: torch.Tensor, foreign: bool = False) -> Image:
         """Check all of an image against this state; nothing changes before its `load` is called.
@@ -177,6 +188,7 @@ class ModelPart:
 
     Attributes:
         tensors: The parameters.
+        buffers: The buffers.
         limit: Most bytes of an image of such a model.
     """
 
@@ -189,7 +201,7 @@ class ModelPart:
     ) -> None:
         """`loaded` is called after each `load`. Of `counters`, `buffers` has shadows, or none."""
         self.tensors = dict(tensors)
-        self._buffers = dict(buffers)
+        self.buffers = dict(buffers)
         self._counters = {name: one for name, one in counters.items() if name in buffers}
         self._loaded = loaded
         self._settled = {name: buffer.clone() for name, buffer in buffers.items()}
@@ -198,18 +210,18 @@ class ModelPart:
 
     def settle(self) -> None:
         """Note that the buffers are now the group's; forward passes change them until the next round."""
-        for name, buffer in self._buffers.items():
+        for name, buffer in self.buffers.items():
             self._settled[name].copy_(buffer)
 
     def restore(self) -> None:
         """Make the buffers the group's again."""
-        for name, buffer in self._buffers.items():
+        for name, buffer in self.buffers.items():
             buffer.copy_(self._settled[name])
 
     def count(self) -> None:
         """Note the counters of a peer that trains alone; beside others, a round does."""
         for name, counter in self._counters.items():
-            self._buffers[name].copy_(counter)
+            self.buffers[name].copy_(counter)
 
     def adopt(self) -> None:
         """Make the counters the group's, rounded: beside the group's statistics, a newcomer's count of 0 would let its
@@ -218,10 +230,6 @@ class ModelPart:
             agreed = self._settled[name]
             same = torch.isclose(agreed, counter.float(), rtol=1e-6, atol=0)
             counter.copy_(torch.where(same, counter, agreed.round().to(counter.dtype)))
-
-    def digest(self) -> str:
-        """BLAKE3 in hex over names, dtypes, shapes and values of all parameters."""
-        return digest(self.tensors)
 
     def tree(self) -> Tree:
         """See `Part`."""
@@ -234,7 +242,7 @@ class ModelPart:
     def load(self, tree: Tree) -> None:
         """See `Part`."""
         with torch.no_grad():
-            for name, tensor in {**self.tensors, **self._buffers}.items():
+            for name, tensor in {**self.tensors, **self.buffers}.items():
                 tensor.copy_(tree[name])
         self.settle()
         self.adopt()

@@ -34,7 +34,7 @@ from equipoise.peer.errors import Refused
 from equipoise.peer.training import image
 from equipoise.peer.training.checkpoint import Checkpoints, keep_checkpoints
 from equipoise.peer.training.guard import is_probe, require_same_tensors
-from equipoise.peer.training.member import FINISH_SECONDS, Finished, Member, Subject, require_places, wait_for
+from equipoise.peer.training.member import FINISH_SECONDS, Finished, Member, require_places, wait_for
 from equipoise.peer.training.options import LocalKeywords, LocalOptions, from_keywords, number
 
 End = TypeVar("End")
@@ -323,9 +323,8 @@ class Fragment:
         self._retry_at: int | None = None
         self.diverged = self._gave = self._caught_up = False
         self._model = image.ModelPart(self._agreed, buffers, self._follow_agreed, run.binding.counters)
-        parts: dict[str, image.Part] = {"outer": image.OuterPart(outer, self._agreed), "model": self._model}
-        subject = Subject(self._local, buffers, self._model, image.TrainingState(parts), self._update)
-        self.member = Member(run, subject, options)
+        state = image.TrainingState(self._model, {"outer": image.OuterPart(outer, self._agreed)})
+        self.member = Member(run, state, options, self._update)
 
     def tick(self, step: int) -> int | None:
         """Note an inner step, the group's `step`-th; return its true number if this peer has just learnt it."""

@@ -25,7 +25,7 @@ from equipoise.peer.client.run import JoinedRun
 from equipoise.peer.client.tensors import Gradients, named_gradients
 from equipoise.peer.errors import Refused
 from equipoise.peer.training.downloads import FETCH_SECONDS, RECOVER_SECONDS, Downloads
-from equipoise.peer.training.image import Image, ModelPart, TrainingState, digest
+from equipoise.peer.training.image import Image, TrainingState, digest
 from equipoise.peer.training.options import CommonOptions
 from equipoise.peer.training.progress import ProgressLine
 from equipoise.peer.training.safetensors_io import ImageError
@@ -67,26 +67,6 @@ a small model. The peer leaves at once if all others are as far."""
 log = logging.getLogger(__name__)
 
 
-class Subject(NamedTuple):
-    """The model that is trained.
-
-    Attributes:
-        tensors: The tensors whose gradients, or differences, are exchanged, by name.
-        buffers: The buffers that travel with them.
-        model: The part of the state that holds both.
-        state: The whole state.
-        update: Takes the mean, fp32, by name, and applies the update that all peers apply alike.
-        applied: Takes the state before a round's mean and the round's outcome, right before `update` is called.
-    """
-
-    tensors: Mapping[str, torch.Tensor]
-    buffers: Mapping[str, torch.Tensor]
-    model: ModelPart
-    state: TrainingState
-    update: Callable[[Mapping[str, torch.Tensor]], None]
-    applied: Callable[[StateId, Outcome], None] = lambda before, outcome: None
-
-
 class Finished(NamedTuple):
     """The end of a training.
 
@@ -116,25 +96,35 @@ class Member:
     """
 
     def __init__(
-        self, run: JoinedRun, subject: Subject, options: CommonOptions, target: float | None = None
+        self,
+        run: JoinedRun,
+        state: TrainingState,
+        options: CommonOptions,
+        update: Callable[[Mapping[str, torch.Tensor]], None],
+        applied: Callable[[StateId, Outcome], None] = lambda before, outcome: None,
+        target: float | None = None,
     ) -> None:
         """Take part.
 
         Args:
+            state: The whole state that all peers hold alike.
+            update: Takes the mean, fp32, by name, and applies the update that all peers apply alike.
+            applied: Takes the state before a round's mean and the round's outcome, right before `update` is called.
             target: Samples, of all peers together, that make an update. Without a target, the loop's steps decide when
                 a round is due. Then this peer also attends rounds while it fetches missed means: only the end of a
                 round tells at which step the others are.
         """
         self.last: Outcome | None = None
         self.outcomes = 0
-        self.limit = subject.model.limit
-        subject.state.require_writable()
+        self.limit = state.model.limit
+        state.require_writable()
         self._run = run
-        self._subject = subject
+        self._state, self._model = state, state.model
+        self._update, self._applied = update, applied
         self._options = options
         self._target = target
         self.clock = run.clock
-        start = beginning(subject.state.digest())
+        start = beginning(state.digest())
         self._start_from(start)
         self._whole: StateId | None = start
         self._own: Accumulator | None = None
@@ -142,7 +132,7 @@ class Member:
         self.gave = self._stopped = self._asks = False
         self._claimed: StateId | None = None
         self._news: deque[events.Event] = deque()
-        self._downloads = Downloads(run, subject.state)
+        self._downloads = Downloads(run, state)
         self._progress = ProgressLine(run.name)
         self._ends_at: float | None = None
         self._offered = -1
@@ -196,7 +186,7 @@ class Member:
             self._run.accumulate(gradients, weight)
             return
         if self._own is None:
-            self._own = Accumulator(self._subject.tensors)
+            self._own = Accumulator(self._model.tensors)
         self._own.add(named_gradients(gradients), weight)
 
     def serve(self) -> float:
@@ -226,7 +216,7 @@ class Member:
     def written(self, reason: str) -> None:
         """Note that the script has written to the state: no other peer holds it, and no gradient of before fits it."""
         self.drop()
-        self._hear(events.Written(self._subject.state.digest(), reason))
+        self._hear(events.Written(self._state.digest(), reason))
 
     def finish(self, timeout: float = FINISH_SECONDS) -> Finished:
         """End together with the others, within `timeout` seconds: collect the open round, catch up with means that this
@@ -235,7 +225,7 @@ class Member:
         deadline = self.clock() + timeout
         while not self.ends(deadline):
             pass
-        self._subject.model.restore()
+        self._model.restore()
         return self.ended()
 
     def ends(self, deadline: float) -> bool:
@@ -427,7 +417,7 @@ class Member:
         Raises:
             ImageError: The image is damaged or does not fit.
         """
-        read = self._subject.state.read(image)
+        read = self._state.read(image)
 
         def load() -> None:
             self._whole = None
@@ -449,7 +439,7 @@ class Member:
 
     def image(self) -> torch.Tensor:
         """The state that this peer holds, u8 [bytes]: one copy in memory."""
-        return self._subject.state.image(self.id)
+        return self._state.image(self.id)
 
     def has_company(self) -> bool:
         """Whether any other peer of the run is known."""
@@ -477,7 +467,7 @@ class Member:
     def _begin_attending(self, weight: float, seconds: float, evaluation: Evaluation | None = None) -> None:
         self._run.take()
         if weight:
-            self._run.accumulate(dict.fromkeys(self._subject.tensors), weight)
+            self._run.accumulate(dict.fromkeys(self._model.tensors), weight)
         self._start(seconds, evaluation=evaluation)
         self.gave = False
 
@@ -487,7 +477,7 @@ class Member:
         metrics: Mapping[str, float] = MappingProxyType({}),
         evaluation: Evaluation | None = None,
     ) -> None:
-        if not all(bool(torch.isfinite(buffer).all()) for buffer in self._subject.buffers.values()):
+        if not all(bool(torch.isfinite(buffer).all()) for buffer in self._model.buffers.values()):
             log.warning(
                 "run %s: its averaged buffers hold NaN or Inf: it takes the group's, and adds nothing",
                 self._run.name,
@@ -533,7 +523,7 @@ class Member:
             case events.Commit():
                 self._commit(action)
             case events.Check():
-                self._news.append(events.Checked(self._subject.model.digest()))
+                self._news.append(events.Checked(digest(self._model.tensors)))
             case events.FetchSnapshot(at_least):
                 known = frozenset(self._follower.known.names)
                 self._downloads.begin(Wish(at_least, self.limit, None, known), FETCH_SECONDS)
@@ -559,22 +549,22 @@ class Member:
         if self.in_step and self._pending is None:
             if not self._run.accumulated:
                 # This peer has just come into step. Beside a single contributor it needs a weight above 0.
-                self._run.accumulate(dict.fromkeys(self._subject.tensors), ATTENDANCE)
+                self._run.accumulate(dict.fromkeys(self._model.tensors), ATTENDANCE)
             self._start(self._options.timeout)
             self.gave = True
 
     def _commit(self, mean: events.Commit) -> None:
         self._own = None  # These gradients are of the state before.
         self._whole = None
-        self._subject.applied(mean.before, mean.outcome)
+        self._applied(mean.before, mean.outcome)
         if isinstance(mean.values, memoryview):
             self._run.decode(mean.values)
             if mean.outcome.counted(self._run.peer):
                 self._run.take()  # This contribution, to a round that failed here, is in the mean.
-        self._subject.update(self._run.mean)
-        self._subject.model.settle()
+        self._update(self._run.mean)
+        self._model.settle()
         if self._run.peer not in mean.outcome.givers:
-            self._subject.model.adopt()
+            self._model.adopt()
 
     def _step_alone(self) -> None:
         own, self._own = self._run.take(), self._own
@@ -585,9 +575,9 @@ class Member:
             return
         mean = own.mean()
         self._whole = None
-        self._subject.update(mean)
-        self._subject.model.count()
-        self._subject.model.settle()
+        self._update(mean)
+        self._model.count()
+        self._model.settle()
         self.last = Outcome(ok=False, reason=self.reason, run=self._run.name)
         self._news.append(events.SteppedAlone(digest(mean)))
 

@@ -30,7 +30,7 @@ from equipoise.peer.training import image
 from equipoise.peer.training.batch_quota import BatchQuota
 from equipoise.peer.training.checkpoint import Checkpoints, keep_checkpoints
 from equipoise.peer.training.guard import Guard, is_probe
-from equipoise.peer.training.member import FINISH_SECONDS, Finished, Member, Subject, require_places, wait_for
+from equipoise.peer.training.member import FINISH_SECONDS, Finished, Member, require_places, wait_for
 from equipoise.peer.training.options import OptionKeywords, Options, from_keywords, number, short
 
 log = logging.getLogger(__name__)
@@ -105,18 +105,14 @@ class SwarmOptimizer(torch.optim.Optimizer):
         buffers = image.averaged_buffers(run, options.buffers)
         self._guard = Guard(run.binding.source, parameters, inner, self.scheduler, options.extra)
         model = image.ModelPart(parameters, buffers, self._guard.note, run.binding.counters)
-        parts: dict[str, image.Part] = {
-            image.EXTRA + name: image.UserPart(what) for name, what in options.extra.items()
-        }
+        parts: dict[str, image.Part] = {}
         if self.scheduler is not None:
             parts["scheduler"] = image.SchedulerPart(self.scheduler)
         parts["optimizer"] = image.OptimizerPart(inner, parameters, self.scheduler is not None)
-        parts["model"] = model
         run.replicated = True
         run.agree({**self._terms(), **image.frozen_term(module)}, options.buffers)
-        state = image.TrainingState(parts)
-        subject = Subject(parameters, buffers, model, state, self._update, self._note_update)
-        self.member = Member(run, subject, options, options.target_batch_size)
+        state, target = image.TrainingState(model, parts, options.extra), options.target_batch_size
+        self.member = Member(run, state, options, self._update, self._note_update, target)
         self._pace = BatchQuota(options.target_batch_size)
         self._paced: Outcome | None = None
         self._given = 0.0

@@ -62,7 +62,7 @@ class Trainer(threading.Thread):
                 batch_size=SAMPLES,
             )
             if self._stranger:
-                optimizer.load(optimizer.member._subject.state.image(THEIRS))
+                optimizer.load(optimizer.member._state.image(THEIRS))
             else:
                 run.wait_for(TRAINERS - 1, timeout=60.0)
             for number in itertools.count():

@@ -59,13 +59,8 @@ class Trained:
         self.optimizer = make(self.model.parameters())
         self.notes = Notes(**notes)
         named = dict(self.model.named_parameters())
-        self.state = TrainingState(
-            {
-                "extra notes": UserPart(self.notes),
-                "optimizer": OptimizerPart(self.optimizer, named),
-                "model": ModelPart(named, {}),
-            }
-        )
+        parts = {"optimizer": OptimizerPart(self.optimizer, named)}
+        self.state = TrainingState(ModelPart(named, {}), parts, {"notes": self.notes})
 
     def train(self, steps: int, first: int = 0) -> Trained:
         for at in range(first, first + steps):
@@ -151,18 +146,13 @@ def test_nothing_is_loaded_of_an_image_that_does_not_fit() -> None:
     small = nn.Linear(2, 2)
     named = dict(small.named_parameters())
     optimizer = torch.optim.AdamW(small.parameters())
-    ours = TrainingState(
-        {
-            "extra notes": UserPart(Notes()),
-            "optimizer": OptimizerPart(optimizer, named),
-            "model": ModelPart(named, {}),
-        }
-    )
+    parts = {"optimizer": OptimizerPart(optimizer, named)}
+    ours = TrainingState(ModelPart(named, {}), parts, {"notes": Notes()})
     before = small.weight.detach().clone()
     with pytest.raises(ImageError, match="groups"):
         ours.read(theirs.state.image(ID))
     with pytest.raises(ImageError, match=r"only in the image|only here"):
-        TrainingState({"model": ModelPart(named, {})}).read(theirs.state.image(ID))
+        TrainingState(ModelPart(named, {})).read(theirs.state.image(ID))
     assert torch.equal(small.weight, before)
 
 
@@ -240,7 +230,8 @@ def test_where_a_users_part_raises_nothing_else_has_changed() -> None:
             raise RuntimeError("not this one")
 
     theirs, ours = Trained().train(2), Trained(seed=4)
-    picky = TrainingState({**ours.state._parts, "extra notes": UserPart(Picky())})
+    parts = {"optimizer": OptimizerPart(ours.optimizer, dict(ours.model.named_parameters()))}
+    picky = TrainingState(ours.state.model, parts, {"notes": Picky()})
     before = [one.detach().clone() for one in ours.model.parameters()]
     read = picky.read(theirs.state.image(ID))
     with pytest.raises(RuntimeError, match="not this one"):
@@ -428,7 +419,7 @@ def test_what_other_optimizers_remember_may_have_shapes_of_its_own() -> None:
 
 def outer_state(outer: OuterStep) -> tuple[TrainingState, dict[str, torch.Tensor]]:
     agreed = {"w": torch.ones(3, 2), "b": torch.ones(2)}
-    return TrainingState({"outer": OuterPart(outer, agreed), "model": ModelPart(agreed, {})}), agreed
+    return TrainingState(ModelPart(agreed, {}), {"outer": OuterPart(outer, agreed)}), agreed
 
 
 @pytest.mark.parametrize("spec", ["nesterov", "fedavgm", "fedadagrad", "fedadam", "fedyogi"])
@@ -462,6 +453,6 @@ def test_an_outer_step_goes_on_from_an_image_with_moments_and_counts(spec: str) 
 def test_an_outer_state_that_does_not_fit_is_refused(changed: dict[str, Any], said: str) -> None:
     here, agreed = outer_state(parse_outer("fedadam"))
     told = Notes(**{**parse_outer("fedadam").state_dict(), **changed})
-    lies = TrainingState({"outer": UserPart(told), "model": ModelPart(agreed, {})})
+    lies = TrainingState(ModelPart(agreed, {}), {"outer": UserPart(told)})
     with pytest.raises(ImageError, match=said):
         here.read(lies.image(ID))

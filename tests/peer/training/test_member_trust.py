@@ -20,7 +20,7 @@ class Stranger(Trainer):
     def join(self) -> None:
         self.model = network(seed=7)
         super().join()
-        self.opt.load(self.opt.member._subject.state.image(THEIRS))
+        self.opt.load(self.opt.member._state.image(THEIRS))
 
 
 @pytest.mark.parametrize("strangers", [4, 20])
