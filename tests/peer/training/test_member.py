@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from equipoise.averaging.aio.round_driver import ROUND_FRAME
 from equipoise.averaging.outcome import NoPeers, Outcome
 from equipoise.averaging.replication import follower, lineage, server
 from equipoise.averaging.replication.answers import Wish
@@ -26,7 +27,8 @@ from equipoise.peer.training.member import (
     Finished,
     wait_for,
 )
-from fakes.trainers import SAMPLES, Trainer, adamw, assert_alike
+from fakes.hostile import Frame
+from fakes.trainers import SAMPLES, Trainer, adamw, assert_alike, given
 from fakes.world import World
 from oracles.training import network
 
@@ -66,6 +68,7 @@ def test_a_late_joiner_takes_the_groups_state_while_the_others_go_on(world: Worl
     assert world.now < 40 * 0.62 + 1
     assert "peer3" in early[0].last.contributors
     assert early[0].last.contributors["peer3"] == SAMPLES
+    assert given(world, "peer3") == SAMPLES * len(set(epochs)), "gradients of an older state count nowhere"
 
 
 def test_users_state_comes_along(world: World) -> None:
@@ -145,14 +148,26 @@ def test_a_newcomers_counter_is_the_groups(world: World, others: int, begins: fl
     assert max(early.errors[first + 1 :]) <= 1.1 * early.errors[first]
 
 
-def test_one_whose_round_failed_gets_its_mean_and_no_snapshot(world: World) -> None:
-    world.fails = lambda number, peer: number == 4 and peer == "peer2"
+@pytest.mark.parametrize("heard", [0, 7, 8, 9])
+def test_a_peer_whose_round_failed_gets_its_mean_and_no_snapshot(world: World, heard: int) -> None:
+    """It hears no frame of the round, or too few: its contribution, which counts without it or not, counts once."""
+    tap, left = world.tap, [heard]
+
+    def cut(sender: str, receiver: str, header: bytes, body: bytes) -> list[Frame]:
+        frames = tap(sender, receiver, header, body)
+        if receiver == "peer2" and len(world.rounds) == 4 and header[:1] == ROUND_FRAME:
+            left[0] -= 1
+            return frames if left[0] >= 0 else []
+        return frames
+
+    world.tap = cut  # type: ignore[method-assign]
     trainers = [Trainer(world, index, 15).begin() for index in range(4)]
     world.run()
     assert_alike(trainers)
     (missed,) = world.recovered
     assert missed[0] == "peer2"
     assert not world.offered
+    assert given(world, "peer2") == 15 * SAMPLES
 
 
 def test_peers_that_began_otherwise_take_on_what_most_have(world: World) -> None:
