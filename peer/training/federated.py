@@ -482,7 +482,8 @@ class Federated:
         self._model = image.ModelPart(
             {**self._agreed}, buffers, self._return_to_agreed, self._run.binding.counters
         )
-        parts = {"history": self.history, "outer": image.OuterPart(self._outer, self._agreed)}
+        outer = image.OuterPart(self._outer, self._agreed)
+        parts: dict[str, image.Part] = {"history": self.history, "outer": outer}
         state = image.TrainingState(self._model, parts, self._options.extra)
         # With a draw, most peers of a round have not contributed together yet, so all claims count alike.
         options = CommonOptions(alone="wait", trust="heads")

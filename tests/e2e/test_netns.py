@@ -42,7 +42,7 @@ for host in sys.argv[1:]:
 
 
 class Listener:
-    """A process on `host` that tells whoever connects where it comes from, and sends `size` bytes."""
+    """A process on `host` that tells each client where it comes from, and sends `size` bytes."""
 
     def __init__(self, host: Host, size: int = 0) -> None:
         command = host.command([sys.executable, "-c", LISTEN, host.address, str(size)])

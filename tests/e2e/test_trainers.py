@@ -68,9 +68,7 @@ def test_two_processes_under_ddp_are_one_peer(places: list[DaemonProcess], tmp_p
 
 
 @pytest.mark.slow
-def test_trainers_of_hugging_face_come_to_what_one_comes_to(
-    places: list[DaemonProcess], tmp_path: Path
-) -> None:
+def test_trainers_of_hugging_face_equal_one_trainer(places: list[DaemonProcess], tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="needs the extra `adapters`")
     real: Any = importlib.import_module("fakes.huggingface")
 

@@ -8,7 +8,11 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
 
 
 def mean(column: Sequence[float], weights: Sequence[float]) -> float:
@@ -115,3 +119,54 @@ OUTER: dict[str, type[Server]] = {
     "fedadam": FedAdam,
     "fedyogi": FedYogi,
 }
+
+ROUNDS = 4
+
+SIZES = {"bias": (7,), "weight": (20, 10)}
+
+
+def noise(*seed: int, scale: float = 1.0) -> dict[str, torch.Tensor]:
+    chance = torch.Generator().manual_seed(sum(one * 1000**at for at, one in enumerate(seed, 1)))
+    return {name: scale * torch.randn(size, generator=chance) for name, size in SIZES.items()}
+
+
+class Noisy:
+    """A script whose training moves the model by numbers drawn from a seed."""
+
+    def __init__(self, index: int) -> None:
+        self.index, self.samples, self.model = index, 10.0 + 7 * index, noise(99)
+
+    def fit(self, task: Any) -> tuple[float, dict[str, float]]:
+        for name, moved in noise(self.index, task.number, scale=0.1).items():
+            self.model[name].add_(moved)
+        return self.samples, {"loss": math.sin(self.index + task.number)}
+
+    def evaluate(self, task: Any) -> tuple[float, dict[str, float]]:
+        return 1.0 + self.index, {"score": math.cos(self.index + task.number)}
+
+
+def assert_reference(scripts: Mapping[str, Noisy], history: Sequence[Any], outer: str, rule: str) -> None:
+    """The model of the scripts, by PeerID, after `ROUNDS` rounds, and all metrics are those of one number at a time."""
+    name, _, beta = rule.partition(":beta=")
+    peers, weights = [*scripts.values()], [one.samples for one in scripts.values()]
+    servers = {key: [OUTER[outer](w) for w in one.flatten().tolist()] for key, one in noise(99).items()}
+    for number in range(1, ROUNDS + 1):
+        moved = [noise(one.index, number, scale=0.1) for one in peers]
+        for key, column in servers.items():
+            rows = torch.stack([one[key].flatten() for one in moved]).T.tolist()
+            for server, values in zip(column, rows, strict=True):
+                server.go(RULES[name](values, weights, *([float(beta)] if beta else [])))
+    for key, column in servers.items():
+        expected = torch.tensor([server.w for server in column], dtype=torch.float64)
+        found = peers[0].model[key].flatten().double()
+        assert float((found - expected).abs().max() / expected.abs().max()) <= 2e-6
+    for record in history:
+        assert record.contributors == {peer: one.samples for peer, one in scripts.items()}
+        losses = [math.sin(one.index + record.number) for one in peers]
+        scores = [math.cos(one.index + record.number - 1) for one in peers]
+        # Metrics are averaged, or their medians are taken.
+        loss, score = sorted(losses)[2], sorted(scores)[2]
+        if rule == "mean":
+            loss, score = mean(losses, weights), mean(scores, [1.0 + one.index for one in peers])
+        assert record.metrics["loss"] == pytest.approx(loss, rel=1e-12, abs=1e-15)
+        assert record.evaluation["score"] == pytest.approx(score, rel=1e-12, abs=1e-15)

@@ -112,9 +112,9 @@ class Strike:
     Attributes:
         at: When it struck, monotonic.
         phase: Where the victim was; `AFTER` if its call had ended.
-        calls: Of the others but those who are on their way back, that had not returned when it was set.
-        whole: Whether those are all the others. If not, whoever seeks a group waits for who is there and late.
-        now: Set by who will not wait for the trap.
+        calls: The calls of the others that had not returned when it was set, without members on their way back.
+        whole: Whether those are all the others. If not, members that seek a group wait for late ones.
+        now: Set where the fault is not to wait for the trap.
         struck: Set once it has; `over` once the victim has recovered.
         felt_until: When nobody need feel it any longer, monotonic. After a link is whole again TCP waits up to as long
             as it was not: it sends again after ever longer pauses.

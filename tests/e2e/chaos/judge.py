@@ -25,7 +25,7 @@ class Mean:
 
 
 class Judge:
-    """Keeps what every group came to, and every promise that was broken.
+    """Keeps the mean of every group, and every promise that was broken.
 
     Attributes:
         violations: One line each.

@@ -1,7 +1,7 @@
 """A daemon that knows where in a round it stands, and springs a trap there: a fault at a point, not after a sleep.
 
 `python -c "from e2e.chaos.trap import main; main()" daemon ...` is `equipoise daemon ...` with the two machines that
-decide (matchmaking and the round) under watch. The page below is shared with whoever sets the trap. The trap springs
+decide (matchmaking and the round) under watch. The process that sets the trap shares the page below. The trap springs
 before, between or after the actions that an event asks for, so that a member can die having told some and not others.
 """
 

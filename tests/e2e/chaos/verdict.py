@@ -1,4 +1,4 @@
-"""What a chaos run came to: figures for people and programs, and whether every promise was kept."""
+"""The verdict on a chaos run: figures for people and programs, and whether every promise was kept."""
 
 from __future__ import annotations
 

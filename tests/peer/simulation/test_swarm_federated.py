@@ -10,12 +10,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from equipoise.averaging.draw import draw
-from equipoise.averaging.replication.lineage import beginning, follow
 from equipoise.peer import Run
 from equipoise.peer.simulation import SimulatedPeer, partition, simulate
 from equipoise.peer.training import Federated, Task
-from equipoise.peer.training.image import digest
 from fakes.world import World
 
 
@@ -56,28 +53,6 @@ def alike(ends: list[Any]) -> list[Any]:
     ]
     assert all(one == agreed[0] for one in agreed)
     return list(living[0][0])
-
-
-def test_the_drawn_train_and_nobody_else() -> None:
-    ends, trained = fits("federated:fraction=0.5", {}, rounds=4, peers=6)
-    history = alike(ends)
-    names = [f"simulated-peer-{index:05}" for index in range(6)]
-    for record in history:
-        assert len(record.drawn) == 3
-        assert set(record.contributors) == set(record.drawn)
-        assert record.drawn == draw(names, record_seed(ends, record), fraction=0.5, minimum=2)
-        told = {names[index] for _, index, number in trained if number == record.number}
-        assert told == set(record.drawn)
-    assert len(trained) == 12
-    assert len({record.drawn for record in history}) > 1
-
-
-def record_seed(ends: list[Any], record: Any) -> str:
-    """The lineage from which a round was drawn."""
-    lineage = beginning(digest({"0": torch.zeros(300)})).lineage
-    for one in list(ends[0][0])[: record.number - 1]:
-        lineage = follow(lineage, f"mean {one.digest}")
-    return lineage
 
 
 def test_only_peers_that_have_a_fit_and_carry_the_tags_train() -> None:
@@ -129,7 +104,7 @@ def regression(join: Callable[..., Run], index: int) -> Ended:
     return Ended(weights, [(one.metrics, one.evaluation) for one in history], history[-1].digest)
 
 
-def test_eight_simulated_peers_come_to_what_eight_daemons_in_virtual_time_do() -> None:
+def test_eight_simulated_peers_equal_eight_daemons_in_virtual_time() -> None:
     world = World()
     real = world.each(8, lambda index: regression(partial(world.join, f"peer{index}"), index))
     simulated = [

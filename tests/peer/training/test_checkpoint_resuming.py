@@ -97,7 +97,7 @@ def test_the_scheduler_and_the_users_own_state_go_on_too(tmp_path: Path) -> None
     assert resumed[0].opt.param_groups[0]["lr"] == pytest.approx(1e-2 * 0.9**7)
 
 
-def test_who_has_lost_the_newest_catches_up_from_the_swarm(tmp_path: Path) -> None:
+def test_a_peer_that_has_lost_its_newest_checkpoint_catches_up_from_the_swarm(tmp_path: Path) -> None:
     train(tmp_path, 10)
     for path in (tmp_path / "peer1" / "text").glob("epoch-*"):
         if read_manifest(path).state.epoch > 4:
@@ -171,7 +171,7 @@ def test_a_state_in_the_middle_of_an_update_is_not_written(tmp_path: Path) -> No
 
 
 def train_locally(folder: Path, steps: int, fragments: int) -> list[DiLoCo]:
-    """Two peers that exchange every four of their steps; returns what they came to."""
+    """Two peers that exchange every four of their steps; returns their ends."""
     world = World()
 
     def work(peer: int) -> DiLoCo:

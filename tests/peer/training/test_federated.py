@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 import re
 import shutil
 import threading
@@ -33,44 +32,15 @@ from fakes.federated import (
 )
 from fakes.hostile import Frame
 from fakes.world import World
-from oracles.federated import OUTER, RULES
-
-SIZES = {"bias": (7,), "weight": (20, 10)}
+from oracles.federated import OUTER, ROUNDS, Noisy, assert_reference
 
 
-def noise(*seed: int, scale: float = 1.0) -> dict[str, torch.Tensor]:
-    chance = torch.Generator().manual_seed(sum(one * 1000**at for at, one in enumerate(seed, 1)))
-    return {name: scale * torch.randn(size, generator=chance) for name, size in SIZES.items()}
-
-
-class Noisy(Client):
-    """A peer whose training moves the model by numbers drawn from a seed."""
+class NoisyClient(Noisy, Client):
+    """A peer of the oracle."""
 
     def __init__(self, swarm: World, index: int, **options: Any) -> None:
-        super().__init__(swarm, index, rounds=4, **options)
-        self.model, self.samples = noise(99), 10.0 + 7 * index
-
-    def fit(self, task: Task) -> tuple[float, dict[str, float]]:
-        for name, moved in noise(self.index, task.number, scale=0.1).items():
-            self.model[name].add_(moved)
-        return self.samples, {"loss": math.sin(self.index + task.number)}
-
-    def evaluate(self, task: Task) -> tuple[float, dict[str, float]]:
-        return 1.0 + self.index, {"score": math.cos(self.index + task.number)}
-
-
-def reference(peers: list[Client], outer: str, rule: str) -> dict[str, list[float]]:
-    """The model after four rounds, one number at a time."""
-    name, _, beta = rule.partition(":beta=")
-    weights, options = [one.samples for one in peers], [float(beta)] if beta else []
-    servers = {key: [OUTER[outer](w) for w in one.flatten().tolist()] for key, one in noise(99).items()}
-    for number in range(1, 5):
-        moved = [noise(one.index, number, scale=0.1) for one in peers]
-        for key, column in servers.items():
-            rows = torch.stack([one[key].flatten() for one in moved]).T.tolist()
-            for server, values in zip(column, rows, strict=True):
-                server.go(RULES[name](values, weights, *options))
-    return {key: [server.w for server in column] for key, column in servers.items()}
+        Client.__init__(self, swarm, index, rounds=ROUNDS, **options)
+        Noisy.__init__(self, index)
 
 
 @pytest.mark.parametrize(
@@ -81,27 +51,12 @@ def reference(peers: list[Client], outer: str, rule: str) -> dict[str, list[floa
         ("average", "trimmed:beta=0.2"),
     ],
 )
-def test_five_peers_come_to_what_the_reference_does(outer: str, rule: str) -> None:
+def test_five_peers_agree_on_the_values_of_the_reference(outer: str, rule: str) -> None:
     swarm = World(strategy="federated:available=5,quorum=5", rule=rule)
-    peers: list[Client] = [Noisy(swarm, index, outer=outer).begin() for index in range(5)]
-    swarm.run()
-    assert_alike(peers)
-    weights = {one.name: one.samples for one in peers}
-    for name, expected in reference(peers, outer, rule).items():
-        values, found = torch.tensor(expected, dtype=torch.float64), peers[0].model[name].flatten().double()
-        assert float((found - values).abs().max() / values.abs().max()) <= 2e-6
-    for record in peers[0].history:
-        assert record.contributors == weights
-        losses = [math.sin(one.index + record.number) for one in peers]
-        scores = [math.cos(one.index + record.number - 1) for one in peers]
-        if rule == "mean":
-            total = math.fsum(weights.values())
-            loss = math.fsum(one.samples * value for one, value in zip(peers, losses, strict=True)) / total
-            score = math.fsum((1 + at) * value for at, value in enumerate(scores)) / 15
-        else:
-            loss, score = sorted(losses)[2], sorted(scores)[2]
-        assert record.metrics["loss"] == pytest.approx(loss, rel=1e-12, abs=1e-15)
-        assert record.evaluation["score"] == pytest.approx(score, rel=1e-12, abs=1e-15)
+    peers = [NoisyClient(swarm, index, outer=outer) for index in range(5)]
+    swarm.run(*peers)
+    assert_alike([*peers])
+    assert_reference({one.name: one for one in peers}, peers[0].history, outer, rule)
 
 
 def test_all_peers_make_the_same_rounds() -> None:

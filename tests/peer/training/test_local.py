@@ -75,7 +75,7 @@ def test_peers_end_alike_under_every_codec(codec: str) -> None:
     assert all(difference(peer.named(), peers[0].named()) == 0 for peer in peers)
 
 
-def test_diloco_comes_to_what_its_reference_does(world: World) -> None:
+def test_diloco_ends_with_the_values_of_its_reference(world: World) -> None:
     peers = trained(world, 4, 5 * EVERY)
     model = network()
     workers = [[batch_of(peer, at, SAMPLES) for at in range(5 * EVERY)] for peer in range(4)]

@@ -212,7 +212,7 @@ def test_alone_it_waits_if_told_to(world: World) -> None:
     assert {epoch for epoch, _ in waiting.seen[:40]} == {0}
 
 
-def test_one_that_trained_alone_is_joined_by_others_who_take_its_state(world: World) -> None:
+def test_peers_that_join_a_peer_that_trained_alone_take_its_state(world: World) -> None:
     first = Trainer(world, 0, 60, patience=1.0, target_batch_size=2 * SAMPLES).begin()
     second = Trainer(world, 1, 60, patience=1.0, target_batch_size=2 * SAMPLES).begin(at=10.0)
     world.run()
@@ -220,7 +220,7 @@ def test_one_that_trained_alone_is_joined_by_others_who_take_its_state(world: Wo
     assert first.last.contributors == {"peer0": SAMPLES, "peer1": SAMPLES}
 
 
-def test_whoever_is_left_goes_on_alone_when_the_others_have_gone(world: World) -> None:
+def test_a_peer_trains_on_alone_after_the_others_have_gone(world: World) -> None:
     stays = Trainer(world, 0, 20, patience=2.0).begin()
     goes = Trainer(world, 1, 5, patience=2.0).begin()
     world.run()
@@ -477,7 +477,7 @@ class Finisher(Trainer):
         self.end = self.opt.finish()
 
 
-def test_who_misses_the_last_mean_ends_with_it_all_the_same(world: World) -> None:
+def test_a_peer_that_misses_the_last_mean_ends_with_it_all_the_same(world: World) -> None:
     world.fails = lambda number, peer: number == 6 and peer == "peer2"
     world.recover_seconds = 2.0
     trainers = [Finisher(world, index, 5).begin() for index in range(4)]
@@ -487,7 +487,7 @@ def test_who_misses_the_last_mean_ends_with_it_all_the_same(world: World) -> Non
     assert all(trainer.end.in_step for trainer in trainers)
 
 
-def test_who_waits_for_others_that_have_ended_finds_out_that_they_are_further(world: World) -> None:
+def test_a_peer_that_waits_for_others_that_have_ended_finds_out_that_they_are_further(world: World) -> None:
     world.fails = lambda number, peer: number == 7 and peer == "peer2"
     trainers = [Finisher(world, index, 6) for index in range(4)]
     nobody = StateId(0, "f" * 64)
@@ -558,7 +558,7 @@ def test_a_download_that_brings_the_last_epoch_ends_the_round_that_was_attended_
     assert world.now < 30.0, "it waited for a round that nobody else was in"
 
 
-def test_nobody_waits_for_those_who_have_left(world: World) -> None:
+def test_no_peer_waits_for_peers_that_have_left(world: World) -> None:
     goes = Trainer(world, 1, 5, patience=1e9, timeout=1000.0).begin()
     stays = Trainer(world, 0, 20, patience=1e9, timeout=1000.0, alone="wait")
     calls: list[float] = []

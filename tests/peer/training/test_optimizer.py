@@ -33,9 +33,7 @@ def test_all_peers_end_alike_under_every_codec(codec: str) -> None:
 
 
 @pytest.mark.parametrize("clip", [None, 0.5])
-def test_peers_together_come_to_what_one_process_does_with_the_whole_batch(
-    world: World, clip: float | None
-) -> None:
+def test_peers_together_equal_one_process_with_the_whole_batch(world: World, clip: float | None) -> None:
     epochs = 50
     trainers = trained(world, epochs=epochs, clip=clip)
     whole = network()

@@ -22,7 +22,7 @@ def real() -> Any:
     return importlib.import_module("fakes.huggingface")
 
 
-def test_two_trainers_come_to_what_one_comes_to_with_both_batches(tmp_path: Path, real: Any) -> None:
+def test_two_trainers_equal_one_trainer_with_both_batches(tmp_path: Path, real: Any) -> None:
     made = real.swarm_of(tmp_path, 2, {"target_batch_size": 2 * real.BATCH})
     batches = zip(
         *(torch.utils.data.DataLoader(real.data(peer), real.BATCH) for peer in range(2)), strict=True

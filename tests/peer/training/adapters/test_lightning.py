@@ -23,7 +23,7 @@ def real() -> Any:
     return importlib.import_module("fakes.lightning")
 
 
-def test_two_trainers_come_to_what_one_comes_to_with_both_batches(tmp_path: Path, real: Any) -> None:
+def test_two_trainers_equal_one_trainer_with_both_batches(tmp_path: Path, real: Any) -> None:
     (first, one, _), (second, _, _) = real.swarm_of(
         tmp_path, {"target_batch_size": 2 * real.BATCH}, gradient_clip_val=0.5
     )
