@@ -104,6 +104,19 @@ def averaged(reports: Iterable[tuple[float, Values]], robust: bool) -> dict[str,
     return {name: float(_average(found[name], robust)) for name in sorted(names)}
 
 
+def middles(reports: Iterable[tuple[float, Values]]) -> dict[str, tuple[float, float]]:
+    """Return the lower and the upper median of each name over the reports of weights above 0, at most 16 names.
+
+    Every report counts alike: neither a claimed weight nor a claimed number moves them past most of the others.
+    """
+    found: dict[str, list[float]] = {}
+    for weight, values in reports:
+        for name, value in values.items() if weight > 0 else ():
+            found.setdefault(name, []).append(value)
+    names = sorted(found, key=lambda name: (-len(found[name]), name))[:MAX_AVERAGES]
+    return {n: (statistics.median_low(found[n]), statistics.median_high(found[n])) for n in sorted(names)}
+
+
 def _average(rows: list[tuple[Fraction, Fraction]], robust: bool) -> Fraction:
     if robust:
         return statistics.median(value for _, value in rows)

@@ -56,6 +56,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
         evaluation: The scores of the state before the round on the data of the members that hold it and reported them,
             averaged by the weights of their reports; equal on all ok members. Both are medians where the run's rule is
             not the mean.
+        medians: The lower and the upper median of each number, whatever the reports weigh: of the evaluations, or of
+            the training where no evaluation has it; equal on all ok members.
         late: Seconds by which this peer's contribution came too late for the round that it was made for. The group has
             closed without it, so it counts nowhere. 0 if it was not late. A coordinator says so or, in a federated run,
             the donors of the round's mean, if this peer downloads the mean first.
@@ -84,6 +86,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     apart: float | None = None
     metrics: dict[str, float] = {}
     evaluation: dict[str, float] = {}
+    medians: dict[str, tuple[float, float]] = {}
     late: float = 0.0
     in_doubt: bool = False
     waits: dict[str, tuple[str, float]] = {}

@@ -20,7 +20,7 @@ from equipoise.averaging.allreduce.paxos import members_of
 from equipoise.averaging.allreduce.vote_signatures import VoteSignatures
 from equipoise.averaging.layout import Vectors
 from equipoise.averaging.manifest import Identity, Manifest
-from equipoise.averaging.metrics import averaged
+from equipoise.averaging.metrics import Values, averaged, middles
 from equipoise.averaging.outcome import SHOWN_CHARS, Outcome
 from equipoise.averaging.partition import balance, settle
 from equipoise.averaging.ports import FrameRefused
@@ -99,20 +99,21 @@ def group_of(spec: RunSpec, manifest: Manifest) -> events.Group:
     )
 
 
-def metrics_of(
-    spec: RunSpec, manifest: Manifest, counted: Mapping[str, float]
-) -> tuple[dict[str, float], dict[str, float]]:
-    """Return the averages of two kinds of numbers: the metrics of the contributors' training, and the evaluations.
+Numbers = list[tuple[float, Values]]
+"""Reports of several members: their counted weights, and numbers by name."""
 
-    Both averages follow from the manifest and the contributors alone. A member whose contribution was lost counts in
-    neither. A member that observes or only attends counts in the evaluations alone. A member that holds another state
-    than the group's does not count in the evaluations, because it has evaluated that other state.
+
+def reports_of(spec: RunSpec, manifest: Manifest, counted: Mapping[str, float]) -> tuple[Numbers, Numbers]:
+    """Return two kinds of reports: those on the contributors' training, and the evaluations.
+
+    Both follow from the manifest and the contributors alone. A member whose contribution was lost is in neither. A
+    member that observes or only attends is in the evaluations alone. A member that holds another state than the group's
+    is not in the evaluations, because it has evaluated that other state.
 
     Args:
-        spec: The run: it says whether the averages are means or medians, and how much one weight may count.
+        spec: The run: it says how much one weight may count.
         counted: PeerID -> counted weight of each contributor.
     """
-    robust = not isinstance(spec.rule, Mean)
     joins = [join for join in manifest.members if join.peer in counted]
     trained = [(counted[join.peer], join.fit) for join in joins if counted[join.peer] > ATTENDANCE_LIMIT]
     expected = contributing([join.weight for join in manifest.members], spec.strategy.least)
@@ -122,7 +123,15 @@ def metrics_of(
     reports = [one.evaluation for one in present if one.evaluation is not None and one.state == before]
     weights = [report.weight for report in reports]
     capped = counted_weights(weights, (1 << len(weights)) - 1, spec.cap)
-    scored = zip(capped, (report.values for report in reports), strict=True)
+    return trained, list(zip(capped, (report.values for report in reports), strict=True))
+
+
+def metrics_of(
+    spec: RunSpec, manifest: Manifest, counted: Mapping[str, float]
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the averages of both kinds of `reports_of`; the run says whether they are means or medians."""
+    robust = not isinstance(spec.rule, Mean)
+    trained, scored = reports_of(spec, manifest, counted)
     return averaged(trained, robust), averaged(scored, robust)
 
 
@@ -151,6 +160,7 @@ def mean_outcome(
     peers = {member: manifest.peers[member] for member in members_of(mean.contributors)}
     counted = {peer: weights[member] for member, peer in peers.items()}
     metrics, evaluation = metrics_of(spec, manifest, counted)
+    trained, scored = reports_of(spec, manifest, counted)
     outcome = msgspec.structs.replace(
         failed_outcome(spec, manifest, ""),
         ok=True,
@@ -159,6 +169,7 @@ def mean_outcome(
         digest=digest.hex(),
         metrics=metrics,
         evaluation=evaluation,
+        medians={**middles(trained), **middles(scored)},
     )
     return msgspec.structs.replace(outcome, reason=f"{how}{outcome.tally}{outcome.caps}")
 

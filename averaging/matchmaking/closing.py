@@ -29,11 +29,26 @@ def named(peers: Sequence[str]) -> str:
     return ", ".join(peers[:MAX_NAMED]) + more
 
 
+MAX_IN_VAIN = 256
+"""Most peers remembered that were drawn in vain."""
+
+MAX_BARRED = 256
+"""Most states for which a peer loses its place: one, then 16 times as many after each further failed round."""
+
+
 class _Draw(NamedTuple):
-    """The draw for a state, and since when each peer is drawn, or was before a newcomer displaced it."""
+    """The draw for a state among `able` peers, and since when each is drawn, or was before another displaced it."""
 
     drawn: Drawn
     since: dict[str, float]
+    able: frozenset[str] = frozenset()
+
+
+class _InVain(NamedTuple):
+    """The failed rounds for which a peer was drawn and gave nothing, and the first epoch that may draw it again."""
+
+    times: int = 0
+    until: int = 0
 
 
 class ClosePolicy:
@@ -72,6 +87,13 @@ class ClosePolicy:
         live = membership.live(())
         return Drawn(membership.seated(self._context.round) if membership.crowded else live, live)
 
+    def failed(self, standing: wire.Standing) -> None:
+        """Note that a round failed which stood so."""
+
+    def believes(self, standing: wire.Standing) -> bool:
+        """True if the draw of a coordinator's word counts here."""
+        return True
+
     def holds(self, builder: GroupBuilder, now: float) -> bool:
         """True if the group must not close now, with any number of joins."""
         return False
@@ -109,6 +131,9 @@ class QuorumAndGrace(ClosePolicy):
 
     A round of peers that only attend introduces newcomers to each other, and changes nothing: it closes as any group
     does.
+
+    The draw takes peers that were there before the state was, since the lineage of a state says which PeerIDs come
+    first, and takes none that was drawn for a failed round and gave nothing. Others only make up the least number.
     """
 
     keepalive = PATIENT_KEEPALIVE
@@ -120,6 +145,8 @@ class QuorumAndGrace(ClosePolicy):
         self._strategy = strategy
         self._draws: LruDict[StateId | None, _Draw] = LruDict(MAX_DRAWS)
         self._apart: LruDict[StateId | None, frozenset[str]] = LruDict(MAX_DRAWS)
+        self._older: LruDict[StateId | None, frozenset[str]] = LruDict(MAX_DRAWS)
+        self._in_vain: LruDict[str, _InVain] = LruDict(MAX_IN_VAIN)
         self._begun = False
 
     def awaited(self, builder: GroupBuilder, now: float) -> tuple[Set[str], Set[str]]:
@@ -148,18 +175,49 @@ class QuorumAndGrace(ClosePolicy):
         self._begun = self._begun or len(live) >= strategy.available
         # Two rounds from one state may both have come about: the others train in place of those of the smaller side.
         live = tuple(peer for peer in live if peer not in self._apart.get(state, frozenset()))
-        drawn, since = self._draws.get(state, _Draw(Drawn((), ()), {}))
-        if live != drawn.live:
+        drawn, since, before = self._draws.get(state, _Draw(Drawn((), ()), {}))
+        able = self._able(live, state)
+        if live != drawn.live or able != before:
             # Fewer than the quorum could only fail. Where peers die, others take their places.
-            minimum = max(strategy.minimum, strategy.quorum, len(drawn.peers))
+            least = max(strategy.minimum, strategy.quorum)
             seed = "" if state is None else state.lineage
-            peers = draw(live, seed, fraction=strategy.fraction, minimum=minimum)
+            peers = draw(able, seed, fraction=strategy.fraction, minimum=max(least, len(drawn.peers)))
+            peers += draw(
+                able.symmetric_difference(live), seed, fraction=0, minimum=max(least - len(peers), 0)
+            )
             drawn = Drawn(peers[: self._context.needs.group_size], live)
             # A peer that a newcomer has displaced may be training: the round still waits for it.
-            stay = dict.fromkeys((*drawn.peers, *(peer for peer in since if peer in live)))
+            stay = dict.fromkeys((*drawn.peers, *(peer for peer in since if peer in able)))
             since = {peer: since.get(peer, now) for peer in stay}
-        self._draws[state] = _Draw(drawn, since)
+        self._draws[state] = _Draw(drawn, since, able)
         return drawn
+
+    def failed(self, standing: wire.Standing) -> None:
+        """See `ClosePolicy.failed`: what the round's coordinator told all counts, so all that heard it draw alike."""
+        epoch = 0 if standing.state is None else standing.state.epoch
+        for peer in standing.contributed:
+            self._in_vain.pop(peer, None)
+        for peer in set(standing.drawn).difference(standing.contributed):
+            times, until = self._in_vain.get(peer, _InVain())
+            if epoch >= until:
+                self._in_vain[peer] = _InVain(times + 1, epoch + min(16**times, MAX_BARRED))
+
+    def believes(self, standing: wire.Standing) -> bool:
+        """See `ClosePolicy.believes`: a draw that ignores a failed round is none of this peer's."""
+        return standing.state is None or not any(
+            self._is_barred(peer, standing.state) for peer in standing.drawn
+        )
+
+    def _able(self, live: tuple[str, ...], state: StateId | None) -> frozenset[str]:
+        """The live peers that may be drawn from a state; to a peer that came with the state all others are older."""
+        if state not in self._older:
+            saw_another = any(one and state and one.epoch < state.epoch for one in self._older)
+            self._older[state] = frozenset(live if saw_another else ())
+        older = self._older[state] or live
+        return frozenset(peer for peer in live if peer in older and not self._is_barred(peer, state))
+
+    def _is_barred(self, peer: str, state: StateId | None) -> bool:
+        return state is not None and state.epoch < self._in_vain.get(peer, _InVain()).until
 
     def holds(self, builder: GroupBuilder, now: float) -> bool:
         """See `ClosePolicy.holds`: late peers form no round of their own for a state that the others have left.

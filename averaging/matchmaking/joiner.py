@@ -295,6 +295,9 @@ class Joiner:
             self._leave()
         self._membership.shun(peer, now)
 
+    def gives_up(self, now: float) -> None:
+        """Note that the caller is about to give up."""
+
     def formed(self, message: wire.GroupFormed) -> Manifest | None:
         """The manifest, if it has a join of this peer that still counts; any peer may have sent it.
 

@@ -76,6 +76,7 @@ class Matchmaking(Matchmaker):
                 self._joiner.begin(event, now)
                 self._exchanging = None
             case events.Withdrew():
+                self._joiner.gives_up(now)
                 self._joiner.end()
                 # A caller may have given up in the very moment in which its group formed.
                 self._exchanging = None

@@ -24,6 +24,10 @@ VAIN = 0.25
 another round. A search that ends sooner may have been withdrawn for a training."""
 
 
+SPENT = 0.95
+"""Share of its time for a group after which a search that is given up had all of it: clocks differ a little."""
+
+
 class _Word(NamedTuple):
     """The word of a round's coordinator: its standing, and when it closes."""
 
@@ -92,7 +96,14 @@ class PatientJoiner(Joiner):
         """See `Joiner.draw`. The coordinator's word counts, where this peer's join is parked."""
         drawn, (standing, _) = super().draw(state, now), self._view(now)
         told = self.search is not None and standing is not None and standing.state == state
+        told = told and standing is not None and self._policy.believes(standing)
         return Drawn(standing.drawn, drawn.live) if standing is not None and told else drawn
+
+    def gives_up(self, now: float) -> None:
+        """See `Joiner.gives_up`. A search that had its whole time was for a round that failed."""
+        standing, _ = self._view(now)
+        if self.search and standing and now >= self.search.since + SPENT * self._patience(self.search):
+            self._policy.failed(standing)
 
     def _view(self, now: float) -> tuple[wire.Standing | None, float | None]:
         """The standing of the round, and the seconds until it closes; this peer may coordinate while it trains."""

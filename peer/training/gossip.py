@@ -60,7 +60,7 @@ class Gossip(LocalTraining[Outcome]):
         Args:
             run: Joined with the model and `strategy="gossip"`, and used for nothing else.
             every: Steps from the start of one exchange to the start of the next, if the first has ended by then.
-            weight: Weight of this peer in the mean of a pair.
+            weight: Weight of this peer in the mean of a pair; both count as the smaller of the two.
             timeout: Seconds for one exchange, the search for a partner included. The loop does not wait for it.
             wait_for: Other peers to wait for before the loop begins, at most a minute.
 

@@ -31,6 +31,14 @@ REPLICATED_ROUNDS = 1000
 """Most records in a snapshot or a checkpoint. With 64 contributors each takes at most 6 KB, so all of them take a tenth
 of what an image may hold beside the model (`image.SPARE_BYTES`)."""
 
+EVERYTHING = (-math.inf, math.inf)
+RANGES = {
+    **dict.fromkeys(("accuracy", "acc", "auc", "f1", "precision", "recall"), (0.0, 1.0)),
+    "loss": (0.0, math.inf),
+    "perplexity": (1.0, math.inf),
+}
+"""The least and the greatest value of well-known metrics: a median beyond it judges nothing."""
+
 Number = Annotated[int, msgspec.Meta(ge=1, le=MAX_EPOCH)]
 Digest = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{64}\Z")]
 
@@ -43,6 +51,7 @@ class Agreed(msgspec.Struct, frozen=True, array_like=True):
     metrics: dict[Name, Finite]
     evaluation: dict[Name, Finite]
     digest: Digest
+    medians: dict[Name, tuple[Finite, Finite]] = {}
 
 
 _records = msgspec.msgpack.Decoder(list[Agreed])
@@ -51,8 +60,8 @@ _records = msgspec.msgpack.Decoder(list[Agreed])
 class Record(msgspec.Struct, frozen=True, kw_only=True):
     """One round, for this peer.
 
-    All peers hold alike `number`, `contributors`, `metrics`, `evaluation` and `digest`. The other fields are each
-    peer's own; they are empty for rounds that this peer has from others.
+    All peers hold alike `number`, `contributors`, `metrics`, `evaluation`, `digest` and `medians`. The other fields are
+    each peer's own; they are empty for rounds that this peer has from others.
 
     Attributes:
         number: The round's number, 1 for the first.
@@ -68,6 +77,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
         bytes_sent: Bytes of frames sent for the round.
         bytes_received: Bytes of frames received for the round.
         digest: Digest of the round's mean and contributors.
+        medians: The lower and the upper median of each number, which `until` and `patience` judge.
     """
 
     number: int
@@ -82,6 +92,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     bytes_sent: int = 0
     bytes_received: int = 0
     digest: str = ""
+    medians: dict[str, tuple[float, float]] = {}
 
     def __bool__(self) -> bool:
         """True if the round is ok."""
@@ -100,6 +111,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
             bytes_sent=outcome.bytes_sent,
             bytes_received=outcome.bytes_received,
             digest=outcome.digest,
+            medians=dict(outcome.medians),
         )
 
     @property
@@ -111,11 +123,23 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
             dict(sorted(self.metrics.items())),
             dict(sorted(self.evaluation.items())),
             self.digest,
+            dict(sorted(self.medians.items())),
         )
 
     def value(self, name: str) -> float | None:
         """The agreed value of a metric: of the evaluation or else of the training; None without one."""
         return self.evaluation.get(name, self.metrics.get(name))
+
+    def judged(self, until: Until) -> float | None:
+        """The less favourable median of a condition's metric; None without one, or beyond the range of the metric.
+
+        A round from an older checkpoint has no medians: its average is judged.
+        """
+        low, high = self.medians.get(until.name, (self.value(until.name),) * 2)
+        value, (least, most) = low if until.mode == "max" else high, RANGES.get(until.name, EVERYTHING)
+        # A bound beyond the range shows another unit, such as percent.
+        fits = value is None or least <= value <= most or not least <= until.bound <= most
+        return value if fits else None
 
 
 class History(UserList[Record]):
@@ -260,10 +284,11 @@ class Ending(NamedTuple):
         if self.until is None:
             return ""
         name = self.until.name
-        found = [(record.number, value) for record in recent if (value := record.value(name)) is not None]
-        held = next((one for one in found if self.until.holds(one[1])), None)
-        if held is not None:
-            return f"{self.until} in round {held[0]}: {held[1]:.6g}"
+        found = [(record.number, one) for record in recent if (one := record.judged(self.until)) is not None]
+        held = [number for number, value in found if self.until.holds(value)]
+        for number, value in found:
+            if number in held and number - 1 in held:
+                return f"{self.until} in rounds {number - 1} and {number}: {value:.6g}"
         if self.patience and found:
             better = max if self.until.mode == "max" else min
             number, value = better(found, key=operator.itemgetter(1))  # The first of equal ones.

@@ -192,6 +192,48 @@ def test_another_trains_in_place_of_a_drawn_peer_that_holds_the_other_state_of_a
     assert closing.awaited(gathering, 1.0)[0] == {first, third}
 
 
+def test_no_peer_is_drawn_from_a_state_that_is_older_than_the_peer() -> None:
+    one = machine(NAMES[0], 3, Federated(fraction=0.5))
+    one.draw(STATE, 0.0)
+    later = StateId(4, "c" * 64)
+    assert set(one.draw(later, 1.0).peers) <= set(NAMES[:3])
+    one.handle(seen(*NAMES[:9]), 2.0)
+    meet(one, *NAMES[3:9])
+    assert set(one.draw(later, 3.0).peers) <= set(NAMES[:3])
+    last = StateId(5, "d" * 64)
+    assert set(one.draw(last, 4.0).peers) == set(draw(NAMES[:9], last.lineage, fraction=0.5, minimum=2))
+
+
+def test_a_drawn_peer_that_gave_nothing_to_a_failed_round_loses_its_place_longer_each_time() -> None:
+    federated = Federated(fraction=0.5, quorum=2)
+    coordinator = in_order(0, NAMES[:6])[0]
+    one, other = (machine(name, 6, federated) for name in (coordinator, in_order(0, NAMES[:6])[1]))
+    order = draw(NAMES[:6], STATE.lineage, fraction=1.0, minimum=0)
+    given = next(name for name in order[:3] if name != other.context.peer)
+    idle = set(order[:3]) - {given}
+    standing = wire.Standing(STATE, order[:3], (given,))
+    joins(one, given, 1.0)
+    one.handle(ready(0.0 if one.context.peer in idle else 1.0, state=STATE, patience=250.0), 1.0)
+    other.handle(ready(0.0, state=STATE, patience=250.0), 1.0)
+    ticket = other._joiner.search.join.ticket
+    word = wire.JoinAccepted(RUN, ticket, 1.0, 2, 6, True, None, standing)
+    other.handle(events.MessageReceived(coordinator, word), 2.0)
+    for each in (one, other):
+        each.handle(events.Withdrew(), 200.0)
+    expected = set(order) - idle
+    for each in (one, other):
+        assert idle.isdisjoint(each.draw(STATE, 201.0).peers), each.context.peer
+        assert set(each.draw(STATE, 201.0).peers) == expected & set(order[:5])
+    policy_ = other._joiner._policy
+    assert policy_.believes(wire.Standing(StateId(4, STATE.lineage), order[:3], ()))
+    assert not policy_.believes(standing)
+    policy_.failed(wire.Standing(StateId(4, "c" * 64), order[:3], (given,)))
+    assert not policy_.believes(wire.Standing(StateId(19, "c" * 64), order[:3], ()))
+    assert policy_.believes(wire.Standing(StateId(20, "c" * 64), order[:3], ()))
+    policy_.failed(wire.Standing(StateId(20, "c" * 64), order[:3], order[:3]))
+    assert policy_.believes(standing), "a contribution ends it"
+
+
 def test_a_replacement_that_stays_declines() -> None:
     one, drawn, others = roles(6, fraction=0.5, quorum=2, grace=100.0)
     dead = next(name for name in drawn if name != one.context.peer)

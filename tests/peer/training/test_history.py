@@ -10,6 +10,7 @@ import msgspec
 import pytest
 import torch
 
+from equipoise.averaging.metrics import middles
 from equipoise.averaging.outcome import Outcome
 from equipoise.peer.training.history import REPLICATED_ROUNDS, Ending, History, Record, Until
 from equipoise.peer.training.image import SPARE_BYTES
@@ -89,7 +90,23 @@ def test_a_training_ends_by_its_rounds() -> None:
 def test_a_training_ends_by_its_condition() -> None:
     ending = Ending(9, Until.parse("accuracy >= 0.9"), 0)
     assert ending.reason(history(0.5, None, 0.89)) == ""
-    assert ending.reason(history(0.5, 0.95)) == "accuracy >= 0.9 in round 2: 0.95"
+    assert ending.reason(history(0.5, 0.95)) == ending.reason(history(0.95, 0.5, 0.95)) == ""
+    assert ending.reason(history(0.5, 0.95, 0.9)) == "accuracy >= 0.9 in rounds 2 and 3: 0.9"
+
+
+def test_evaluations_of_a_few_end_nothing() -> None:
+    def ended(until: str, *values: float) -> str:
+        medians = middles((1.0, {"accuracy": value}) for value in values)
+        records = [record(at, 1e9, medians=medians) for at in (1, 2, 3, 4)]
+        return Ending(None, Until.parse(until), 2).reason(History(records))
+
+    stands = "accuracy has not improved for 3 rounds: "
+    assert ended("accuracy >= 0.9", 0.5, 0.6, 1e9, 1e9) == stands + "0.6 in round 1", (
+        "the lower of two medians"
+    )
+    assert ended("accuracy <= 0.4", 0.5, 0.6, -1e9, -1e9) == stands + "0.5 in round 1"
+    assert ended("accuracy >= 0.9", 0.5, 1e9, 1e9) == "", "no accuracy is above 1"
+    assert ended("accuracy >= 90", 50, 95, 96) == "accuracy >= 90.0 in rounds 1 and 2: 95", "in percent"
 
 
 def test_the_evaluation_comes_before_the_metrics_of_the_training() -> None:
@@ -168,7 +185,14 @@ def test_the_longest_history_of_the_largest_group_leaves_room_in_an_image() -> N
     names = {f"{at:064}": 1 / 3 for at in range(64)}
     metrics = {f"{at:024}": 1 / 3 for at in range(8)}
     largest = [
-        Record(number=at, contributors=names, metrics=metrics, evaluation=metrics, digest=DIGEST)
+        Record(
+            number=at,
+            contributors=names,
+            metrics=metrics,
+            evaluation=metrics,
+            digest=DIGEST,
+            medians={name: (value, value) for name, value in metrics.items()},
+        )
         for at in range(1, REPLICATED_ROUNDS + 2)
     ]
     size = History(largest).tree()["records"].numel()
