@@ -184,8 +184,9 @@ class FederatedOptions:
     Attributes:
         rounds: Rounds after which the training ends; None for no limit.
         until: A condition under which it ends, `NAME >= NUMBER` with >=, <=, > or <, on a metric of `evaluate` or else
-            of `fit`, as the group agreed on it in a round. What `evaluate` returns of a model travels with the next
-            round's joins, so the training ends a round after the model that meets it; `Checkpoints.best` keeps that.
+            of `fit`. The less favourable median of what the peers reported must meet it in two rounds in a row. What
+            `evaluate` returns of a model travels with the next round's joins, so the training ends two rounds after the
+            model that meets it; `Checkpoints.best` keeps that.
         patience: Rounds without an improvement of that metric after which it ends, below 1000; 0 for no limit.
         proximal: The factor mu of FedProx's proximal term, which `Task.proximal` returns.
         config: Options that all peers must have alike, by name, as JSON can hold them; `Task.config` shows them.

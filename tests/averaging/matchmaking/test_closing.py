@@ -215,7 +215,10 @@ def test_a_drawn_peer_that_gave_nothing_to_a_failed_round_loses_its_place_longer
     joins(one, given, 1.0)
     one.handle(ready(0.0 if one.context.peer in idle else 1.0, state=STATE, patience=250.0), 1.0)
     other.handle(ready(0.0, state=STATE, patience=250.0), 1.0)
-    ticket = other._joiner.search.join.ticket
+    search = other._joiner.search
+    assert search
+    assert search.join
+    ticket = search.join.ticket
     word = wire.JoinAccepted(RUN, ticket, 1.0, 2, 6, True, None, standing)
     other.handle(events.MessageReceived(coordinator, word), 2.0)
     for each in (one, other):
