@@ -210,7 +210,7 @@ def _checked(key: str, value: Any, origin: str) -> Any:
     hint = ""
     try:
         if key in RATES and isinstance(value, str):
-            value = _bytes_per_second(value)
+            value = bytes_per_second(value)
         if isinstance(value, list | tuple):
             value = [one.strip() if isinstance(one, str) else one for one in value]
         checked = msgspec.convert(value, TYPES[key])
@@ -257,7 +257,7 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 64 else text[:61] + "..."
 
 
-def _bytes_per_second(text: str) -> float:
+def bytes_per_second(text: str) -> float:
     """Read a number of bytes per second, or a rate with its unit.
 
     The form is checked here, because "10Mb/s" is ambiguous.

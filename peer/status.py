@@ -52,6 +52,7 @@ class RunStatus(msgspec.Struct, frozen=True):
         contributed: PeerIDs of those whose contributions are in, as far as this peer knows.
         rounds_counted: Rounds in whose mean this peer's contribution counts.
         rounds_since: Rounds of the run since this peer's first.
+        advice: The plan of exchanges beside the last ones, and the better setting; empty if peers mostly compute.
     """
 
     name: str
@@ -75,6 +76,7 @@ class RunStatus(msgspec.Struct, frozen=True):
     contributed: tuple[str, ...] = ()
     rounds_counted: int = 0
     rounds_since: int = 0
+    advice: str = ""
 
 
 class Kernels(msgspec.Struct, frozen=True):

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from equipoise.averaging.advice import judge
 from equipoise.averaging.aio.round_driver import RoundDriver, Rounds, Task
 from equipoise.averaging.aio.search_driver import SearchDriver
 from equipoise.averaging.aio.sessions import Sessions
@@ -95,7 +96,7 @@ class RunDriver:
         self.search = SearchDriver(spec, sessions, directory, identity)
         self.counts = RoundCounts()
         self.twins: dict[tuple[str, str], str] = {}
-        self._peer = sessions.peer
+        self._sessions = sessions
         self._directory = directory
         self._rounds = rounds
         self._loop = asyncio.get_running_loop()
@@ -137,7 +138,7 @@ class RunDriver:
             raise ValueError(f"expected two vectors of {size} bytes, got {list(map(len, vectors[:2]))}")
         began, started = self._loop.time(), time.time()
         join = Join(
-            peer=self._peer,
+            peer=self._sessions.peer,
             spec=self.spec.hash,
             round=0,
             weight=weight,
@@ -180,7 +181,7 @@ class RunDriver:
             events=notes,
             waits={phase: wait for phase, wait in {**waits, **outcome.waits}.items() if wait[1] >= least},
         )
-        self.counts.add(outcome, self._peer)
+        self.counts.add(outcome, self._sessions.peer)
         return outcome
 
     @property
@@ -204,6 +205,14 @@ class RunDriver:
         if self.spec.strategy.least or not self.search.membership.waits(self.round):
             return ""
         return f"{size} of {size} places are taken; this peer waits for a place and follows the state"
+
+    @property
+    def advice(self) -> str:
+        """The plan of exchanges beside the last ones, and the better setting, one line; empty if they take no time."""
+        if self.spec.strategy.pairs or self.spec.strategy.least:
+            return ""
+        upload, download = self._sessions.upload.told, self._sessions.download.told
+        return judge(self.counts.last, self.spec.layout.size, self.spec.options.codec, upload, download)
 
     def withdraw(self, reason: str) -> None:
         """End the search or the round that goes on; its outcome says why, and whether it is in doubt."""
@@ -262,7 +271,7 @@ class RunDriver:
             ok = outcome.ok
             if ok:
                 self.search.hold(outcome)
-            if outcome.counted(self._peer):
+            if outcome.counted(self._sessions.peer):
                 # Before the next round's number is announced: no weight may count towards two rounds.
                 self.search.announcer.count()
             return outcome

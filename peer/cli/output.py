@@ -81,7 +81,7 @@ def print_peers(peers: Sequence[PeerRow]) -> None:
     told += [(row, f"tags: {', '.join(row.tags)}") for row in once if row.tags]
     told += [(row, f"{row.run}: other options: {row.differs}") for row in peers if row.differs]
     lines = [_line(f"{row.name} {_short(row.peer)}".strip(), line) for row, line in told]
-    print_lines([_table(titles, rows), Text(), *lines])
+    print_lines([table(titles, rows), Text(), *lines])
 
 
 def print_rounds(rounds: Sequence[Outcome]) -> None:
@@ -96,7 +96,7 @@ def print_rounds(rounds: Sequence[Outcome]) -> None:
         rows.append((_when(one.started), one.run, str(one.round), _result(one), _weights(one), took, told))
     last = "metrics or why" if any(map(_measured, rounds)) else "why"
     titles = ("when", "run", "round", "result", "weights", "took", last)
-    print_lines([_table(titles, rows, prose=("weights", last))])
+    print_lines([table(titles, rows, prose=("weights", last))])
 
 
 def headline(status: Status, warnings: int = SHOWN_WARNINGS) -> Iterator[RenderableType]:
@@ -126,7 +126,7 @@ def _overview(status: Status) -> Iterator[RenderableType]:
     if status.runs:
         yield Text()
         titles = ("run", "state", "round", "ok", "why")
-        yield _table(titles, map(_run, status.runs[:SHOWN_RUNS]), prose=("why",), one_line=True)
+        yield table(titles, map(_run, status.runs[:SHOWN_RUNS]), prose=("why",), one_line=True)
         yield _grid([line for run in status.runs[:SHOWN_RUNS] for line in _told(run, status.peer_id)])
     hidden = len(entries[SHOWN_ENTRIES:]) + len(status.runs[SHOWN_RUNS:])
     more = f"{count(hidden, 'row')} more, " if hidden else ""
@@ -190,7 +190,14 @@ def _run(run: RunStatus) -> tuple[str, ...]:
 
 def _told(run: RunStatus, me: str, everything: bool = False) -> list[tuple[str, str]]:
     told = [f"{topic}: {told}" for topic, told in sorted(run.told.items())]
-    lines = (_exchanges(run.exchanges), _drawn(run, me, everything), _pace(run, me), run.transfer, *told)
+    lines = (
+        _exchanges(run.exchanges),
+        _drawn(run, me, everything),
+        _pace(run, me),
+        run.advice,
+        run.transfer,
+        *told,
+    )
     return [(run.name, line) for line in lines if line]
 
 
@@ -287,17 +294,17 @@ def print_lines(lines: Iterable[RenderableType], one_screen: bool = False) -> No
     sys.stdout.write("\n".join(printed) + "\n")
 
 
-def _table(
+def table(
     titles: Sequence[str], rows: Iterable[Sequence[str]], prose: tuple[str, ...] = (), one_line: bool = False
 ) -> Table:
     """A row for each of `rows`; where the terminal is too narrow, columns of `prose` wrap, or are cut to one line."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
+    grid = Table(box=None, pad_edge=False, header_style="bold")
     for title in titles:
-        table.add_column(title, no_wrap=title not in prose)
+        grid.add_column(title, no_wrap=title not in prose)
     for row in rows:
         cells = zip(titles, row, strict=True)
-        table.add_row(*(_cell(text, one_line and title in prose) for title, text in cells))
-    return table
+        grid.add_row(*(_cell(text, one_line and title in prose) for title, text in cells))
+    return grid
 
 
 def _grid(rows: Iterable[tuple[str, str]]) -> Table:
@@ -333,7 +340,7 @@ def _short(peer: str) -> str:
 
 def _value(setting: Setting) -> str:
     if setting.key in RATES:
-        return f"{format_size(setting.value)}/s" if setting.value else "measured"
+        return f"{format_size(setting.value)}/s" if setting.value else "no cap"
     value = "automatic" if setting.value is None else setting.value
     return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 

@@ -11,7 +11,7 @@ import click
 import msgspec
 
 from equipoise.dht.sanitize import escaped
-from equipoise.peer.cli import swarms, verbs
+from equipoise.peer.cli import plan, swarms, verbs
 from equipoise.peer.errors import EquipoiseError, ExitStatus, unusable
 
 DEBUG_ENV = "EQUIPOISE_DEBUG"
@@ -57,6 +57,7 @@ def equipoise(context: click.Context) -> None:
 
 for verb in (verbs.demo, verbs.daemon, verbs.launch, verbs.status, verbs.peers, verbs.rounds, verbs.stop):
     equipoise.add_command(verb)
+equipoise.add_command(plan.plan)
 equipoise.add_command(swarms.swarm)
 equipoise.add_command(swarms.join)
 

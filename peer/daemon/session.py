@@ -276,6 +276,7 @@ class Session:
             drawn=drawn,
             contributed=contributed,
             rounds_counted=run_driver.counts.counted,
+            advice=run_driver.advice,
             rounds_since=0 if run_driver.counts.first is None else run_driver.round - run_driver.counts.first,
         )
 

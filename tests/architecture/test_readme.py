@@ -15,6 +15,9 @@ import pytest
 
 from architecture.sources import ROOT
 from e2e.swarm import CLI, ChildProcess, DaemonProcess, Swarm, eventually
+from equipoise.averaging.advice import plan
+from equipoise.peer.cli.program import run
+from equipoise.peer.errors import ExitStatus
 
 README = (ROOT / "README.md").read_text()
 
@@ -54,14 +57,14 @@ def test_every_block_is_of_a_kind_that_is_run() -> None:
 
 def test_every_command_is_one_that_the_story_runs() -> None:
     told = [words[:2] for words in commands()]
-    verbs = ["daemon", "daemon", "launch", "launch", "daemon", "daemon", "status", "peers", "rounds", "stop"]
-    assert [words[1] for words in told] == verbs
+    verbs = "daemon daemon launch plan launch daemon daemon status peers rounds stop"
+    assert [words[1] for words in told] == verbs.split()
     assert {words[0] for words in told} == {"equipoise"}
 
 
 @pytest.mark.timeout(240)
 def test_two_daemons_and_a_look_inside(swarm: Swarm) -> None:
-    _, join, _, _, _, _, *looks = commands()
+    _, join, _, _, _, _, _, *looks = commands()
     first = swarm.daemon("first")
     second = swarm.daemon("second", join=told(join[3:], first))
     for words in looks[:-1]:
@@ -73,9 +76,25 @@ def test_two_daemons_and_a_look_inside(swarm: Swarm) -> None:
     assert second.wait(30) == 0
 
 
+def test_the_plan_is_that_of_the_table() -> None:
+    (command,) = (words for words in commands() if words[1] == "plan")
+    assert run(command[1:]) == ExitStatus.OK
+    shown = README[README.index("| parameters") :].partition("\n\n")[0]
+    head, _, *rows = (line.strip("| ") for line in shown.splitlines())
+    rates = [float(word.split()[0]) for word in head.split(" | ")[1:]]
+    for row in rows:
+        size, *cells = row.split(" | ")
+        parameters = int(size[:-1]) * {"M": 10**6, "B": 10**9}[size[-1]]
+        for mbit, cell in zip(rates, cells, strict=True):
+            found = plan(parameters, 8, mbit * 1e6 / 8, mbit * 1e6 / 8, 1.0, ("int8", "nf4"))
+            assert [float(word) for word in cell.split(" / ")] == [
+                pytest.approx(one.seconds, rel=0.05) for one in found
+            ]
+
+
 @pytest.mark.timeout(480)
 def test_every_script_averages_on_two_machines(swarm: Swarm) -> None:
-    _, _, launch, resume, *_ = commands()
+    _, _, launch, _, resume, *_ = commands()
     first = swarm.daemon("first")
     names = ("train.py", "local.py", "federated.py")
     for name in names:
@@ -95,7 +114,7 @@ def test_every_script_averages_on_two_machines(swarm: Swarm) -> None:
 def test_the_doors_of_a_daemon(swarm: Swarm) -> None:
     doors, relay = [
         [re.sub(r"/tcp/\d+$", "/tcp/0", word) for word in words[2:]]  # Another test may have taken the ports.
-        for words in commands()[4:6]
+        for words in commands()[5:7]
     ]
     assert swarm.daemon("doors", args=doors).json("status")["swarm"]["direct"]["listening"]
     settings = {one["key"]: one for one in swarm.daemon("relay", args=relay).json("status")["settings"]}

@@ -184,10 +184,10 @@ def test_a_gossip_run_shows_its_exchanges(
 
 
 def test_a_rate_is_shown_as_people_say_it(capsys: pytest.CaptureFixture[str]) -> None:
-    told = [Setting("relay_bandwidth", 12.5e6, "default"), Setting("bandwidth", 0.0, "default")]
+    told = [Setting("relay_bandwidth", 12.5e6, "default"), Setting("upload", 0.0, "default")]
     print_lines(settings_lines(told))
 
-    assert printed(capsys) == ["relay_bandwidth 12.5 MB/s (default)", "bandwidth       measured (default)"]
+    assert printed(capsys) == ["relay_bandwidth 12.5 MB/s (default)", "upload          no cap (default)"]
 
 
 # ---- peers ----

@@ -31,3 +31,23 @@ def test_launch_names_a_wrong_option_of_its_own(capsys: pytest.CaptureFixture[st
 def test_python_m_equipoise_is_the_command_line() -> None:
     asked = [sys.executable, "-m", "equipoise", "--version"]
     assert subprocess.run(asked, capture_output=True, text=True, check=True).stdout.startswith("equipoise ")
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"--parameters": "1x"}, "expected a number such as 350M or 1B, got '1x'"),
+        ({"--up": "20Mb"}, "expected a rate such as 20Mbit or 2.5MB/s, got '20Mb'"),
+        ({"--step": "soon"}, "expected a time such as 1.2s or 300ms, got 'soon'"),
+        ({"--step": "0s"}, "expected step above 0, got 0.0"),
+        ({"--codec": "int9"}, "unknown codec 'int9'"),
+    ],
+)
+def test_a_plan_names_what_it_cannot_read(
+    changed: dict[str, str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = {"--parameters": "1B", "--peers": "8", "--up": "20Mbit", "--down": "100Mbit", "--step": "1.2s"}
+    assert run(["plan", *(word for pair in (given | changed).items() for word in pair)]) != ExitStatus.OK
+    told = capsys.readouterr().err
+    assert said in told
+    assert told.count("\n") == 1
