@@ -5,7 +5,7 @@
 
 Asynchronous decentralised SGD (AD-PSGD, Lian 2018, 1710.06952): two peers average copies of their parameters. When the
 mean comes, each peer adds mean - copy to its parameters, which keeps the loop's steps meanwhile. Both peers of a pair
-move by opposite amounts, so the sum over all peers changes by local steps alone.
+move by opposite amounts, so the sum over all peers changes by local steps alone. With `outer`, `noloco` has the step.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from equipoise.peer.client.tensors import named_tensors
 from equipoise.peer.errors import Refused
 from equipoise.peer.training import member
 from equipoise.peer.training.local import LocalTraining
+from equipoise.peer.training.noloco import PairedStep
 from equipoise.peer.training.options import LocalOptions
 from equipoise.peer.training.progress import ProgressLine
 
@@ -53,24 +54,34 @@ class Gossip(LocalTraining[Outcome]):
 
     @frees_its_run
     def __init__(
-        self, run: JoinedRun, every: int = 0, *, weight: float = 1.0, timeout: float = 30.0, wait_for: int = 0
+        self,
+        run: JoinedRun,
+        every: int = 0,
+        outer: str = "",
+        *,
+        weight: float = 1.0,
+        timeout: float = 30.0,
+        wait_for: int = 0,
     ) -> None:
         """Watch the steps of the optimizer that holds the run's parameters, from `with` on.
 
         Args:
             run: Joined with the model and `strategy="gossip"`, and used for nothing else.
             every: Steps from the start of one exchange to the start of the next, if the first has ended by then.
+            outer: Step that each peer makes with the mean of a pair (`noloco`), as "nesterov:lr=0.7,momentum=0.3".
+                Without it the mean takes the place of the parameters.
             weight: Weight of this peer in the mean of a pair; both count as the smaller of the two.
             timeout: Seconds for one exchange, the search for a partner included. The loop does not wait for it.
             wait_for: Other peers to wait for before the loop begins, at most a minute.
 
         Raises:
-            ValueError: An option is out of its range.
+            ValueError: An option is out of its range, or `outer` is no Nesterov step.
             Refused: Another loop trains with the run already, or the run has another strategy. Or no optimizer can step
                 any of its tensors.
         """
         self._options = LocalOptions(every=every, weight=weight, timeout=timeout, wait_for=wait_for)
-        super().__init__(run, named_tensors(run.binding.source).values())
+        tensors = named_tensors(run.binding.source)
+        super().__init__(run, tensors.values())
         run.refuse_if_trained()
         if not run.strategy.pairs:
             raise Refused(
@@ -85,7 +96,8 @@ class Gossip(LocalTraining[Outcome]):
         # All live peers are drawn, so the group closes at once when they are in, or with two and after the grace.
         all_of_them = {"strategy": f"federated:quorum=2,grace={END_GRACE}", "group_size": MAX_GROUP_SIZE}
         self._end = run.branch(f"{run.name}/end", run.binding.source, **all_of_them)
-        member.wait_for((run, self._end), wait_for)
+        self._paired = PairedStep(run, tensors, outer) if outer else None
+        member.wait_for((run if self._paired is None else self._paired.run, self._end), wait_for)
 
     def finish(self, timeout: float = END_SECONDS) -> Outcome:
         """End with one all-reduce among the peers that end too, so that they have one model. `with` calls this.
@@ -117,12 +129,13 @@ class Gossip(LocalTraining[Outcome]):
             self._collect()
         if self._pending is None and self.steps % self._options.every == 0:
             weight = self._options.weight if self.exchanged else NEWCOMER
-            self._pending = self._run.shift(weight, self._options.timeout)
+            begin = self._run.shift if self._paired is None else self._paired.begin
+            self._pending = begin(weight, self._options.timeout)
 
     def _collect(self) -> None:
         assert self._pending is not None, "an exchange goes on"
         pending, self._pending = self._pending, None
-        self.last = pending.result()
+        self.last = pending.result() if self._paired is None else self._paired.end(pending)
         self.exchanged += self.last.ok
         if self.last.in_doubt:
             log.warning("run %s: an exchange is in doubt: %s", self._run.name, self.last.reason)

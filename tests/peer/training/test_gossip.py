@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from equipoise.averaging.outcome import Idle, Outcome
@@ -85,3 +86,55 @@ def test_a_search_that_is_stopped_as_soon_as_it_is_asked_for_ends(world: World) 
         pending.stop_search("it ends")
         assert pending.result().reason == "it ends"
     assert world.now < 20.0, "no search waits for its timeout"
+
+
+def test_a_pair_makes_the_steps_of_noloco_and_keeps_those_of_its_loops(world: World) -> None:
+    """Two exchanges beside the formula, by scalars; the loops move by 1 and 3 before each, and by .5 during each."""
+    moves = {"a": 1.0, "b": 3.0}
+    ended: dict[str, list[float]] = {"a": [], "b": []}
+
+    def train(name: str) -> None:
+        own = torch.nn.Parameter(torch.zeros(4))
+        sgd = torch.optim.SGD([own], lr=1.0)
+
+        def step(by: float) -> None:
+            own.grad = torch.full((4,), -by)
+            sgd.step()
+
+        run = world.join(name, "digits", [own], strategy="gossip")
+        with Gossip(run, every=2, outer="nesterov:lr=0.7,momentum=0.3", wait_for=1) as gossip:
+            for number in (1, 2):
+                step(moves[name] - 0.25)
+                step(0.25)  # The exchange begins.
+                step(0.5)
+                pending = gossip._pending
+                assert pending is not None, "an exchange has begun"
+                while not pending.done():
+                    world.compute(0.5)
+                gossip._collect()
+                assert gossip.exchanged == number, gossip.last
+                ended[name].append(own[0].item())
+                gossip.steps = 0
+            gossip.finish(0.1)
+
+    for name in moves:
+        world.peer(name, lambda name=name: train(name))
+    world.run()
+    theta, phi, momentum = dict.fromkeys(moves, 0.0), dict.fromkeys(moves, 0.0), dict.fromkeys(moves, 0.0)
+    for exchange in range(2):
+        at = {name: theta[name] + moves[name] for name in moves}
+        moved = sum(at[name] - phi[name] for name in moves) / 2
+        slow = sum(phi.values()) / 2
+        for name in moves:
+            momentum[name] = 0.3 * momentum[name] + 0.7 * moved + 0.7 * (slow - phi[name])
+            phi[name] += momentum[name]
+            theta[name] = phi[name] + 0.5
+            assert ended[name][exchange] == pytest.approx(theta[name], abs=0.02), (name, exchange)
+
+
+def test_an_outer_step_of_gossip_is_one_of_nesterov(world: World) -> None:
+    run = world.join("peer", "digits", [torch.nn.Parameter(torch.zeros(4))], strategy="gossip")
+    with pytest.raises(
+        ValueError, match=r"expected nesterov, as in \"nesterov:lr=0\.7,momentum=0\.3\", got 'average'"
+    ):
+        Gossip(run, every=1, outer="average")
