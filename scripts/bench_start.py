@@ -30,7 +30,8 @@ def main(times: int, beside: tuple[Path, ...]) -> None:
     found: dict[Path, list[tuple[float, float]]] = {checkout: [] for checkout in checkouts}
     for _ in range(times):
         for checkout, costs in found.items():
-            costs.append(_cost(checkout))
+            with tempfile.TemporaryDirectory() as home:
+                costs.append(cost(checkout, Path(home)))
     for checkout, costs in found.items():
         seconds, megabytes = zip(*costs, strict=True)
         click.echo(
@@ -39,29 +40,22 @@ def main(times: int, beside: tuple[Path, ...]) -> None:
         )
 
 
-def _cost(checkout: Path) -> tuple[float, float]:
+def cost(checkout: Path, home: Path) -> tuple[float, float]:
     """Processor seconds and resident MB of one daemon."""
-    with tempfile.TemporaryDirectory() as home:
-        words = [
-            str(checkout / ".venv/bin/equipoise"),
-            "daemon",
-            "--home",
-            home,
-            "--listen",
-            "/ip4/127.0.0.1/tcp/0",
-        ]
-        daemon = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, cwd=home)
-        assert daemon.stdout is not None, "a pipe"
-        try:
-            if not any("/p2p/" in line for line in daemon.stdout):
-                raise click.ClickException(f"the daemon of {checkout} ended before it had an address")
-            process = psutil.Process(daemon.pid)
-            used = process.cpu_times()
-            time.sleep(SETTLE_SECONDS)
-            return used.user + used.system, process.memory_info().rss / 1e6
-        finally:
-            daemon.terminate()
-            daemon.wait(END_SECONDS)
+    program = str(checkout / ".venv/bin/equipoise")
+    words = [program, "daemon", "--home", str(home), "--listen", "/ip4/127.0.0.1/tcp/0"]
+    daemon = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, cwd=home.parent)
+    assert daemon.stdout is not None, "a pipe"
+    try:
+        if not any("/p2p/" in line for line in daemon.stdout):
+            raise click.ClickException(f"the daemon of {checkout} ended before it had an address")
+        process = psutil.Process(daemon.pid)
+        used = process.cpu_times()
+        time.sleep(SETTLE_SECONDS)
+        return used.user + used.system, process.memory_info().rss / 1e6
+    finally:
+        daemon.terminate()
+        daemon.wait(END_SECONDS)
 
 
 if __name__ == "__main__":

@@ -120,15 +120,6 @@ def test_an_unknown_message_can_be_answered(body: object) -> None:
         decode_request(content)
 
 
-@settings(deadline=None)
-@given(st.binary(max_size=64))
-def test_garbage_is_refused(frame: bytes) -> None:
-    try:
-        decoded(frame)
-    except ControlError:
-        return
-
-
 @pytest.mark.parametrize("frame", [DEEP, msgspec.msgpack.encode((5, DEEP)), b"\x92\xa1\xff\xc0"])
 def test_a_frame_that_is_too_deep_or_not_text_is_refused(frame: bytes) -> None:
     with pytest.raises(ControlError):

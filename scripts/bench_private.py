@@ -1,0 +1,209 @@
+"""What a private swarm costs beside an open one, and what strangers cost a private one.
+
+    .venv/bin/python scripts/bench_private.py --peers 2 4
+    .venv/bin/python scripts/bench_private.py --flood 1000
+
+Daemons of both swarms run at once and take turns, round by round and start by start, so that the machine's other work
+falls on both alike. With `--flood`, 16 PeerIDs present bad tokens to the daemons of two peers that go on with rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import statistics
+import tempfile
+import threading
+import time
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from bench_matchmaking import START_SECONDS, hear_addresses
+from bench_start import cost
+from train_text import daemon_command
+
+from equipoise.dht.admission import Invitation, Link, public_half
+from equipoise.dht.gate import PRESENT
+from equipoise.dht.membership import Membership
+from equipoise.dht.options import SwarmOptions
+from equipoise.dht.swarm import Swarm
+from equipoise.peer import connect
+from equipoise.peer.demo.swarm import Family
+
+NAME = "bench"
+SEED, OTHER = bytes([5]) * 32, bytes([6]) * 32
+ATTACKERS = 16
+FLOOD_SECONDS = 10.0
+
+
+def join(homes: list[Path]) -> None:
+    """Make the homes members of one private swarm, whose daemons need no flag for it."""
+    founder = Membership.create(homes[0], NAME, time.time())
+    line = founder.invite(Link(bytes(32), "trainer", int(time.time()) + 86_400), SEED, ()).line
+    for home in homes[1:]:
+        Membership.redeem(home, line, time.time())
+    for home in homes:
+        (home / "config.toml").write_text(f'swarm = "{NAME}"\n')
+
+
+class Fleet:
+    """Daemons of one swarm on loopback, in rounds of one run; ended with the context."""
+
+    def __init__(self, folder: Path, count: int, values: int, private: bool) -> None:
+        self.homes = [folder / f"{'private' if private else 'open'}{number}" for number in range(count)]
+        if private:
+            join(self.homes)
+        self._stack = contextlib.ExitStack()
+        family = self._stack.enter_context(Family(folder))
+        first = family.start("daemon", daemon_command(self.homes[0], []))
+        self.address = hear_addresses(family, 1)[first]
+        for home in self.homes[1:]:
+            family.start("daemon", daemon_command(home, [self.address]))
+        hear_addresses(family, count - 1)
+        self.clients = [self._stack.enter_context(connect(home)) for home in self.homes]
+        self.runs = [client.join("bench", {"w": torch.ones(values)}, codec="fp32") for client in self.clients]
+        self._pool = self._stack.enter_context(ThreadPoolExecutor(count))
+
+    def __enter__(self) -> Fleet:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self._stack.close()
+
+    def round(self) -> list[Any]:
+        """Average once; return the outcomes."""
+        return list(self._pool.map(lambda run: run.average(timeout=START_SECONDS), self.runs))
+
+    def cpu(self) -> tuple[float, float]:
+        """Return the processor seconds that all daemons, and all their p2pds, have used."""
+        used = [0.0, 0.0]
+        for client in self.clients:
+            daemon = psutil.Process(client.status().pid)
+            for place, processes in enumerate(([daemon], daemon.children())):
+                used[place] += sum(sum(one.cpu_times()[:2]) for one in processes)
+        return used[0], used[1]
+
+
+def compare(count: int, values: int, rounds: int, folder: Path) -> None:
+    """Print the seconds of rounds in both swarms: all of a round, and the search for its group."""
+    with Fleet(folder, count, values, False) as one, Fleet(folder, count, values, True) as other:
+        took: dict[tuple[str, str], list[float]] = defaultdict(list)
+        for number in range(rounds):
+            turns = [("open", one), ("private", other)]
+            for name, fleet in turns if number % 2 else turns[::-1]:
+                outcomes = fleet.round()
+                if number > 2 and all(outcome.ok for outcome in outcomes):
+                    for phase in ("total", "matchmaking"):
+                        took[name, phase].append(min(each.seconds.get(phase, 0.0) for each in outcomes))
+        for phase in ("total", "matchmaking"):
+            known = {name: sorted(took[name, phase]) for name in ("open", "private")}
+            told = (
+                f"{name} {statistics.median(v) * 1e3:.1f} ms ({v[0] * 1e3:.1f} at least)"
+                for name, v in known.items()
+            )
+            share = statistics.median(known["private"]) / max(statistics.median(known["open"]), 1e-9) - 1
+            print(f"{count} peers, {values} values, {phase}: {', '.join(told)}, {share:+.1%}")
+
+
+def starts(times: int, folder: Path) -> None:
+    """Print what it costs to start a daemon of both swarms."""
+    homes = {name: folder / f"start {name}" for name in ("open", "private")}
+    join([homes["private"]])
+    found: dict[str, list[float]] = {name: [] for name in homes}
+    for _ in range(times):
+        for name, home in homes.items():
+            found[name].append(cost(Path(__file__).resolve().parents[1], home)[0])
+    for name, seconds in found.items():
+        print(
+            f"start, {name}: {min(seconds):.2f} / {statistics.median(seconds):.2f} s of processor time (min / median)"
+        )
+
+
+async def attack(folder: Path, address: str, rate: float, seconds: float) -> int:
+    """Present bad tokens of 16 PeerIDs; return how many were answered."""
+    target, key = (
+        address.rpartition("/")[2],
+        Membership.load(folder / "private0", NAME, time.time()).invitation.swarm,
+    )
+    bad = Invitation("x", public_half(OTHER), (), OTHER).invite(SEED, Link(bytes(32), "trainer", 2**32 - 1))
+    answered = 0
+
+    async def flood(swarm: Swarm) -> None:
+        nonlocal answered
+        token, until = bad.token(swarm.peer, 0.0).encode(), time.monotonic() + seconds
+        name, following = swarm.gate.scoped(PRESENT), time.monotonic()
+        while time.monotonic() < until:
+            with contextlib.suppress(ConnectionError):
+                await swarm._dialer.reach(target)
+                await swarm._link._call(target, name, token, 3.0)
+                answered += 1
+            following += ATTACKERS / rate
+            await asyncio.sleep(max(0.0, following - time.monotonic()))
+
+    swarms = [
+        Swarm(folder / f"attacker{n}", SwarmOptions(listen=("/ip4/127.0.0.1/tcp/0",)))
+        for n in range(ATTACKERS)
+    ]
+    try:
+        for swarm in swarms:
+            await swarm.start()
+            swarm.gate.swarm = key
+            swarm._dialer.learn(target, [address])
+        await asyncio.gather(*map(flood, swarms))
+    finally:
+        for swarm in swarms:
+            await swarm.stop()
+    return answered
+
+
+def flooded(rate: float, folder: Path) -> None:
+    """Print rounds a second of a private swarm and its daemons' share of a core, before and during a flood."""
+    with Fleet(folder, 2, 1000, True) as fleet:
+        answered: list[int] = []
+        attacker = threading.Thread(
+            target=lambda: answered.append(
+                asyncio.run(attack(folder, fleet.address, rate, FLOOD_SECONDS + 30))
+            )
+        )
+        for name in ("before", "during"):
+            if name == "during":
+                attacker.start()
+                time.sleep(20.0)  # The attackers start their p2pds.
+            began, used, good = time.monotonic(), fleet.cpu(), 0
+            while time.monotonic() < began + FLOOD_SECONDS:
+                good += all(outcome.ok for outcome in fleet.round())
+                time.sleep(0.05)
+            took, after = time.monotonic() - began, fleet.cpu()
+            shares = [(end - start) / took for start, end in zip(used, after, strict=True)]
+            print(
+                f"{name}: {good / took:.1f} rounds a second; daemons {shares[0]:.1%}, p2pds {shares[1]:.1%} of a core"
+            )
+        attacker.join()
+        print(f"{answered[0]} presentations answered, {answered[0] / (FLOOD_SECONDS + 30):.0f} a second")
+
+
+def main() -> None:
+    flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags.add_argument("--peers", type=int, nargs="*", default=[2, 4], help="(%(default)s)")
+    flags.add_argument("--values", type=int, nargs="*", default=[1000, 2**20], help="(%(default)s)")
+    flags.add_argument("--rounds", type=int, default=60, help="(%(default)s)")
+    flags.add_argument("--starts", type=int, default=5, help="(%(default)s)")
+    flags.add_argument("--flood", type=float, default=0.0, help="presentations a second, instead of the rest")
+    given = flags.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        if given.flood:
+            return flooded(given.flood, Path(folder))
+        starts(given.starts, Path(folder))
+        for count in given.peers:
+            for values in given.values:
+                with tempfile.TemporaryDirectory() as place:
+                    compare(count, values, given.rounds, Path(place))
+
+
+if __name__ == "__main__":
+    main()
