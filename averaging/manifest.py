@@ -59,7 +59,8 @@ Verify = Callable[[str, bytes, bytes], bool]
 
 
 RoleOf = Callable[[str], str]
-"""PeerID -> its role: `trainer`, `observer` (weight 0, no share) or `relay` (no run); all train in an open swarm."""
+"""PeerID -> its role: `trainer`, `observer` (weight 0, no share) or `relay` (no run); or `banned`, which joins nothing
+with this peer."""
 
 
 def everybody_trains(peer: str) -> str:
@@ -148,6 +149,8 @@ class Join(msgspec.Struct, frozen=True, array_like=True):
 
     def breach(self, role: str) -> str:
         """Return what a peer of this role may not join with, one line; empty if it may join so."""
+        if role == "banned":
+            return f"{self.peer} is banned by this daemon"
         if role == "relay":
             return f"{self.peer} was invited as a relay, which joins no run"
         if role == "observer" and (self.weight > ATTENDANCE_LIMIT or self.dialable):

@@ -126,6 +126,11 @@ def is_ip(host: str) -> bool:
     return True
 
 
+def block_of(host: str) -> str:
+    """Return the addresses that one customer has: an address of IPv4 itself, of IPv6 its network of 2**64 addresses."""
+    return str(ipaddress.ip_network((host.partition("%")[0], 64), strict=False)) if ":" in host else host
+
+
 def is_host(host: str) -> bool:
     """Tell whether `host` is an IP address that has no zone, or may be the name of a host."""
     if is_ip(host):

@@ -1,31 +1,25 @@
-"""Admission to a private swarm: keys, invitations, tokens, revocations, and the peers that are admitted. Sans IO.
+"""Admission of peers: keys, invitations and tokens of a private swarm, the revoked, the banned. Sans IO.
 
 A swarm is an Ed25519 key. Its holder signs the key of an invitation, with a role and an end; a guest signs its own
 PeerID with the invitation's key, which travels in the invitation's line. The chain of both signatures is the guest's
 token, which anybody verifies offline. A guest that may invite signs a further invitation with the key of its own.
 
-Layouts are fixed, so there is no decoder to attack: a link is key, role, end, PeerID's key and signature; a token is
-the swarm's key, one or two links, the member's key, and its signature. `now` is in seconds since 1970, as `time.time`.
+Everything is a msgpack array. `now` is in seconds since 1970, as `time.time`.
 """
 
 from __future__ import annotations
 
 import base64
-import binascii
-import functools
+import contextlib
 import hashlib
-import struct
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
 from typing import Annotated, Literal, get_args
 
 import msgspec
-from cryptography.exceptions import InvalidSignature
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from equipoise.dht.address import AddressError, parse_address
-from equipoise.dht.identity import peer_of, public_key_of
+from equipoise.dht.identity import message, peer_of, public_key_of, verify
 from equipoise.dht.sanitize import Malformed, decode
 from equipoise.limits import LruDict, RateLimit
 
@@ -42,6 +36,7 @@ MAX_LINE_ADDRESSES = 4
 MAX_ADMITTED = 4096
 """Most peers that are remembered; one that was forgotten presents its token again."""
 MAX_REVOKED = 2048
+MAX_LIST_BYTES = 128 * 1024
 PRESENTATIONS_PER_SECOND, PRESENTATIONS_BURST = 5.0, 60.0
 """Most tokens verified for one address. Behind the router of a laboratory some dozens of daemons start at once."""
 
@@ -49,101 +44,51 @@ NAME_PATTERN = r"\A[A-Za-z0-9_-][A-Za-z0-9_.-]{0,31}\Z"
 PREFIX = "equipoise:"
 UNPRESENTED = "it has presented no token to this daemon"
 """Why a peer is refused that may have presented its token before this daemon was started again."""
-
 _CHECKSUM_BYTES = 6
 _ID_BYTES = 16
-_MAY_INVITE = 0x80
-_BODY = struct.Struct("!32sBI32s")
-_LINK_BYTES = _BODY.size + 64
-_TOKEN_BYTES = {128 + count * _LINK_BYTES: count for count in range(1, MAX_INVITATIONS + 1)}
-_NUMBER = struct.Struct("!Q")
-_NOBODY = bytes(32)
 
-Name = Annotated[str, msgspec.Meta(pattern=NAME_PATTERN)]
-
-
-class _Told(msgspec.Struct, array_like=True):
-    """The part of an invitation's line that nobody signs: a name for people, and addresses."""
-
-    name: Name
-    addresses: Annotated[
-        tuple[Annotated[str, msgspec.Meta(max_length=512)], ...], msgspec.Meta(max_length=MAX_LINE_ADDRESSES)
-    ]
-
-
-_told = msgspec.msgpack.Decoder(_Told)
+Key = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+Id = Annotated[str, msgspec.Meta(pattern=rf"\A[0-9a-f]{{{2 * _ID_BYTES}}}\Z")]
+"""The name of an invitation or a peer, by which it is revoked: the first half of its key."""
 
 
 class Refused(ConnectionError):
-    """A token, an invitation or a peer is refused; the message says why, in one line."""
+    """A token, an invitation or a peer is refused; the message says why, in one line, `why` its category."""
+
+    why = "not a member"
 
 
-def _signed(domain: str, swarm: bytes, content: bytes) -> bytes:
-    return f"equipoise/swarm/1/{domain}\0".encode() + swarm + content
-
-
-@functools.lru_cache(4 * MAX_ADMITTED)  # A member's links are the same at each presentation.
-def _is_signed(key: bytes, data: bytes, signature: bytes) -> bool:
-    try:
-        Ed25519PublicKey.from_public_bytes(key).verify(signature, data)
-    except (ValueError, InvalidSignature):
-        return False
-    return True
-
-
-def shown_date(end: float) -> str:
-    """Return the end of an invitation for people, in UTC."""
-    return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(end))
-
-
-@dataclass(frozen=True)
-class Link:
+class Link(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """An invitation as its issuer has signed it.
 
     `key` is its public key, `end` its last second, `guest` the public key of the only PeerID that it admits, or empty.
     """
 
-    key: bytes
+    key: Key
     role: Role
-    end: int
-    guest: bytes = b""
+    end: Annotated[int, msgspec.Meta(ge=0, le=MAX_END)]
+    guest: Annotated[bytes, msgspec.Meta(max_length=32)] = b""
     may_invite: bool = False
     signature: bytes = b""
 
     @property
     def id(self) -> str:
         """Its name for people, by which it is revoked."""
-        return self.key[:_ID_BYTES].hex()
+        return id_of(self.key)
 
     @property
     def body(self) -> bytes:
-        """Everything that is signed, but the swarm's key."""
-        kind = ROLES.index(self.role) | (_MAY_INVITE if self.may_invite else 0)
-        return _BODY.pack(self.key, kind, self.end, self.guest or _NOBODY)
-
-    @classmethod
-    def decode(cls, data: bytes) -> Link:
-        """Read one link; raises Refused if it names no role."""
-        key, kind, end, guest = _BODY.unpack(data[: _BODY.size])
-        if (number := kind & ~_MAY_INVITE) >= len(ROLES):
-            raise Refused(f"expected a role of {', '.join(ROLES)}, got number {number}")
-        may_invite, guest = bool(kind & _MAY_INVITE), b"" if guest == _NOBODY else guest
-        return cls(key, ROLES[number], end, guest, may_invite, data[_BODY.size :])
+        """What is signed."""
+        return msgspec.msgpack.encode(msgspec.structs.replace(self, signature=b""))
 
 
-@dataclass(frozen=True)
-class Token:
-    """The chain from a swarm's key to one PeerID; `member` is that PeerID's public key."""
+class Token(msgspec.Struct, frozen=True):
+    """The chain from a swarm's public key to one PeerID. Only the links and the last signature travel."""
 
     swarm: bytes
+    peer: str
     links: tuple[Link, ...]
-    member: bytes
     signature: bytes
-
-    @functools.cached_property
-    def peer(self) -> str:
-        """The PeerID that it admits."""
-        return peer_of(self.member)
 
     @property
     def role(self) -> Role:
@@ -158,54 +103,53 @@ class Token:
     @property
     def ids(self) -> tuple[str, ...]:
         """Each name by which it can be revoked."""
-        return (*(link.id for link in self.links), self.member[:_ID_BYTES].hex())
+        return (*(link.id for link in self.links), id_of(public_key_of(self.peer)))
 
     def encode(self) -> bytes:
         """Return its bytes, fewer than `MAX_TOKEN_BYTES`."""
-        links = b"".join(link.body + link.signature for link in self.links)
-        return self.swarm + links + self.member + self.signature
+        return msgspec.msgpack.encode((self.links, self.signature))
 
     @classmethod
-    def decode(cls, data: bytes) -> Token:
-        """Read a stranger's token without verifying it; raises Refused if no token has its size or such a role."""
-        if len(data) not in _TOKEN_BYTES:
-            sizes = " or ".join(map(str, _TOKEN_BYTES))
-            raise Refused(f"the token is malformed: expected a chain of {sizes} bytes, got {len(data)}")
-        return cls(data[:32], _links(data[32:-96]), data[-96:-64], data[-64:])
+    def decode(cls, swarm: bytes, peer: str, data: bytes) -> Token:
+        """Read the token that `peer` presents in a swarm, without verifying it; raises Refused if it is malformed."""
+        try:
+            return cls(swarm, peer, *decode(chains, data, MAX_TOKEN_BYTES, "token"))
+        except Malformed as error:
+            raise Refused(str(error)) from None
 
     def check(self, now: float, revoked: Collection[str]) -> None:
         """Verify the token; raises Refused, which says why, if it is no good now.
 
         Signatures come last, from the swarm's on, so a forged token costs one verification.
         """
-        if not 1 <= len(self.links) <= MAX_INVITATIONS:
-            most = MAX_INVITATIONS + 1
-            raise Refused(
-                f"the token's chain is too long: expected at most {most} links, got {len(self.links) + 1}"
-            )
         check_links(self.links, now, revoked)
-        if self.links[-1].guest not in (b"", self.member):
+        member = public_key_of(self.peer)
+        if self.links[-1].guest not in (b"", member):
             raise Refused(f"the invitation is for {peer_of(self.links[-1].guest)}, not for {self.peer}")
-        if self.ids[-1] in revoked:
+        if id_of(member) in revoked:
             raise Refused(f"{self.peer} was revoked by the holder of the swarm's key")
         signer = self.swarm
         for link in self.links:
-            if not _is_signed(signer, _signed("invitation", self.swarm, link.body), link.signature):
-                raise Refused("an invitation in the token is not signed by its issuer")
+            if not _is_signed(signer, "invitation", self.swarm + link.body, link.signature):
+                raise Refused(
+                    "an invitation in the token is not signed by its issuer, or is of another swarm"
+                )
             signer = link.key
-        if not _is_signed(signer, _signed("member", self.swarm, self.member), self.signature):
-            raise Refused("the token is not signed with the invitation's key")
-
-
-def _links(data: bytes) -> tuple[Link, ...]:
-    return tuple(Link.decode(data[at : at + _LINK_BYTES]) for at in range(0, len(data), _LINK_BYTES))
+        if not _is_signed(signer, "member", self.swarm + member, self.signature):
+            raise Refused(
+                "the token is of another peer: it is not signed with the invitation's key for this one"
+            )
 
 
 def check_links(links: Sequence[Link], now: float, revoked: Collection[str]) -> None:
     """Check what needs no signature of a chain of invitations; raises Refused, which says why."""
+    if not 1 <= len(links) <= MAX_INVITATIONS:
+        most = f"expected 1 to {MAX_INVITATIONS} invitations, got {len(links)}"
+        raise Refused(f"the chain is too long: {most}; ask the issuer of yours to invite")
     for before, link in zip((None, *links), links, strict=False):
         if link.end < now:
-            raise Refused(f"the invitation ended at {shown_date(link.end)}; ask for a new one")
+            ended = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(link.end))
+            raise Refused(f"the invitation ended at {ended}; ask for a new one")
         if link.id in revoked:
             raise Refused(f"invitation {link.id} was revoked by the holder of the swarm's key")
         if before is not None and not before.may_invite:
@@ -214,33 +158,28 @@ def check_links(links: Sequence[Link], now: float, revoked: Collection[str]) -> 
             raise Refused(f"the invitation gives the role {link.role}, its issuer has only {before.role}")
 
 
-@dataclass(frozen=True)
-class Invitation:
-    """What an invitation's line holds; `seed` is the secret half of the last link's key."""
+class Invitation(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What an invitation's line holds: `seed` is the secret half of the last link's key; nobody signs the rest."""
 
-    name: str
-    swarm: bytes
+    name: Annotated[str, msgspec.Meta(pattern=NAME_PATTERN)]
+    swarm: Key
     links: tuple[Link, ...]
-    seed: bytes
-    addresses: tuple[str, ...] = ()
+    seed: Key
+    addresses: Annotated[
+        tuple[Annotated[str, msgspec.Meta(max_length=512)], ...], msgspec.Meta(max_length=MAX_LINE_ADDRESSES)
+    ] = ()
 
     @property
     def line(self) -> str:
         """The line that a guest gives to `equipoise join`."""
-        links = b"".join(link.body + link.signature for link in self.links)
-        told = msgspec.msgpack.encode(_Told(self.name, self.addresses))
-        data = bytes([len(self.links)]) + self.swarm + self.seed + links + told
-        checked = data + hashlib.sha256(data).digest()[:_CHECKSUM_BYTES]
-        return PREFIX + base64.urlsafe_b64encode(checked).decode().rstrip("=")
+        data = msgspec.msgpack.encode(self)
+        return PREFIX + base64.urlsafe_b64encode(data + _checksum(data)).decode().rstrip("=")
 
-    def token(self, peer: str, now: float) -> Token:
-        """Make the token of `peer`; raises Refused if the invitation has ended, or is for another PeerID."""
-        member = public_key_of(peer)
-        signature = Ed25519PrivateKey.from_private_bytes(self.seed).sign(
-            _signed("member", self.swarm, member)
-        )
-        token = Token(self.swarm, self.links, member, signature)
-        token.check(now, ())
+    def token(self, peer: str, now: float, revoked: Collection[str] = ()) -> Token:
+        """Make the token of `peer`; raises Refused if it would be no good now."""
+        signature = _sign(self.seed, "member", self.swarm + public_key_of(peer))
+        token = Token(self.swarm, peer, self.links, signature)
+        token.check(now, revoked)
         return token
 
     def invite(self, seed: bytes, link: Link, addresses: Sequence[str] = ()) -> Invitation:
@@ -248,14 +187,51 @@ class Invitation:
 
         It ends no later than this one. Without links this is the swarm itself, and `seed` its key.
         """
-        if len(self.links) >= MAX_INVITATIONS:
-            raise Refused("an invitation by a member cannot be passed on again; ask its issuer to invite")
-        link = replace(link, end=min(link.end, *(one.end for one in self.links), MAX_END))
+        end = min(link.end, *(one.end for one in self.links), MAX_END)
+        link = msgspec.structs.replace(link, key=public_half(seed), end=end)
         check_links((*self.links, link), 0.0, ())
-        body = _signed("invitation", self.swarm, link.body)
-        signed = replace(link, signature=Ed25519PrivateKey.from_private_bytes(self.seed).sign(body))
-        told = tuple(addresses)[:MAX_LINE_ADDRESSES]
-        return Invitation(self.name, self.swarm, (*self.links, signed), seed, told)
+        signature = _sign(self.seed, "invitation", self.swarm + link.body)
+        links = (*self.links, msgspec.structs.replace(link, signature=signature))
+        return Invitation(self.name, self.swarm, links, seed, tuple(addresses)[:MAX_LINE_ADDRESSES])
+
+
+class Revocations(msgspec.Struct, frozen=True, order=True, array_like=True, forbid_unknown_fields=True):
+    """The signed list of the revoked, by the names of `Token.ids`; of two lists the greater counts, at all peers."""
+
+    number: Annotated[int, msgspec.Meta(ge=0)] = 0
+    ids: Annotated[tuple[Id, ...], msgspec.Meta(max_length=MAX_REVOKED)] = ()
+    signature: bytes = b""
+
+    def encode(self) -> bytes:
+        """Return its bytes."""
+        return msgspec.msgpack.encode(self)
+
+    def add(self, seed: bytes, ids: Collection[str]) -> Revocations:
+        """Sign the next list with the swarm's key, `seed`; raises Refused if it is full."""
+        after = Revocations(self.number + 1, tuple(sorted({*self.ids, *ids})))
+        if len(after.ids) > MAX_REVOKED:
+            raise Refused(f"the list of the revoked is full: expected at most {MAX_REVOKED}, got one more")
+        signature = _sign(seed, "revocations", public_half(seed) + after.encode())
+        return msgspec.structs.replace(after, signature=signature)
+
+    @classmethod
+    def decode(cls, data: bytes, swarm: bytes) -> Revocations:
+        """Read and verify a list; raises Refused if the swarm's key has not signed it."""
+        try:
+            found = decode(lists, data, MAX_LIST_BYTES, "list of the revoked")
+        except Malformed as error:
+            raise Refused(str(error)) from None
+        if not found.number:
+            return cls()
+        body = swarm + cls(found.number, found.ids).encode()
+        if not _is_signed(swarm, "revocations", body, found.signature):
+            raise Refused("the list of the revoked is not signed with the swarm's key")
+        return found
+
+
+chains = msgspec.msgpack.Decoder(tuple[tuple[Link, ...], bytes])
+invitations = msgspec.msgpack.Decoder(Invitation)
+lists = msgspec.msgpack.Decoder(Revocations)
 
 
 def parse_invitation(line: str) -> Invitation:
@@ -265,37 +241,17 @@ def parse_invitation(line: str) -> Invitation:
         raise Refused(
             f"that is no invitation: expected a line that begins with {PREFIX}; copy the whole line"
         )
-    damaged = Refused(
-        "the invitation's line is damaged: a character is wrong or missing; copy the whole line again"
-    )
-    text = line.removeprefix(PREFIX)
-    try:
+    text, checked = line.removeprefix(PREFIX), b""
+    with contextlib.suppress(ValueError):
         checked = base64.b64decode(text + "=" * (-len(text) % 4), b"-_", validate=True)
-    except (ValueError, binascii.Error):
-        raise damaged from None
     data, checksum = checked[:-_CHECKSUM_BYTES], checked[-_CHECKSUM_BYTES:]
-    if len(line) > MAX_LINE or hashlib.sha256(data).digest()[:_CHECKSUM_BYTES] != checksum:
-        raise damaged
-    return _invitation(data)
-
-
-def _invitation(data: bytes) -> Invitation:
-    count = data[0] if data else 0
-    rest = 65 + count * _LINK_BYTES
-    if not 1 <= count <= MAX_INVITATIONS or len(data) < rest:
-        raise Refused(
-            f"the invitation's chain is too long: expected 1 to {MAX_INVITATIONS} invitations, got {count}"
-        )
+    if len(line) > MAX_LINE or _checksum(data) != checksum:
+        damage = "a character is wrong or missing"
+        raise Refused(f"the invitation's line is damaged: {damage}; copy the whole line again")
     try:
-        told = decode(_told, data[rest:], MAX_LINE, "invitation")
-        for address in told.addresses:
-            parse_address(address)
-    except (Malformed, AddressError) as error:
-        raise Refused(f"the invitation is malformed: {error}; ask for a new one") from None
-    found = Invitation(told.name, data[1:33], _links(data[65:rest]), data[33:65], told.addresses)
-    if public_half(found.seed) != found.links[-1].key:
-        raise Refused("the invitation holds the key of another one; ask for a new one")
-    return found
+        return decode(invitations, data, MAX_LINE, "invitation")
+    except Malformed as error:
+        raise Refused(f"{error}; ask for a new one") from None
 
 
 def public_half(seed: bytes) -> bytes:
@@ -303,95 +259,85 @@ def public_half(seed: bytes) -> bytes:
     return Ed25519PrivateKey.from_private_bytes(seed).public_key().public_bytes_raw()
 
 
-@dataclass(frozen=True)
-class Revocations:
-    """The signed list of the revoked, by the names of `Token.ids`; of two lists that with the higher number counts."""
+def id_of(key: bytes) -> str:
+    """Return the name by which the holder of a public key is revoked."""
+    return key[:_ID_BYTES].hex()
 
-    number: int = 0
-    ids: frozenset[str] = frozenset()
-    signature: bytes = b""
 
-    @property
-    def rank(self) -> tuple[int, bytes]:
-        """Of two lists the one with the higher rank counts, at all peers alike."""
-        return self.number, self.signature
+def _checksum(data: bytes) -> bytes:
+    return hashlib.sha256(data).digest()[:_CHECKSUM_BYTES]
 
-    @property
-    def _body(self) -> bytes:
-        return _NUMBER.pack(self.number) + b"".join(map(bytes.fromhex, sorted(self.ids)))
 
-    def encode(self) -> bytes:
-        """Return its bytes."""
-        return self.signature + self._body
+def _sign(seed: bytes, kind: str, data: bytes) -> bytes:
+    return Ed25519PrivateKey.from_private_bytes(seed).sign(message(f"swarm/{kind}", data))
 
-    def add(self, seed: bytes, ids: Collection[str]) -> Revocations:
-        """Sign the next list with the swarm's key, `seed`."""
-        after = Revocations(self.number + 1, self.ids | frozenset(ids))
-        if len(after.ids) > MAX_REVOKED:
-            raise Refused(
-                f"the list of the revoked is full: expected at most {MAX_REVOKED}, got {len(after.ids)}"
-            )
-        content = _signed("revocations", public_half(seed), after._body)
-        return replace(after, signature=Ed25519PrivateKey.from_private_bytes(seed).sign(content))
 
-    @classmethod
-    def decode(cls, data: bytes, swarm: bytes) -> Revocations:
-        """Read and verify a list; raises Refused if the swarm's key has not signed it."""
-        signature, body = data[:64], data[64:]
-        count, odd = divmod(len(body) - _NUMBER.size, _ID_BYTES)
-        if (
-            odd
-            or not 0 <= count <= MAX_REVOKED
-            or not _is_signed(swarm, _signed("revocations", swarm, body), signature)
-        ):
-            raise Refused("the list of the revoked is not signed with the swarm's key")
-        ids = (body[at : at + _ID_BYTES].hex() for at in range(_NUMBER.size, len(body), _ID_BYTES))
-        return cls(_NUMBER.unpack_from(body)[0], frozenset(ids), signature)
+def _is_signed(key: bytes, kind: str, data: bytes, signature: bytes) -> bool:
+    return verify(peer_of(key), f"swarm/{kind}", data, signature)
 
 
 class Admission:
-    """The peers that one member has admitted.
+    """The peers that this daemon lets in: in a private swarm by their tokens, in an open one all; never the banned.
 
     Attributes:
-        token: This member's own token.
+        token: This member's own token; None in an open swarm.
         revocations: The newest list of the revoked.
+        banned: The reasons for which this daemon alone refuses peers, by PeerID.
     """
 
-    def __init__(self, token: Token, revocations: Revocations) -> None:
+    def __init__(
+        self,
+        token: Token | None = None,
+        revocations: Revocations | None = None,
+        banned: dict[str, str] | None = None,
+    ) -> None:
         self.token = token
-        self.revocations = revocations
+        self.revocations = revocations or Revocations()
+        self.banned = banned or {}
         self._admitted: LruDict[str, Token] = LruDict(MAX_ADMITTED)
         self._limit = RateLimit(PRESENTATIONS_PER_SECOND, PRESENTATIONS_BURST)
 
-    def admit(self, peer: str, data: bytes, now: float) -> None:
-        """Admit `peer`, whose PeerID is proved, until its token ends; raises Refused."""
+    @property
+    def swarm(self) -> bytes:
+        """The public key of the private swarm; empty in the open one."""
+        return b"" if self.token is None else self.token.swarm
+
+    def admit(self, peer: str, data: bytes, now: float, host: str | None = None, tick: float = 0.0) -> None:
+        """Admit `peer`, whose PeerID is proved, until its token ends; raises Refused.
+
+        A caller comes from `host`, whose tokens are bounded; `tick` is in seconds of a clock that never jumps.
+        """
+        self.welcome(peer)
         known = self._admitted.get(peer)
-        token = known if known is not None and known.encode() == data else Token.decode(data)
-        if token.swarm != self.token.swarm:
-            raise Refused("the token is of another swarm")
-        if token.peer != peer:
-            raise Refused(f"the token is of another peer, {token.peer}")
+        if known is not None and known.encode() == data:
+            return
+        if host is not None and not self._limit.allow(host, tick):
+            raise Refused("too many tokens from this address; wait some seconds")
+        token = Token.decode(self.swarm, peer, data)
         token.check(now, self.revocations.ids)
         self._admitted[peer] = token
 
-    def admit_from(self, host: str, peer: str, data: bytes, now: float, tick: float) -> None:
-        """Admit a caller from an address, as `admit`; `tick` is in seconds of a clock that never jumps."""
-        if peer not in self._admitted and not self._limit.allow(host, tick):
-            raise Refused("too many tokens from this address; wait some seconds")
-        self.admit(peer, data, now)
+    def welcome(self, peer: str) -> None:
+        """Raise Refused if `peer` is banned."""
+        if peer in self.banned:
+            raise Refused("this daemon has banned that peer; to lift it: equipoise allow PEER")
 
-    def check(self, peer: str, now: float) -> Token:
-        """Return the token by which `peer` is admitted now; raises Refused if it is not."""
+    def check(self, peer: str, now: float) -> None:
+        """Raise Refused unless `peer` is admitted now."""
+        self.welcome(peer)
+        if self.token is None:
+            return
         token = self._admitted.get(peer)
         if token is None:
             raise Refused(UNPRESENTED)
         if token.end < now:
-            raise Refused(f"the token of {peer} ended at {shown_date(token.end)}")
-        return token
+            raise Refused("its token has ended; it needs a new invitation")
 
-    def token_of(self, peer: str) -> Token | None:
-        """Return the token of this member itself, or of a peer that was admitted."""
-        return self.token if peer == self.token.peer else self._admitted.get(peer)
+    def role(self, peer: str) -> Role:
+        """Return the role of this member or of an admitted peer; those whom a stranger meets judge it."""
+        own = self.token is not None and peer == self.token.peer
+        token = self.token if own else self._admitted.get(peer)
+        return "trainer" if token is None else token.role
 
     def members(self, now: float) -> list[Token]:
         """Return the tokens of all peers that are admitted now."""
@@ -399,10 +345,8 @@ class Admission:
 
     def expel(self, now: float) -> list[str]:
         """Forget the peers whose tokens have ended or were revoked; return their PeerIDs."""
-        revoked = self.revocations.ids
-        out = [
-            peer for peer, one in self._admitted.items() if one.end < now or not revoked.isdisjoint(one.ids)
-        ]
+        revoked = frozenset(self.revocations.ids)
+        out = [peer for peer, one in self._admitted.items() if one.end < now or revoked & {*one.ids}]
         for peer in out:
             del self._admitted[peer]
         return out

@@ -215,7 +215,7 @@ class Reach:
     @property
     def dialable(self) -> bool:
         """True if others can open channels to this peer, and it may own shares."""
-        if self._link.gate.role(self._protocol.peer) != "trainer":
+        if self._link.gate.admission.role(self._protocol.peer) != "trainer":
             return False
         return not self.hidden or (bool(self.relays.held) and stands_in(self.mates()))
 

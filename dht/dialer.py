@@ -16,7 +16,7 @@ import time
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import replace
 
-from equipoise.dht.address import Address, is_relayed, well_formed
+from equipoise.dht.address import Address, block_of, is_relayed, well_formed
 from equipoise.dht.dialpolicy import DialPolicy
 from equipoise.dht.p2pd_client import P2pdClient, P2pdClientError
 from equipoise.dht.sanitize import printable
@@ -82,14 +82,11 @@ class Dialer:
         return tuple(address.text for address in self._known.get(peer, ()))
 
     async def host_of(self, peer: str) -> str:
-        """Return where a peer is connected from, of IPv6 the network; empty if it is not connected."""
+        """Return the block of addresses that a peer is connected from; empty if it is not connected."""
         async with self._asking:
             if peer not in self.paths and time.monotonic() - self._asked > FRESH_SECONDS:
                 await self.refresh()
-        for path in self.paths.get(peer, ()):
-            host = path.split("/")[2]
-            return host if ":" not in host else ":".join(host.split(":")[:4])
-        return ""
+        return next((block_of(path.split("/")[2]) for path in self.paths.get(peer, ())), "")
 
     async def refresh(self) -> frozenset[str]:
         """Ask p2pd which peers are connected; raises P2pdClientError if p2pd does not answer."""
@@ -107,6 +104,8 @@ class Dialer:
 
     async def reach(self, peer: str) -> None:
         """See to it that p2pd is connected to `peer`; raises Unreached, or P2pdClientError if p2pd is silent."""
+        if self._link.gate.bans(peer):
+            raise Unreached("not admitted", f"this daemon has banned {peer}")
         async with self._asking:
             fresh = MAX_FRESH_SECONDS if peer in self.connected else FRESH_SECONDS
             if time.monotonic() - self._asked > fresh:

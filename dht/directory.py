@@ -209,7 +209,11 @@ class RunDirectory:
         """Return the verified, unexpired records of `run`, this peer's own included if announced, sorted by PeerID."""
         if run not in self._own and time.monotonic() - self._searched.get(run, float("-inf")) > STALE_SECONDS:
             await self._search(run)
-        return [entry.record for entry in self._protocol.record_store.current(run, time.monotonic())]
+        return [record for record in self._records(run) if not self._protocol.bans(record.peer)]
+
+    def banned(self, run: str) -> Sequence[Readiness]:
+        """Return the records of `run` that `peers` leaves out, because this daemon has banned their authors."""
+        return [record for record in self._records(run) if self._protocol.bans(record.peer)]
 
     def renew(self) -> None:
         """Publish what has changed of this peer itself in every run."""
@@ -268,8 +272,12 @@ class RunDirectory:
         lifetime = LIFETIME_SECONDS if own is None else max(LIFETIME_SECONDS, 2 * own.pause)
         return Kept(record.peer, seal(record, self._identity), lifetime)
 
+    def _records(self, run: str) -> list[Readiness]:
+        return [entry.record for entry in self._protocol.record_store.current(run, time.monotonic())]
+
     def _members(self, run: str) -> list[str]:
-        return list(self._protocol.record_store.peers(run, time.monotonic()))
+        found = self._protocol.record_store.peers(run, time.monotonic())
+        return [peer for peer in found if not self._protocol.bans(peer)]
 
     def _targets(self, own: _Own) -> list[str]:
         peers = dict.fromkeys((*self._members(own.record.run), *own.replicas))

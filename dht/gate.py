@@ -1,35 +1,35 @@
 """The one gate of a daemon: every way in is registered through it, and every way out presents this peer's token first.
 
-A stranger may make one call, the presentation: its token crosses, of fixed size, and is answered with this peer's own
-token only if it is good. The answer also holds a cookie, which opens the port of direct channels, where libp2p proves
-nobody's PeerID: encrypted for this process alone, it names the peer that it was made for. A swarm without a key, an
-open one, has the same gate with everything open.
+In a private swarm a stranger may make one call, the presentation: its token, of at most 400 bytes, is answered with
+this peer's own token only if it is good. The answer also holds a cookie, which opens the port of direct channels, where
+libp2p proves nobody's PeerID: the caller sends it there in place of the PeerIDs. The gate of an open swarm lets all in
+but the banned.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
+import hmac
 import logging
 import os
-import struct
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
+from typing import Annotated
 
-from cryptography.exceptions import InvalidTag
-from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+import msgspec
 
 from equipoise.dht.admission import (
     MAX_ADMITTED,
+    MAX_LIST_BYTES,
     MAX_TOKEN_BYTES,
     UNPRESENTED,
     Admission,
     Refused,
     Revocations,
-    Role,
 )
 from equipoise.dht.identity import peer_of, public_key_of
-from equipoise.dht.sanitize import printable
+from equipoise.dht.sanitize import Malformed, decode, printable
 from equipoise.limits import LruDict
 from equipoise.tasks import TaskSet
 
@@ -39,14 +39,18 @@ PRESENT_SECONDS = 3.0
 """Longest presentation, its dial included."""
 FOREIGN = "/libp2p/"
 """Protocols of libp2p itself keep their names: p2pd speaks them too."""
-COOKIE_BYTES = 64
+CLEAR_BYTES = 6
+"""Bytes of the opening of a direct connection before the two public keys, or the cookie."""
+MAX_MET = 1024
 
-_OWN = struct.Struct(f"!QH{MAX_TOKEN_BYTES}s")
-"""The number of the newest list of the revoked, and a token."""
 _NO = b"refused: "
-"""Begins the answer to a token that is refused; the number of a list never begins so."""
-_NONCE_BYTES = 12
-_PLAIN_BYTES = _NONCE_BYTES + 32 + 16
+"""Begins the answer to a token that is refused; a token never begins so."""
+_COOKIE_BYTES = 64
+MAX_ANSWER_BYTES = MAX_TOKEN_BYTES + MAX_LIST_BYTES
+answers = msgspec.msgpack.Decoder(
+    tuple[bytes, Annotated[bytes, msgspec.Meta(min_length=_COOKIE_BYTES, max_length=_COOKIE_BYTES)], bytes]
+)
+"""Token, cookie and list of the revoked of a peer that has admitted this one."""
 
 CallHandler = Callable[[str, bytes], Awaitable[bytes]]
 
@@ -54,29 +58,32 @@ _log = logging.getLogger(__name__)
 
 
 class Gate:
-    """Admits peers, and presents this peer to others; does neither without an `admission`.
+    """Admits peers, and presents this peer to others.
 
     Attributes:
+        admission: Decides on peers.
+        met: The peers with which rounds have begun, for which a share of what strangers may take is kept.
         ways: Names of the calls and protocols that are registered through it.
         call: Calls a peer through libp2p: PeerID, name, request, seconds.
         reach: Connects to a peer, or raises ConnectionError.
-        host: Tells the IP address that a peer's connection comes from.
-        on_expelled: Called with the PeerIDs of peers whose tokens have ended or were revoked.
+        host: Tells the block of IP addresses that a peer's connection comes from.
+        on_expelled: Called with the PeerIDs of peers that are admitted no longer.
         keep: Called with each new list of the revoked.
     """
 
     def __init__(self, admission: Admission | None = None) -> None:
-        self.admission = admission
+        self.admission = admission or Admission()
+        self.met: LruDict[str, None] = LruDict(MAX_MET)
         self.ways: set[str] = set()
         self.call: Callable[[str, str, bytes, float], Awaitable[bytes]]
         self.reach: Callable[[str], Awaitable[None]]
         self.host: Callable[[str], Awaitable[str]]
         self.on_expelled: Callable[[list[str]], None] = lambda peers: None
-        self.keep: Callable[[bytes], None] = lambda data: None
-        self.swarm = b"" if admission is None else admission.token.swarm
-        self._secret = AESGCM(os.urandom(32))
+        self.keep: Callable[[Revocations], None] = lambda news: None
+        self.swarm = self.admission.swarm
+        self._secret = os.urandom(32)
+        self._guests: LruDict[bytes, str] = LruDict(MAX_ADMITTED)
         self._cookies: LruDict[str, bytes] = LruDict(MAX_ADMITTED)
-        self._presenting: dict[str, asyncio.Task[ConnectionError | None]] = {}
         self.tasks = TaskSet()
 
     def scoped(self, name: str) -> str:
@@ -86,13 +93,11 @@ class Gate:
 
     def check(self, peer: str) -> None:
         """Raise Refused unless `peer` is admitted."""
-        if self.admission is not None:
-            self.admission.check(peer, time.time())
+        self.admission.check(peer, time.time())
 
-    def role(self, peer: str) -> Role:
-        """Return the role of an admitted peer; that of a peer that is not admitted yet is judged by those it meets."""
-        token = None if self.admission is None else self.admission.token_of(peer)
-        return "trainer" if token is None else token.role
+    def bans(self, peer: str) -> bool:
+        """Tell whether this daemon alone refuses `peer`."""
+        return peer in self.admission.banned
 
     def guarded(self, handlers: dict[str, CallHandler]) -> dict[str, CallHandler]:
         """Return the handlers of all calls under their names in this swarm, each behind the check but one."""
@@ -104,24 +109,30 @@ class Gate:
 
             return handle
 
+        if self.swarm:
+            handlers = {**handlers, REVOKE: self._heard}
+        found = {self.scoped(name): behind(handler) for name, handler in handlers.items()}
         self.ways.update(handlers)
-        if self.admission is None:
-            return handlers
-        self.ways.update((PRESENT, REVOKE))
-        found = {self.scoped(name): behind(one) for name, one in {**handlers, REVOKE: self._heard}.items()}
-        return {**found, self.scoped(PRESENT): self._presented}
+        if self.swarm:
+            self.ways.add(PRESENT)
+            found[self.scoped(PRESENT)] = self._presented
+        return found
 
     async def present(self, peer: str) -> None:
         """See to it that this peer and `peer` have admitted each other; raises ConnectionError."""
-        if self.admission is None:
-            return
-        if peer not in self._cookies:
-            task = self._presenting.get(peer)
-            if task is None:
-                task = self._presenting[peer] = self.tasks.spawn(self._present(peer))
-                task.add_done_callback(lambda _: self._presenting.pop(peer, None))
-            if (error := await asyncio.shield(task)) is not None:
-                raise error.with_traceback(None)
+        if self.swarm and peer not in self._cookies:
+            try:
+                async with asyncio.timeout(PRESENT_SECONDS):
+                    await self.reach(peer)
+                    self._take(
+                        peer, await self.call(peer, self.scoped(PRESENT), self._own(), PRESENT_SECONDS)
+                    )
+            except TimeoutError:
+                raise ConnectionError(f"{peer} does not answer within {PRESENT_SECONDS:.0f} s") from None
+            except ConnectionError as error:
+                if "not supported" in str(error):
+                    raise Refused("it is no member of this swarm") from None
+                raise
         self.check(peer)
 
     def forget(self, peer: str) -> None:
@@ -129,97 +140,68 @@ class Gate:
         self._cookies.pop(peer, None)
 
     def lock(self, peer: str, opening: bytes) -> bytes:
-        """Return the first bytes of a direct connection to `peer`: `opening`, and its cookie in place of PeerIDs."""
-        if self.admission is None:
+        """Return the first bytes of a direct connection to `peer`, in a private swarm without PeerIDs in the clear."""
+        if not self.swarm:
             return opening
-        return self._magic(opening) + opening[4:6] + self._cookies.get(peer, b"").ljust(COOKIE_BYTES, b"\0")
+        return opening[:CLEAR_BYTES] + self._cookies.get(peer, bytes(_COOKIE_BYTES))
 
-    def unlock(self, own: str, opening: bytes, plain: Iterable[bytes]) -> bytes:
-        """Return what `lock` was given; `plain` are the beginnings that it may have. Raises Refused."""
-        if self.admission is None:
-            return opening
-        nonce, sealed = opening[6 : 6 + _NONCE_BYTES], opening[6 + _NONCE_BYTES : 6 + _PLAIN_BYTES]
-        try:
-            member = self._secret.decrypt(nonce, sealed, self.swarm)
-        except InvalidTag:
-            raise Refused(UNPRESENTED) from None
-        self.check(peer_of(member))
-        for one in plain:
-            if self._magic(one) == opening[:4]:
-                return one[:4] + opening[4:6] + member + public_key_of(own)
-        raise Refused("it does not begin as a direct connection of this swarm does")
+    def unlock(self, own: str, opening: bytes) -> bytes:
+        """Return what `lock` was given, if its sender is admitted; raises Refused."""
+        clear, rest = opening[:CLEAR_BYTES], opening[CLEAR_BYTES:]
+        if self.swarm:
+            if (guest := self._guests.get(bytes(rest))) is None:
+                raise Refused(UNPRESENTED)
+            rest = public_key_of(guest) + public_key_of(own)
+        self.check(peer_of(rest[:32]))
+        return clear + rest
 
     def adopt(self, data: bytes) -> None:
         """Take a list of the revoked, if it is newer: part from them, pass it on. Raises Refused if it is forged."""
-        admission = self.admission
-        assert admission is not None, "an open swarm has no such call"
-        if admission.revocations.encode() == data:
+        if data == self.admission.revocations.encode():
             return
         news = Revocations.decode(data, self.swarm)
-        if news.rank <= admission.revocations.rank:
+        if news <= self.admission.revocations:
             return
-        admission.revocations = news
-        self.keep(data)
+        self.admission.revocations = news
+        self.keep(news)
         self.expel()
         for peer in list(self._cookies):
             self.tasks.spawn(self._tell(peer))
 
-    def expel(self) -> None:
-        """Part from the peers whose tokens have ended or were revoked."""
-        if self.admission is not None and (out := self.admission.expel(time.time())):
+    def expel(self, banned: str = "") -> None:
+        """Part from the peers whose tokens have ended or were revoked, and from one that was `banned`."""
+        if out := self.admission.expel(time.time()) + [banned] * bool(banned):
             for peer in out:
                 self.forget(peer)
                 _log.info("%s is not admitted any more", peer)
             self.on_expelled(out)
 
-    def _magic(self, opening: bytes) -> bytes:
-        return hashlib.sha256(self.swarm + opening[:4]).digest()[:4]
-
     def _own(self) -> bytes:
-        assert self.admission is not None, "only a private swarm presents"
-        token = self.admission.token.encode()
-        return _OWN.pack(self.admission.revocations.number, len(token), token)
+        assert self.admission.token is not None, "only a private swarm presents"
+        return self.admission.token.encode()
 
     async def _presented(self, peer: str, request: bytes) -> bytes:
         """The one call of strangers."""
-        admission = self.admission
-        assert admission is not None, "only a private swarm has this call"
         try:
-            number, token = _opened(request)
-            admission.admit_from(await self.host(peer), peer, token, time.time(), time.monotonic())
+            self.admission.admit(peer, request, time.time(), await self.host(peer), time.monotonic())
         except Refused as refusal:
             _log.info("%s is not admitted: %s", peer, refusal)
             return _NO + str(refusal).encode()
-        nonce = os.urandom(_NONCE_BYTES)
-        cookie = nonce + self._secret.encrypt(nonce, public_key_of(peer), self.swarm)
-        newer = admission.revocations.encode() if admission.revocations.number > number else b""
-        return self._own() + cookie.ljust(COOKIE_BYTES, b"\0") + newer
-
-    async def _present(self, peer: str) -> ConnectionError | None:
-        """Present this peer; return why they have not admitted each other, if so."""
-        try:
-            async with asyncio.timeout(PRESENT_SECONDS):
-                await self.reach(peer)
-                answer = await self.call(peer, self.scoped(PRESENT), self._own(), PRESENT_SECONDS)
-            self._take(peer, answer)
-        except TimeoutError:
-            return ConnectionError(f"{peer} does not answer within {PRESENT_SECONDS:.0f} s")
-        except ConnectionError as error:
-            foreign = "not supported" in str(error)
-            return Refused("it is no member of this swarm") if foreign else error
-        return None
+        cookie = hmac.digest(self._secret, peer.encode(), "sha512")
+        self._guests[cookie] = peer
+        return msgspec.msgpack.encode((self._own(), cookie, self.admission.revocations.encode()))
 
     def _take(self, peer: str, answer: bytes) -> None:
-        admission = self.admission
-        assert admission is not None, "only a private swarm presents"
         if answer.startswith(_NO):
             raise Refused(printable(answer[len(_NO) :].decode(errors="replace")))
-        number, token = _opened(answer[: _OWN.size])
-        admission.admit(peer, token, time.time())
-        self._cookies[peer] = answer[_OWN.size : _OWN.size + COOKIE_BYTES]
-        if newer := answer[_OWN.size + COOKIE_BYTES :]:
-            self.adopt(newer)
-        elif number < admission.revocations.number:
+        try:
+            token, cookie, news = decode(answers, answer, MAX_ANSWER_BYTES, "answer")
+        except Malformed as error:
+            raise Refused(str(error)) from None
+        self.admission.admit(peer, token, time.time())
+        self._cookies[peer] = cookie
+        self.adopt(news)
+        if news != self.admission.revocations.encode():
             self.tasks.spawn(self._tell(peer))
 
     async def _heard(self, peer: str, data: bytes) -> bytes:
@@ -227,17 +209,9 @@ class Gate:
         return b""
 
     async def _tell(self, peer: str) -> None:
-        assert self.admission is not None, "only a private swarm revokes"
         try:
             await self.present(peer)
-            await self.call(peer, self.scoped(REVOKE), self.admission.revocations.encode(), PRESENT_SECONDS)
+            news = self.admission.revocations.encode()
+            await self.call(peer, self.scoped(REVOKE), news, PRESENT_SECONDS)
         except ConnectionError as error:
             _log.debug("%s was not told who is revoked: %s", peer, error)
-
-
-def _opened(data: bytes) -> tuple[int, bytes]:
-    """Return the number and the token of a presentation; raises Refused if it has not its size."""
-    if len(data) != _OWN.size:
-        raise Refused(f"expected a presentation of {_OWN.size} bytes, got {len(data)}")
-    number, size, token = _OWN.unpack(data)
-    return number, token[:size]

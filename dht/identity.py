@@ -12,6 +12,7 @@ import functools
 import os
 import secrets
 import stat
+from collections.abc import Callable
 from pathlib import Path
 
 import base58
@@ -47,7 +48,7 @@ class Identity:
 
     def sign(self, domain: str, data: bytes) -> bytes:
         """Return the 64-byte signature of `data` for use in `domain` only."""
-        return self.key.sign(_message(domain, data))
+        return self.key.sign(message(domain, data))
 
 
 def peer_of(public: bytes) -> str:
@@ -70,7 +71,7 @@ def public_key_of(peer: str) -> bytes:
 def verify(peer: str, domain: str, data: bytes, signature: bytes) -> bool:
     """Tell whether `signature` is what `peer` signed over `data` in `domain`; False for anything malformed."""
     try:
-        Ed25519PublicKey.from_public_bytes(public_key_of(peer)).verify(signature, _message(domain, data))
+        Ed25519PublicKey.from_public_bytes(public_key_of(peer)).verify(signature, message(domain, data))
     except (ValueError, InvalidSignature):
         return False
     return True
@@ -83,7 +84,6 @@ def load_or_create(home: Path) -> Identity:
     """
     path = home / IDENTITY_FILE
     try:
-        home.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not os.path.lexists(path):
             _create(path)
         return Identity(_parse(read_private(path)), path)
@@ -91,7 +91,8 @@ def load_or_create(home: Path) -> Identity:
         raise IdentityError(f"identity file {path}: {error.strerror or error}") from error
 
 
-def _message(domain: str, data: bytes) -> bytes:
+def message(domain: str, data: bytes) -> bytes:
+    """Return what is signed for `data` in `domain`."""
     name = domain.encode()
     return _SIGNATURE_CONTEXT + len(name).to_bytes(2, "big") + name + data
 
@@ -99,6 +100,14 @@ def _message(domain: str, data: bytes) -> bytes:
 def _create(path: Path) -> None:
     private = Ed25519PrivateKey.generate()
     data = _KEY_PREFIX + private.private_bytes_raw() + private.public_key().public_bytes_raw()
+    # A link, unlike a rename, never replaces: of two daemons starting at once, both end with the first's key.
+    with contextlib.suppress(FileExistsError):
+        write_private(path, data, os.link)
+
+
+def write_private(path: Path, data: bytes, place: Callable[[Path, Path], None] = os.replace) -> None:
+    """Write a file that only its owner may read, in one step: `place` gives the finished file its name."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     try:
@@ -106,9 +115,7 @@ def _create(path: Path) -> None:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        # A link, unlike a rename, never replaces: of two daemons starting at once, both end with the first's key.
-        with contextlib.suppress(FileExistsError):
-            os.link(temporary, path)
+        place(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
 

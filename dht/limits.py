@@ -23,6 +23,9 @@ UNKNOWN_BURST = 600.0
 tells its own. Strangers that pass on any number, or come with many PeerIDs, must not crowd out the known."""
 DISTRUST_SECONDS = 60.0
 """Time for which a peer that has sent a forged record is ignored."""
+HANDSHAKES_PER_SECOND, HANDSHAKES_BURST = 200.0, 512.0
+"""Most handshakes of connections that come in, at 1.1 ms each: a fifth of a core. A group of 64 peers of one machine
+may dial at once, twice each."""
 BURST_SECONDS = 0.25
 """Longest time over which unused rate adds up, so that control messages do not wait for bulk."""
 
@@ -85,6 +88,24 @@ class Scrutiny:
     def distrusts(self, sender: str, now: float) -> bool:
         """Tell whether `sender` is ignored for now."""
         return now < self._distrusted.get(sender, float("-inf"))
+
+
+class Handshakes:
+    """Decides which connections get a handshake. Times are seconds of one monotonic clock."""
+
+    def __init__(self) -> None:
+        self._blocks = RateLimit(HANDSHAKES_PER_SECOND / 4, HANDSHAKES_BURST / 2)
+        self._anybody = RateLimit(HANDSHAKES_PER_SECOND * 3 / 4, HANDSHAKES_BURST * 3 / 4)
+        self._met = RateLimit(HANDSHAKES_PER_SECOND / 4, HANDSHAKES_BURST / 4)
+
+    def admits(self, block: str, met: bool, now: float) -> bool:
+        """Tell whether to shake hands with a caller from a `block` of addresses; `met` if a peer was met there.
+
+        A quarter of all handshakes is kept for blocks where peers were met; no block has more than a third of the rest.
+        """
+        if met and self._met.allow("", now):
+            return True
+        return self._blocks.allow(block, now) and self._anybody.allow("", now)
 
 
 class TokenBucket:

@@ -1,93 +1,79 @@
-"""A home's memberships in private swarms: an invitation's line, the swarm's key of its founder, and who is revoked."""
+"""What a home keeps of its swarms: memberships of private ones with the founder's key, and the peers that it bans."""
 
 from __future__ import annotations
 
-import os
 import re
 import secrets
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
+
+import msgspec
 
 from equipoise.dht.admission import (
     MAX_END,
-    MAX_LINE,
+    MAX_LIST_BYTES,
     NAME_PATTERN,
-    Admission,
     Invitation,
     Link,
     Refused,
     Revocations,
     Token,
+    id_of,
     parse_invitation,
     public_half,
 )
-from equipoise.dht.identity import load_or_create, public_key_of, read_private
+from equipoise.dht.identity import load_or_create, public_key_of, read_private, write_private
+from equipoise.dht.sanitize import Malformed, decode, printable
 
 FOLDER = "swarms"
-MAX_FILE_BYTES = 64 * 1024
+BANS_FILE = "banned.json"
+MAX_BANS = 4096
+MAX_FILE_BYTES = 4 * MAX_LIST_BYTES
 
 
-@dataclass
-class Membership:
-    """One home's membership in one swarm.
+class Membership(msgspec.Struct, array_like=True):
+    """One home's membership in one private swarm, which a file of the home holds.
 
     Attributes:
-        folder: Directory of `NAME.key` (the founder's), `NAME.invitation` and `NAME.revoked`.
         invitation: The invitation by which this home is a member.
-        token: Its token.
+        key: The swarm's own secret key; empty in the homes of all but its founder.
         revocations: The newest list of the revoked that it has seen.
     """
 
-    folder: Path
     invitation: Invitation
-    token: Token
-    revocations: Revocations
-
-    @property
-    def name(self) -> str:
-        """What people call the swarm."""
-        return self.invitation.name
-
-    @property
-    def seed(self) -> bytes:
-        """The swarm's own key; raises Refused if this home has it not."""
-        path = self.folder / f"{self.name}.key"
-        if not path.exists():
-            raise Refused(f"the key of swarm {self.name} is not in this home; ask its founder")
-        return read_private(path, 32)
+    key: bytes = b""
+    revocations: Revocations = Revocations()
 
     @classmethod
     def create(cls, home: Path, name: str, now: float) -> Membership:
         """Make a swarm, whose first member this home is; raises Refused if it has one of that name."""
         if re.match(NAME_PATTERN, name) is None:
-            raise Refused(
-                f"expected a name of 1 to 32 letters, digits, dots, dashes or underscores, got {name[:64]!r}"
-            )
+            form = "1 to 32 letters, digits, dots, dashes or underscores"
+            raise Refused(f"expected a name of {form}, got {name[:64]!r}")
         if name in names(home):
             raise Refused(
                 f"this home has a swarm {name} already; use another name, or see: equipoise swarm show"
             )
-        guest, seed, own = (
-            public_key_of(load_or_create(home).peer),
-            secrets.token_bytes(32),
-            secrets.token_bytes(32),
-        )
-        root = Invitation(name, public_half(seed), (), seed)
-        first = root.invite(own, Link(public_half(own), "trainer", MAX_END, guest, may_invite=True))
-        _write(home / FOLDER / f"{name}.key", seed)
-        return cls.redeem(home, first.line, now)
+        key, guest = secrets.token_bytes(32), public_key_of(load_or_create(home).peer)
+        link = Link(bytes(32), "trainer", MAX_END, guest, may_invite=True)
+        own = cls(Invitation(name, public_half(key), (), key).invite(secrets.token_bytes(32), link), key)
+        own.save(home)
+        return own
 
     @classmethod
     def redeem(cls, home: Path, line: str, now: float) -> Membership:
         """Make this home a member by an invitation, and keep that; raises Refused."""
-        invitation = parse_invitation(line)
-        invitation.token(load_or_create(home).peer, now)
-        name = invitation.name
-        if name in names(home) and _kept(home, name).swarm != invitation.swarm:
-            raise Refused(f"this home has another swarm {name} already; give another --home")
-        _write(home / FOLDER / f"{name}.invitation", invitation.line.encode())
-        return cls.load(home, name, now)
+        own = cls(parse_invitation(line))
+        if own.invitation.name in names(home):
+            kept = cls._read(home, own.invitation.name)
+            if kept.invitation.swarm != own.invitation.swarm:
+                raise Refused(
+                    f"this home has another swarm {own.invitation.name} already; give another --home"
+                )
+            own.key, own.revocations = kept.key, kept.revocations
+        own.token(home, now)
+        own.save(home)
+        return own
 
     @classmethod
     def load(cls, home: Path, name: str, now: float) -> Membership:
@@ -97,37 +83,47 @@ class Membership:
             raise Refused(
                 f"this home has not joined a swarm {name[:64]!r} ({have}); join one with: equipoise join LINE"
             )
-        invitation, revocations = _kept(home, name), Revocations()
-        if (path := home / FOLDER / f"{name}.revoked").exists():
-            revocations = Revocations.decode(read_private(path, MAX_FILE_BYTES), invitation.swarm)
-        token = invitation.token(load_or_create(home).peer, now)
-        token.check(now, revocations.ids)
-        return cls(home / FOLDER, invitation, token, revocations)
+        own = cls._read(home, name)
+        own.token(home, now)
+        return own
 
-    def admission(self) -> Admission:
-        """Return the state of a gate that admits members of this swarm."""
-        return Admission(self.token, self.revocations)
+    @classmethod
+    def _read(cls, home: Path, name: str) -> Membership:
+        path = home / FOLDER / name
+        try:
+            return decode(memberships, read_private(path, MAX_FILE_BYTES), MAX_FILE_BYTES, "membership")
+        except (OSError, Malformed) as error:
+            raise Refused(f"{path}: {error}; restore it from a backup, or remove it and join again") from None
 
-    def keep(self, data: bytes) -> None:
-        """Keep a list of the revoked, which was verified."""
-        _write(self.folder / f"{self.name}.revoked", data)
+    def save(self, home: Path) -> None:
+        """Keep it in the home."""
+        write_private(home / FOLDER / self.invitation.name, msgspec.msgpack.encode(self))
+
+    def token(self, home: Path, now: float) -> Token:
+        """Return this home's token; raises Refused if it is no good now."""
+        return self.invitation.token(load_or_create(home).peer, now, self.revocations.ids)
 
     def invite(self, link: Link, seed: bytes, addresses: Sequence[str]) -> Invitation:
         """Issue an invitation, as the swarm itself if its key is here; raises Refused if this home may not."""
         issuer = self.invitation
-        if (self.folder / f"{self.name}.key").exists():
-            issuer = Invitation(self.name, self.token.swarm, (), self.seed)
-        return issuer.invite(seed, replace(link, key=public_half(seed)), addresses)
+        if self.key:
+            issuer = Invitation(issuer.name, issuer.swarm, (), self.key)
+        return issuer.invite(seed, link, addresses)
 
-    def revoke(self, ids: Collection[str]) -> Revocations:
+    def revoke(self, home: Path, ids: Collection[str]) -> Revocations:
         """Sign the next list of the revoked, and keep it; raises Refused if the swarm's key is not here."""
-        if not frozenset(self.token.ids).isdisjoint(ids):
-            raise Refused(
-                "that is this home itself, or the invitation by which it is a member; nothing was revoked"
-            )
-        self.revocations = self.revocations.add(self.seed, ids)
-        self.keep(self.revocations.encode())
+        name, own = self.invitation.name, self.token(home, 0.0).ids
+        if not self.key:
+            raise Refused(f"the key of swarm {name} is not in this home; ask its founder")
+        if not frozenset(own).isdisjoint(ids):
+            me = "that is this home itself, or the invitation by which it is a member"
+            raise Refused(f"{me}; nothing was revoked")
+        self.revocations = self.revocations.add(self.key, ids)
+        self.save(home)
         return self.revocations
+
+
+memberships = msgspec.msgpack.Decoder(Membership)
 
 
 def revoked_by(target: str, members: Collection[Token]) -> list[str]:
@@ -138,7 +134,7 @@ def revoked_by(target: str, members: Collection[Token]) -> list[str]:
     if re.fullmatch(r"[0-9a-f]{32}", target):
         return [target]
     try:
-        own = public_key_of(target)[:16].hex()
+        own = id_of(public_key_of(target))
     except ValueError as error:
         raise Refused(f"expected a PeerID, or the 32 hex digits of an invitation: {error}") from None
     return [own, *(token.links[-1].id for token in members if token.peer == target)]
@@ -146,18 +142,36 @@ def revoked_by(target: str, members: Collection[Token]) -> list[str]:
 
 def names(home: Path) -> list[str]:
     """Return the names of the swarms that `home` has joined."""
-    return sorted(path.stem for path in (home / FOLDER).glob("*.invitation"))
+    return sorted(path.name for path in (home / FOLDER).glob("[!.]*"))
 
 
-def _kept(home: Path, name: str) -> Invitation:
-    return parse_invitation(
-        read_private(home / FOLDER / f"{name}.invitation", MAX_LINE).decode(errors="replace")
-    )
+def bans(home: Path) -> dict[str, str]:
+    """Return the reasons for which this home bans peers, by PeerID; raises Refused if they cannot be read."""
+    path = home / BANS_FILE
+    try:
+        return msgspec.json.decode(read_private(path, MAX_FILE_BYTES), type=dict[str, str])
+    except FileNotFoundError:
+        return {}
+    except (OSError, UnicodeDecodeError, msgspec.MsgspecError) as error:
+        raise Refused(f"{path}: {error}; correct it, or remove it to lift all bans") from None
 
 
-def _write(path: Path, data: bytes) -> None:
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(data)
-    temporary.replace(path)
+def ban(home: Path, peer: str, reason: str | None) -> dict[str, str]:
+    """Keep the ban of a peer, or lift it if the reason is None; return all bans. Raises Refused."""
+    found = bans(home)
+    if reason is None and found.pop(peer, None) is None:
+        raise Refused(f"{peer[:64]!r} is not banned here")
+    if reason is not None:
+        try:
+            public_key_of(peer)
+        except ValueError as error:
+            raise Refused(str(error)) from None
+        if peer == load_or_create(home).peer:
+            raise Refused("that is this daemon itself; nothing was banned")
+        if len(found) >= MAX_BANS:
+            raise Refused(
+                f"{MAX_BANS} peers are banned here, the maximum; lift one with: equipoise allow PEER"
+            )
+        found[peer] = printable(reason)
+    write_private(home / BANS_FILE, msgspec.json.format(msgspec.json.encode(found)))
+    return found

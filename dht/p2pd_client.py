@@ -18,7 +18,7 @@ import base58
 
 from equipoise.dht import streams
 from equipoise.dht.address import is_relayed
-from equipoise.dht.admission import UNPRESENTED, Refused
+from equipoise.dht.admission import UNPRESENTED
 from equipoise.dht.gate import CallHandler, Gate
 from equipoise.dht.hivemind_imports import P2P, Multiaddr, PeerID, p2pd_pb2, peer_id_of
 from equipoise.dht.limits import Tally
@@ -201,10 +201,6 @@ async def _bounded(request: Awaitable[Any], what: str, seconds: float = REQUEST_
         raise P2pdClientError(f"{what}: {printable(text, ERROR_CHARACTERS)}") from error
 
 
-def _nobody(peer: str) -> None:
-    raise Refused("this listener has no gate yet")
-
-
 class StreamListener:
     """Listens at a unix socket, `path`, for the streams of one `protocol`, which p2pd hands over.
 
@@ -217,7 +213,7 @@ class StreamListener:
         self.path = path
         self._most = most
         self._handler = handler
-        self.check = _nobody
+        self.check: Callable[[str], None]
         self._acceptor: Acceptor | None = None
         self._tasks = TaskSet()
         self._per_peer = Tally()

@@ -209,6 +209,7 @@ class RecordProtocol:
         relays: Whether it relays for others.
         traversals: The look-ups under way; they end soon after the link is detached, because calls then fail at once.
         handlers: The unary handlers to register with p2pd.
+        bans: Tells whether this daemon refuses a peer.
         doubled_until: Monotonic time until which another daemon counts as speaking with this daemon's identity.
     """
 
@@ -229,6 +230,7 @@ class RecordProtocol:
         self._instance = secrets.token_bytes(MAX_INSTANCE_BYTES)
         self._instances = Instances()
         self._link = link
+        self.bans = link.gate.bans
         self.dialer = dialer
         self._limit = RateLimit(CALLS_PER_SECOND, CALLS_BURST)
         self._scrutiny = Scrutiny()

@@ -14,7 +14,7 @@ from typing import Any
 from humanfriendly.text import pluralize
 
 from equipoise.dht import address as multiaddr
-from equipoise.dht.admission import Refused
+from equipoise.dht.admission import Admission, Refused, Revocations
 from equipoise.dht.autonat import Reach
 from equipoise.dht.bootstrap import Bootstrap, Contacts
 from equipoise.dht.dialer import Dialer
@@ -25,7 +25,7 @@ from equipoise.dht.gate import Gate
 from equipoise.dht.identity import load_or_create
 from equipoise.dht.interfaces import Rank, ranks_of_own_addresses, told
 from equipoise.dht.limits import Caps
-from equipoise.dht.membership import Membership, revoked_by
+from equipoise.dht.membership import Membership, ban, bans, revoked_by
 from equipoise.dht.options import SwarmOptions
 from equipoise.dht.p2pd import DIRECT_PORT, LIBP2P_PORT, P2pdOptions, claim, has_family, make_runtime_dir
 from equipoise.dht.p2pd_client import P2pdClient, P2pdClientError
@@ -66,12 +66,14 @@ class Swarm:
         """Check everything that can be checked without a network; with a `membership` the swarm is a private one.
 
         Raises AddressError if an address is malformed, IdentityError if the identity file in `home` cannot be used,
-        OSError without a directory for sockets.
+        OSError without a directory for sockets, Refused if the membership has ended or the bans cannot be read.
         """
         self._options = options or SwarmOptions()
+        self._home = home
         self.membership = membership
-        told = () if membership is None else membership.invitation.addresses
-        self._join = [multiaddr.parse_address(text) for text in dict.fromkeys((*self._options.join, *told))]
+        self._join = [multiaddr.parse_address(text) for text in dict.fromkeys(self._options.join)]
+        if membership is not None:
+            self._join += multiaddr.well_formed(membership.invitation.addresses)
         usual = filter(has_family, map(multiaddr.parse_listen, DEFAULT_LISTEN))
         named = map(multiaddr.parse_listen, self._options.listen)
         self._listen = () if self._options.client_mode else tuple(named) or tuple(usual)
@@ -94,14 +96,15 @@ class Swarm:
     def _build(self) -> None:
         options, peer, dialable = self._options, self.peer, bool(self._listen)
         member = self.membership
-        gate = self.gate = Gate(None if member is None else member.admission())
-        gate.on_expelled = self._part
+        token, news = (
+            (None, None) if member is None else (member.token(self._home, time.time()), member.revocations)
+        )
+        gate = self.gate = Gate(Admission(token, news, bans(self._home)))
+        gate.on_expelled, gate.keep = self._part, self._keep
         link = self._link = P2pdClient(self._runtime / "p2pd.sock", gate)
         policy = DialPolicy(private_networks)
         dialer = self._dialer = Dialer(link, peer, policy)
         gate.reach, gate.host = dialer.reach, dialer.host_of
-        if member is not None:
-            gate.keep = member.keep
         protocol = self._protocol = RecordProtocol(peer, dialable, link, dialer)
         hosts = dict.fromkeys(one.host for one in self._listen)
         listen = [multiaddr.ListenAddress(host, host, 0) for host in hosts]
@@ -157,12 +160,18 @@ class Swarm:
 
     def role(self, peer: str) -> str:
         """Return the role of this member or of another one; all are trainers in an open swarm."""
-        return self.gate.role(peer)
+        return self.gate.admission.role(peer)
+
+    def standing(self, peer: str) -> str:
+        """Return what `peer` may do in rounds: its role, or `banned`."""
+        return "banned" if self.gate.bans(peer) else self.role(peer)
 
     def reach(self, peer: str) -> ReachStatus:
         """Return how this member reaches `peer`: by an open channel, the result of a try, or the peer's own word."""
         if peer == self.peer:
             return self._reach.status()
+        if self.gate.bans(peer):
+            return ReachStatus("unreachable", f"banned here: {self.gate.admission.banned[peer]}".rstrip(": "))
         if channels := self.direct.channels.having(peer):
             punched = any(channel.punched for channel in channels)
             return ReachStatus(
@@ -275,19 +284,18 @@ class Swarm:
 
     def _private(self) -> dict[str, Any]:
         """The part of the status that only a private swarm has."""
-        member = self.membership
-        if member is None or self.gate.admission is None:
+        token, member = self.gate.admission.token, self.membership
+        if token is None or member is None:
             return {}
-        token, others = member.token, self.gate.admission.members(time.time())
-        told = {"name": member.name, "key": token.swarm.hex(), "role": token.role, "until": float(token.end)}
-        return {**told, "members": tuple(sorted(one.peer for one in others))}
+        others = tuple(sorted(one.peer for one in self.gate.admission.members(time.time())))
+        told = {"name": member.invitation.name, "key": token.swarm.hex(), "role": token.role}
+        return {**told, "until": float(token.end), "members": others}
 
     def _ended(self) -> list[str]:
         """Return why this member is one no longer, if so."""
-        admission = self.gate.admission
         try:
-            if admission is not None:
-                admission.token.check(time.time(), admission.revocations.ids)
+            if (token := self.gate.admission.token) is not None:
+                token.check(time.time(), self.gate.admission.revocations.ids)
         except Refused as error:
             return [f"this daemon is out of its swarm: {error}"]
         return []
@@ -297,13 +305,22 @@ class Swarm:
 
         Raises Refused if this home has not the key of its swarm.
         """
-        member, admission = self.membership, self.gate.admission
-        if member is None or admission is None:
+        if self.membership is None:
             raise Refused("this daemon is in no private swarm; start it with --swarm NAME")
-        ids = revoked_by(target, admission.members(time.time()))
-        member.revocations = admission.revocations
-        self.gate.adopt(member.revoke(ids).encode())
+        ids = revoked_by(target, self.gate.admission.members(time.time()))
+        self.gate.adopt(self.membership.revoke(self._home, ids).encode())
         return ids
+
+    def ban(self, peer: str, reason: str | None) -> None:
+        """Have this daemon alone part from a peer and refuse it, or lift that if the reason is None; raises Refused."""
+        self.gate.admission.banned = ban(self._home, peer, reason)
+        if reason is not None:
+            self.gate.expel(peer)
+
+    def _keep(self, news: Revocations) -> None:
+        if self.membership is not None:
+            self.membership.revocations = news
+            self.membership.save(self._home)
 
     def _standing(self) -> tuple[State, str]:
         if self._supervisor.reason:
@@ -341,7 +358,8 @@ class Swarm:
             for channel in (*self.direct.channels.having(peer), *self.transport.channels.having(peer)):
                 channel.close("it was expelled from the swarm")
             self._protocol.lose(peer)
-            self._protocol.record_store.bury(peer, time.monotonic())
+            if not self.gate.bans(peer):  # The record of a banned one is shown, and offered to no run.
+                self._protocol.record_store.bury(peer, time.monotonic())
             self._tasks.spawn(self._hang_up(peer))
 
     async def _hang_up(self, peer: str) -> None:

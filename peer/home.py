@@ -30,6 +30,7 @@ OWN_FILES = (
     "rounds.",
     "swarm.json",
     "swarms",
+    "banned.json",
     CHECKPOINTS,
 )
 

@@ -105,6 +105,7 @@ class PeerRow(msgspec.Struct, frozen=True):
         name: Its name for people, by its own word; empty if it does not say.
         tags: Properties of its machine, by its own word.
         role: Its role in a private swarm, by its invitation; `trainer` in the open one.
+        banned: Whether this daemon refuses it; `why` has the reason.
     """
 
     run: str
@@ -122,6 +123,7 @@ class PeerRow(msgspec.Struct, frozen=True):
     name: str = ""
     tags: tuple[str, ...] = ()
     role: str = "trainer"
+    banned: bool = False
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):

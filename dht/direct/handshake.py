@@ -31,6 +31,8 @@ VERSION = 6
 MAGIC = b"EQPD"
 _PREFACE = struct.Struct("!4sBB32s32s")
 PREFACE_BYTES = _PREFACE.size
+SILENT_SECONDS = 2.0
+"""Longest wait of a dialling peer for the next byte of the handshake: what says nothing must not hold the dials."""
 HANDSHAKE_BYTES = 4096
 """Most bytes of TLS' handshake that are read at once."""
 MAX_RECORDS = 4
@@ -83,7 +85,11 @@ async def secure(
         tls = TlsSession(context, server=not dialler)
         while not tls.shake_hands():
             await loop.sock_sendall(connection, tls.seal())
-            tls.feed(await loop.sock_recv(connection, HANDSHAKE_BYTES))
+            try:
+                async with asyncio.timeout(SILENT_SECONDS if dialler else None):
+                    tls.feed(await loop.sock_recv(connection, HANDSHAKE_BYTES))
+            except TimeoutError:
+                raise Refused("timeout", f"it has sent no byte for {SILENT_SECONDS:.0f} s") from None
         expected = preface.acceptor if dialler else preface.dialler
         if tls.peer != expected:
             raise Refused("impostor", f"it holds the key of {tls.peer or 'no peer'}, not of {expected}")

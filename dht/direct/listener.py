@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
-from equipoise.dht.address import ListenAddress, is_ip, is_loopback
+from equipoise.dht.address import ListenAddress, block_of, is_ip, is_loopback
 from equipoise.dht.dialpolicy import Place
 from equipoise.dht.direct.errors import Refused
 from equipoise.dht.direct.handshake import PREFACE_BYTES
@@ -119,9 +119,7 @@ class WaitingRoom:
 
     def enter(self, guest: Hashable, address: str) -> Any:
         """Let in `guest` from an IP address; return the guest that must go for it, or None."""
-        evicted, host = None, address
-        if ":" in address:  # One customer has 2**64 addresses of IPv6.
-            host = str(ipaddress.ip_network((address.partition("%")[0], 64), strict=False))
+        evicted, host = None, block_of(address)
         if len(self._waiting) >= MAX_WAITING:
             # Of equals, the first counted: that of the oldest stranger.
             [(most, _)] = Counter(self._waiting.values()).most_common(1)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from equipoise.dht import admission
-from equipoise.dht.address import ListenAddress
+from equipoise.dht.address import ListenAddress, block_of
 from equipoise.dht.dialpolicy import DialPolicy, Place, private_networks
 from equipoise.dht.direct import handshake
 from equipoise.dht.direct.credential import Allowlist, issue
 from equipoise.dht.direct.errors import Refusals, Refused, Why
-from equipoise.dht.direct.handshake import MAGIC, PREFACE_BYTES, Preface, parse_preface
+from equipoise.dht.direct.handshake import PREFACE_BYTES, Preface, parse_preface
 from equipoise.dht.direct.listener import (
     ORIGIN_MAGIC,
     ORIGIN_QUESTION,
@@ -26,6 +26,7 @@ from equipoise.dht.direct.sockets import connect, keep_alive, receive_exactly, s
 from equipoise.dht.direct.tls import make_context
 from equipoise.dht.gate import Gate
 from equipoise.dht.identity import Identity
+from equipoise.dht.limits import Handshakes
 from equipoise.dht.options import DEFAULT_LAYER, Layer
 from equipoise.dht.state import DirectStatus
 from equipoise.dht.streams import Stream
@@ -36,12 +37,14 @@ from equipoise.tasks import TaskSet
 OPEN_SECONDS = 10.0
 """Longest time to wait for a turn, dial and shake hands, over all of a peer's addresses."""
 MAX_OPENING = 8
-"""Most peers that this one dials at once: a handshake costs each end 7 ms of a processor. Where twenty daemons of a
-machine met at once and opened all at once, all handshakes took too long, and began anew, for minutes."""
+"""Most peers that this one dials at once, half of them for peers met in rounds: a handshake costs each end 7 ms of a
+processor. Where twenty daemons of a machine met at once and opened all at once, all handshakes took too long, and began
+anew, for minutes."""
 HANDSHAKE_SECONDS = 10.0
 """Longest handshake of a peer that dials this one, from its first byte to its greeting."""
-ADMIT_SECONDS = 2.0
-"""Longest wait of a dialling peer for its admission. That peer may get the round's manifest before this peer does."""
+ADMIT_SECONDS = 1.5
+"""Longest wait of a dialling peer for its admission, less than its patience (`handshake.SILENT_SECONDS`). That peer may
+get the round's manifest before this peer does."""
 MAX_FAILURES = 1024
 """Most peers remembered that could not be dialled, each with the reason: as many as are admitted."""
 
@@ -86,7 +89,10 @@ class DirectTransport:
         self.channels = OpenChannels()
         self._failures: LruDict[str, str] = LruDict(MAX_FAILURES)
         self.on_meet: Callable[[str], None] = lambda peer: None
+        self._handshakes = Handshakes()
+        self._hosts: LruDict[str, str] = LruDict(MAX_FAILURES)
         self._opening = asyncio.Semaphore(MAX_OPENING)
+        self._strangers = asyncio.Semaphore(MAX_OPENING // 2)
         self._tasks = TaskSet()
 
     def status(self) -> DirectStatus:
@@ -109,6 +115,7 @@ class DirectTransport:
 
     def meet(self, peer: str) -> None:
         """Note that a round with `peer` begins; calls `on_meet` if `peer` was admitted."""
+        self._gate.met[peer] = None
         if self._allowlist.get(peer) is not None:
             self.on_meet(peer)
 
@@ -149,7 +156,8 @@ class DirectTransport:
         """Open a channel to `peer` within `OPEN_SECONDS`; raises ConnectionError with the reason if that fails."""
         failures = []
         try:
-            async with asyncio.timeout(OPEN_SECONDS), self._opening:
+            slot = contextlib.nullcontext() if peer in self._gate.met else self._strangers
+            async with asyncio.timeout(OPEN_SECONDS), slot, self._opening:
                 await self._gate.present(peer)
                 self.channels.check_room(peer)
                 for host, port in self._allowlist.current(peer):
@@ -199,10 +207,12 @@ class DirectTransport:
             if dialled:
                 self.channels.check_room(peer)
                 return self._enter(peer, await self._claim(connection, peer, address))
-            preface = parse_preface(self._unlocked(await receive_exactly(connection, PREFACE_BYTES)))
+            preface = parse_preface(
+                self._gate.unlock(self.peer, await receive_exactly(connection, PREFACE_BYTES))
+            )
             if preface.dialler != peer:
                 raise Refused("other peer", f"{preface.dialler} is where {peer} was expected")
-            return await self._introduce(connection, preface)
+            return await self._introduce(connection, preface, block_of(address[0]))
         finally:
             connection.close()
 
@@ -229,13 +239,6 @@ class DirectTransport:
         """Return the question for one's own address that the listener of `peer` answers."""
         return self._gate.lock(peer, ORIGIN_QUESTION)
 
-    def _unlocked(self, opening: bytes) -> bytes:
-        """Return the first bytes of a connection in the clear; raises Refused if the gate does not let them in."""
-        try:
-            return self._gate.unlock(self.peer, opening, (MAGIC, ORIGIN_MAGIC))
-        except admission.Refused as error:
-            raise Refused("not a member", str(error)) from None
-
     def _accept(self, connection: socket.socket, address: Place) -> None:
         task = self._tasks.spawn(self._welcome(connection, address))
         task.add_done_callback(lambda _: connection.close())
@@ -249,34 +252,37 @@ class DirectTransport:
         assert task is not None
         try:
             async with asyncio.timeout(HANDSHAKE_SECONDS):
-                opening = self._unlocked(await receive_exactly(connection, PREFACE_BYTES))
+                opening = self._gate.unlock(self.peer, await receive_exactly(connection, PREFACE_BYTES))
                 if opening.startswith(ORIGIN_MAGIC):
                     await asyncio.get_running_loop().sock_sendall(connection, origin_answer(*address))
                     return
                 if self.channels.handler is None:
                     return
-                channel = await self._introduce(connection, parse_preface(opening))
+                channel = await self._introduce(connection, parse_preface(opening), block_of(host))
         except TimeoutError:
             self._refuse("timeout", f"{host} did not prove who it is in {HANDSHAKE_SECONDS:.0f} s")
             return
         except OSError as error:
-            self._refuse(error.why if isinstance(error, Refused) else "went away", f"{host}: {said(error)}")
+            self._refuse(getattr(error, "why", "went away"), f"{host}: {said(error)}")
             return
         finally:
             self._waiting.leave(task)
         await self.channels.handle(channel)
 
-    async def _introduce(self, connection: socket.socket, preface: Preface) -> FramedChannel:
+    async def _introduce(self, connection: socket.socket, preface: Preface, block: str) -> FramedChannel:
         tune(connection)
         if preface.acceptor != self.peer:
             raise Refused("other peer", f"{preface.dialler} wants to reach {preface.acceptor}")
         await self._allowlist.expect(preface.dialler, ADMIT_SECONDS)
+        if not self._handshakes.admits(block, self._hosts.get(block) in self._gate.met, time.monotonic()):
+            raise Refused("too many", "more handshakes than this peer has time for")
         stream = await handshake.secure(connection, self._context, preface, dialler=False)
         try:
             self.channels.check_room(preface.dialler)
         except ConnectionError as error:
             stream.close()
             raise Refused("too many", str(error)) from None
+        self._hosts[block] = preface.dialler
         return self._enter(preface.dialler, stream)
 
     def _refuse(self, why: Why, text: str) -> None:

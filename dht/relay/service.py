@@ -27,7 +27,7 @@ from equipoise.dht.streams import Stream, StreamClosed, closed_on_failure, recei
 from equipoise.tasks import end
 
 MAX_RESERVATIONS = 128
-"""Most reservations: go-libp2p's own default."""
+"""Most reservations: go-libp2p's own default. Half of them are for peers met in rounds."""
 MAX_CIRCUITS = 64
 """Most circuits in all; each holds four descriptors and a chunk of memory."""
 MAX_CIRCUITS_PER_PEER = 16
@@ -195,16 +195,22 @@ class RelayService:
     async def _reserve(self, peer: str, stream: Stream) -> None:
         now = time.monotonic()
         self._reserved = {one: until for one, until in self._reserved.items() if until > now}
-        if peer not in self._reserved and len(self._reserved) >= MAX_RESERVATIONS:
+        if self._full(peer):
             # Peers that have gone do not cancel their reservations.
             here = await self._dialer.refresh()
             self._reserved = {one: until for one, until in self._reserved.items() if one in here}
-        if peer not in self._reserved and len(self._reserved) >= MAX_RESERVATIONS:
-            raise RequestRefused(Status.RESERVATION_REFUSED, f"{MAX_RESERVATIONS} are taken")
+        if self._full(peer):
+            raise RequestRefused(Status.RESERVATION_REFUSED, f"{len(self._reserved)} are taken")
         self._reserved[peer] = now + RESERVED_SECONDS
         _log.info("relaying for %s", peer)
         # Equipoise's peers ignore the expiry; others compare it with their own clocks. So it is far in the future.
         await send(stream, Hop(kind=Kind.STATUS, reservation={"expires": 2**40}, status=Status.OK))
+
+    def _full(self, peer: str) -> bool:
+        met, taken = self._link.gate.met, self._reserved
+        if peer in met or peer in taken:
+            return peer not in taken and len(taken) >= MAX_RESERVATIONS
+        return len(taken) >= MAX_RESERVATIONS or len(taken.keys() - met.keys()) >= MAX_RESERVATIONS // 2
 
     def _check(self, peer: str, target: str) -> None:
         """Raise RequestRefused unless a circuit from `peer` to `target` may be opened."""

@@ -74,6 +74,7 @@ def print_peers(peers: Sequence[PeerRow]) -> None:
     for row in peers:
         name = (row.name or "-") + (" (this one)" if row.me else "")
         state = "other options" if not row.same_spec else "ready" if row.ready else "computing"
+        state = "banned" if row.banned else state
         rows.append((name, _short(row.peer), row.run, state, str(row.round), f"{row.accumulated:g}"))
     titles = ("name", "peer", "run", "state", "round", "accumulated")
     once = {row.peer: row for row in peers}.values()

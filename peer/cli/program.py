@@ -57,9 +57,8 @@ def equipoise(context: click.Context) -> None:
 
 for verb in (verbs.demo, verbs.daemon, verbs.launch, verbs.status, verbs.peers, verbs.rounds, verbs.stop):
     equipoise.add_command(verb)
-equipoise.add_command(plan.plan)
-equipoise.add_command(swarms.swarm)
-equipoise.add_command(swarms.join)
+for verb in (plan.plan, swarms.swarm, swarms.join, swarms.ban, swarms.allow):
+    equipoise.add_command(verb)
 
 
 def main() -> None:

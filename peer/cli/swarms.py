@@ -1,23 +1,25 @@
-"""The verbs of private swarms: `swarm create`, `invite`, `revoke` and `show`, and `join`."""
+"""The verbs that say whom a daemon lets in: `swarm create`, `invite`, `revoke` and `show`, `join`, `ban`, `allow`."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import secrets
 import time
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import click
 
+from equipoise.dht import membership
 from equipoise.dht.admission import ROLES, Link
 from equipoise.dht.identity import public_key_of
-from equipoise.dht.membership import Membership, names, revoked_by
+from equipoise.dht.membership import FOLDER, Membership, names, revoked_by
 from equipoise.peer.cli import output
 from equipoise.peer.cli.verbs import ask, daemon_options, home_option, json_option
 from equipoise.peer.config import find_home, load
-from equipoise.peer.control.messages import AskStatus, Revoke
+from equipoise.peer.control.messages import AskStatus, Ban, Revoke
 from equipoise.peer.daemon import run_daemon
 from equipoise.peer.errors import ConfigError, EquipoiseError, NoDaemon
 
@@ -46,12 +48,9 @@ def swarm() -> None:
 def create(name: str, home: str | None) -> None:
     """Make the key of a swarm in this home, whose daemon is its first member."""
 
-    place = _home(home)
-    try:
-        made = Membership.create(place, name, time.time())
-    except ConnectionError as error:
-        raise ConfigError(str(error)) from error
-    click.echo(f"made swarm {name} ({made.token.swarm.hex()}); its key is in {made.folder}: keep a copy")
+    made = Membership.create(_home(home), name, time.time())
+    place = _home(home) / FOLDER / name
+    click.echo(f"made swarm {name} ({made.invitation.swarm.hex()}); its key is in {place}: keep a copy")
     click.echo(f"next: equipoise daemon --swarm {name}, then: equipoise swarm invite")
 
 
@@ -77,13 +76,10 @@ def invite(
 
     addresses, issuer = _addresses(home, name), _membership(home, name)
     end = int(time.time()) + days * DAY_SECONDS
-    try:
-        only = public_key_of(guest) if guest else b""
-        made = issuer.invite(Link(b"", role, end, only, may_invite), secrets.token_bytes(32), addresses)
-    except (ConnectionError, ValueError) as error:
-        raise EquipoiseError(str(error)) from error
+    link = Link(bytes(32), role, end, public_key_of(guest) if guest else b"", may_invite)
+    made = issuer.invite(link, secrets.token_bytes(32), addresses)
     if not addresses:
-        told = f"no daemon of swarm {issuer.name} runs here, so the line has no address"
+        told = f"no daemon of swarm {made.name} runs here, so the line has no address"
         click.echo(f"warning: {told}: start one, or have the guest add --join ADDRESS", err=True)
     click.echo(made.line)
     click.echo(f"invitation {made.links[-1].id}, {role}, {days} days", err=True)
@@ -106,11 +102,8 @@ def revoke(target: str, name: str | None, home: str | None) -> None:
         revoked: tuple[str, ...] = ask(home, Revoke(target))
     except NoDaemon:
         member = _membership(home, name)
-        try:
-            revoked = tuple(revoked_by(target, ()))
-            member.revoke(revoked)
-        except ConnectionError as error:
-            raise EquipoiseError(str(error)) from error
+        revoked = tuple(revoked_by(target, ()))
+        member.revoke(_home(home), revoked)
         click.echo("no daemon runs here: others learn it when one starts", err=True)
     click.echo(f"revoked {', '.join(revoked)}; other peers that joined by that invitation need a new one")
 
@@ -141,6 +134,36 @@ def join(line: str, **flags: Any) -> None:
     run_daemon.run_daemon(load({**flags, "invite": line}))
 
 
+@click.command(short_help="Refuse a peer, here only.")
+@click.argument("peer", metavar="PEERID")
+@click.option("--reason", default="", metavar="TEXT", help="Why, for `equipoise peers`.")
+@home_option
+def ban(peer: str, reason: str, home: str | None) -> None:
+    """Have the daemon of this home refuse a peer, in every run and swarm, until `equipoise allow PEERID`.
+
+    Others are not told: a group that one of them forms with that peer is formed without this daemon.
+    """
+    _decide(home, Ban(peer, reason))
+    click.echo(f"banned {peer}; to lift it: equipoise allow {peer}")
+
+
+@click.command(short_help="Refuse a banned peer no longer.")
+@click.argument("peer", metavar="PEERID")
+@home_option
+def allow(peer: str, home: str | None) -> None:
+    """Lift the ban of a peer."""
+    _decide(home, Ban(peer, None))
+    click.echo(f"{peer} is not banned any more")
+
+
+def _decide(home: str | None, decision: Ban) -> None:
+    """Have the daemon of the home keep a decision, or keep it for the next one."""
+    try:
+        ask(home, decision)
+    except NoDaemon:
+        membership.ban(_home(home), decision.peer, decision.reason)
+
+
 def _home(home: str | None) -> Path:
     return find_home(home, os.environ)[0]
 
@@ -156,39 +179,23 @@ def _addresses(home: str | None, name: str | None) -> tuple[str, ...]:
 
 def _membership(home: str | None, name: str | None) -> Membership:
     """The membership that is meant."""
-
-    place = _home(home)
-    known = names(place)
+    known = names(_home(home))
     if name is None and len(known) > 1:
-        try:
+        with contextlib.suppress(NoDaemon):
             name = ask(home, AskStatus()).swarm.name or None
-        except NoDaemon:
-            name = None
-    if name is None and len(known) != 1:
-        _unclear(known)
-    try:
-        return Membership.load(place, name or known[0], time.time())
-    except ConnectionError as error:
-        raise ConfigError(str(error)) from error
-
-
-def _unclear(known: list[str]) -> NoReturn:
-    if known:
+    if not known:
+        raise ConfigError("this home is in no private swarm", "make one with: equipoise swarm create NAME")
+    if name is None and len(known) > 1:
         raise ConfigError(f"this home is in the swarms {', '.join(known)}", "say which with --swarm NAME")
-    raise ConfigError("this home is in no private swarm", "make one with: equipoise swarm create NAME")
+    return Membership.load(_home(home), name or known[0], time.time())
 
 
 def _told(home: str | None, name: str) -> dict[str, Any]:
     member = _membership(home, name)
-    return {
-        "name": name,
-        "key": member.token.swarm.hex(),
-        "founder": (member.folder / f"{name}.key").exists(),
-        "role": member.token.role,
-        "until": member.token.end,
-        "invitation": member.token.links[-1].id,
-        "revoked": sorted(member.revocations.ids),
-    }
+    link = member.invitation.links[-1]
+    told = {"name": name, "key": member.invitation.swarm.hex(), "founder": bool(member.key)}
+    told |= {"role": link.role, "until": link.end, "invitation": link.id}
+    return told | {"revoked": member.revocations.ids}
 
 
 def _print_qr(line: str) -> None:

@@ -218,6 +218,13 @@ class Revoke(Request[tuple[str, ...]], frozen=True):
     target: str
 
 
+class Ban(Request[None], frozen=True):
+    """Have the daemon refuse a peer for a reason, which may be empty; with None as reason it does so no longer."""
+
+    peer: str
+    reason: str | None
+
+
 class StopDaemon(Request[None], frozen=True):
     """Stop gracefully; answered before the daemon ends."""
 

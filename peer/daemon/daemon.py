@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 import msgspec
 import psutil
 
-from equipoise.dht import admission
 from equipoise.dht.sanitize import escaped
 from equipoise.dht.state import AddressState, BootstrapStatus, SwarmStatus
 from equipoise.peer.config import Loaded
@@ -158,15 +157,12 @@ class Daemon:
         )
 
     def revoke(self, target: str) -> tuple[str, ...]:
-        """Revoke a PeerID or an invitation of the private swarm; returns what the signed list names for it.
+        """Revoke a PeerID or an invitation of the private swarm; returns what the signed list names for it."""
+        return tuple(self._swarm.revoke(target))
 
-        Raises:
-            Refused: This home has not the key of the swarm.
-        """
-        try:
-            return tuple(self._swarm.revoke(target))
-        except admission.Refused as error:
-            raise Refused(str(error)) from error
+    def ban(self, peer: str, reason: str | None) -> None:
+        """Refuse a peer, in rounds too, or with None as reason no longer."""
+        self._swarm.ban(peer, reason)
 
     async def _start(self) -> None:
         failures.set(self._failures)

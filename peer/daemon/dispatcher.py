@@ -33,6 +33,9 @@ class Serving(Protocol):
     def revoke(self, target: str) -> tuple[str, ...]:
         """Revoke a PeerID or an invitation of the private swarm."""
 
+    def ban(self, peer: str, reason: str | None) -> None:
+        """Refuse a peer, or with None as reason no longer."""
+
 
 class Dispatcher:
     """Does the requests of one client, whatever brings them.
@@ -90,6 +93,9 @@ class Dispatcher:
                 return self._daemon.history.last(min(max(limit, 1), MAX_ROUNDS_LISTED))[-MAX_ROUNDS_LISTED:]
             case messages.Revoke(target):
                 return self._daemon.revoke(target)
+            case messages.Ban(peer, reason):
+                self._daemon.ban(peer, reason)
+                return None
             case messages.StopDaemon():
                 self._daemon.request_stop(f"asked by {self.client}")
                 return None

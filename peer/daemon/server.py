@@ -10,6 +10,7 @@ import socket
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
+from equipoise.dht.admission import Refused as NotAdmitted
 from equipoise.dht.streams import Acceptor
 from equipoise.peer.control import messages
 from equipoise.peer.control.messages import CONTROL_VERSION, Hello
@@ -171,7 +172,7 @@ class ServedClient:
             request = messages.decode_request(content)
             what = type(request).__name__
             return messages.encode_reply(number, await self._dispatcher.do(request))
-        except (EquipoiseError, ValueError) as error:
+        except (EquipoiseError, NotAdmitted, ValueError) as error:
             if self._leaving:
                 return None
             failure = _reason(error)

@@ -193,7 +193,8 @@ class Session:
         rows = []
         for purpose, run_driver in list(self._run_drivers.items()):
             spec = self._specs[purpose]
-            known = await self._swarm.directory.peers(spec.name)
+            directory = self._swarm.directory
+            known = [*await directory.peers(spec.name), *directory.banned(spec.name)]
             rows += [self._row(spec, run_driver, found) for found in known if not found.left]
         return rows
 
@@ -298,6 +299,7 @@ class Session:
             name=self._swarm.name(found.peer),
             tags=found.tags,
             role=self._swarm.role(found.peer),
+            banned=self._swarm.standing(found.peer) == "banned",
         )
 
     async def leave(self, reason: str) -> None:

@@ -25,7 +25,7 @@ class Signer:
     """The router's view of an identity."""
 
     def __init__(self, identity: Identity, role: Callable[[str], str]) -> None:
-        """`role` returns the role of a peer in the swarm."""
+        """`role` returns what a peer may do in rounds."""
         self._identity = identity
         self.role = role
 
@@ -61,21 +61,14 @@ def reducer_for(loaded: Loaded) -> DeviceReducer | None:
 
 
 def _membership(config: Config) -> Membership | None:
-    """The membership in the private swarm that the configuration names; None for the open swarm.
-
-    Raises:
-        ConfigError: The invitation is damaged, has ended, or is for another peer, or the home has no such swarm.
-    """
+    """The membership in the private swarm that the configuration names; None for the open swarm. Raises Refused."""
     home, now = Path(config.home), time.time()
-    try:
-        name = Membership.redeem(home, config.invite, now).name if config.invite else config.swarm
-        if config.swarm not in ("", name):
-            raise Refused(
-                f"the invitation is to swarm {name}, not to {config.swarm}; leave out one of the two"
-            )
-        return Membership.load(home, name, now) if name else None
-    except Refused as error:
-        raise ConfigError(str(error)) from error
+    if not config.invite:
+        return Membership.load(home, config.swarm, now) if config.swarm else None
+    found = Membership.redeem(home, config.invite, now)
+    if (name := found.invitation.name) != config.swarm and config.swarm:
+        raise Refused(f"the invitation is to swarm {name}, not to {config.swarm}; leave out one of the two")
+    return found
 
 
 async def start_parts(config: Config, reducer: DeviceReducer | None = None) -> tuple[Swarm, Router]:
@@ -84,6 +77,7 @@ async def start_parts(config: Config, reducer: DeviceReducer | None = None) -> t
     `reducer` computes the means of rounds, if they are not to be computed on the CPU.
 
     Raises:
+        ConfigError: The invitation is damaged, has ended, or is for another peer, or the home has no such swarm.
         HomeError: A file of the home cannot be used: an identity file that others can read, a full disk.
         EquipoiseError: Something else of this machine prevents it: a port in use.
     """
@@ -96,9 +90,11 @@ async def start_parts(config: Config, reducer: DeviceReducer | None = None) -> t
         raise HomeError(str(error)) from error
     except P2pdError as error:
         raise EquipoiseError(str(error)) from error
+    except Refused as error:
+        raise ConfigError(str(error)) from error
     except OSError as error:
         raise unusable(f"use {error.filename or 'the directory for sockets'}", error) from error
-    signer = Signer(swarm.identity, swarm.role)
+    signer = Signer(swarm.identity, swarm.standing)
     caps = config.upload, config.download
     router = Router(swarm.transport, swarm.directory, signer, caps, swarm.direct, reducer)
     return swarm, router

@@ -74,7 +74,7 @@ def test_an_invitation_that_is_no_good_is_told_in_one_line(swarm: Swarm) -> None
     first = founder(swarm)
     line = line_of(first)
     owner = Membership.load(first.home, "friends", time.time())
-    past = owner.invite(Link(b"", "trainer", 1_000_000), SEED, ()).line
+    past = owner.invite(Link(bytes(32), "trainer", 1_000_000), SEED, ()).line
     cases = {
         line[:40] + ("A" if line[40] != "A" else "B") + line[41:]: ("damaged", "copy the whole line again"),
         past: ("ended at 1970-01-12", "ask for a new one"),

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import string
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from equipoise.dht.admission import (
-    MAX_END,
     MAX_TOKEN_BYTES,
     PRESENTATIONS_BURST,
     UNPRESENTED,
@@ -78,9 +77,10 @@ def test_a_wrong_character_is_found_wherever_it_is() -> None:
 def test_a_token_is_short_and_verified_by_anybody(made: Invitation) -> None:
     token = made.token(ALICE, NOW)
     assert len(token.encode()) < MAX_TOKEN_BYTES
-    again = Token.decode(token.encode())
+    again = Token.decode(public_half(SEED), ALICE, token.encode())
     again.check(NOW, ())
-    assert (again.peer, again.role, again.swarm) == (ALICE, "trainer", public_half(SEED))
+    assert again == token
+    assert again.role == "trainer"
 
 
 def test_what_has_ended_is_refused_at_both_ends() -> None:
@@ -103,26 +103,18 @@ def test_anything_altered_is_refused() -> None:
     for place in range(0, len(data), 11):
         data[place] ^= 1
         with pytest.raises(Refused):
-            Token.decode(bytes(data)).check(NOW, ())
+            Token.decode(public_half(SEED), ALICE, bytes(data)).check(NOW, ())
         data[place] ^= 1
-    Token.decode(bytes(data)).check(NOW, ())
-
-
-@pytest.mark.parametrize("size", [0, 1, 260, 262, 393, 395, 527, 10_000])
-def test_a_token_of_another_size_is_malformed(size: int) -> None:
-    with pytest.raises(Refused, match="malformed"):
-        Token.decode(bytes(size))
+    Token.decode(public_half(SEED), ALICE, bytes(data)).check(NOW, ())
 
 
 def test_a_chain_of_more_than_three_links_is_refused() -> None:
     second = further()
-    with pytest.raises(Refused, match="cannot be passed on"):
+    with pytest.raises(Refused, match="too long"):
         second.invite(THIRD, offer(THIRD))
     token = second.token(ALICE, NOW)
     longer = replace(token, links=(*token.links, offer(THIRD)))
-    assert "too long" in refusal(longer)
-    with pytest.raises(Refused, match="malformed"):
-        Token.decode(longer.encode())
+    assert "too long" in refusal(Token.decode(token.swarm, ALICE, longer.encode()))
 
 
 def test_a_member_without_leave_invites_nobody() -> None:
@@ -166,8 +158,8 @@ def test_a_list_of_the_revoked_is_signed_and_numbered() -> None:
     first = Revocations().add(SEED, ["aa" * 16])
     second = first.add(SEED, ["bb" * 16])
     assert Revocations.decode(second.encode(), public_half(SEED)) == second
-    assert (second.number, second.ids) == (2, {"aa" * 16, "bb" * 16})
-    assert second.rank > first.rank > Revocations().rank
+    assert (second.number, second.ids) == (2, ("aa" * 16, "bb" * 16))
+    assert second > first > Revocations()
     for data in (second.encode()[:-1], bytes(72), b"", replace(second, number=3).encode()):
         with pytest.raises(Refused):
             Revocations.decode(data, public_half(SEED))
@@ -184,7 +176,8 @@ def test_who_has_presented_a_token_is_admitted_until_it_ends() -> None:
     with pytest.raises(Refused, match=UNPRESENTED):
         gate.check(ALICE, NOW)
     gate.admit(ALICE, invited(days=2, role="relay").token(ALICE, NOW).encode(), NOW)
-    assert gate.check(ALICE, NOW + DAY).role == "relay"
+    gate.check(ALICE, NOW + DAY)
+    assert gate.role(ALICE) == "relay"
     assert [one.peer for one in gate.members(NOW)] == [ALICE]
     with pytest.raises(Refused, match="ended"):
         gate.check(ALICE, NOW + 3 * DAY)
@@ -206,19 +199,19 @@ def test_another_peers_token_and_another_swarms_are_refused() -> None:
     with pytest.raises(Refused, match="another peer"):
         gate.admit(BOB, invited().token(ALICE, NOW).encode(), NOW)
     other = Invitation("other", public_half(THIRD), (), THIRD).invite(FIRST, offer())
-    with pytest.raises(Refused, match="another swarm"):
+    with pytest.raises(Refused, match="of another swarm"):
         gate.admit(ALICE, other.token(ALICE, NOW).encode(), NOW)
 
 
 def test_a_forged_token_costs_one_signature(monkeypatch) -> None:
     checked: list[bytes] = []
 
-    def is_signed(key: bytes, data: bytes, signature: bytes) -> bool:
+    def is_signed(key: bytes, kind: str, data: bytes, signature: bytes) -> bool:
         checked.append(data)
         return False
 
     monkeypatch.setattr("equipoise.dht.admission._is_signed", is_signed)
-    forged = Token(public_half(SEED), further_links(), public_key_of(ALICE), bytes(64))
+    forged = Token(public_half(SEED), ALICE, further_links(), bytes(64))
     assert "not signed" in refusal(forged)
     assert len(checked) == 1
 
@@ -230,18 +223,27 @@ def further_links() -> tuple[Link, ...]:
 
 def test_tokens_from_one_address_are_bounded_and_members_come_back() -> None:
     gate, good = admission(), invited().token(ALICE, NOW).encode()
-    gate.admit_from("192.0.2.1", ALICE, good, NOW, 0.0)
+    gate.admit(ALICE, good, NOW, "192.0.2.1")
     for _ in range(int(PRESENTATIONS_BURST)):
         with pytest.raises(Refused):
-            gate.admit_from("192.0.2.1", BOB, b"", NOW, 0.0)
+            gate.admit(BOB, b"", NOW, "192.0.2.1")
     with pytest.raises(Refused, match="too many"):
-        gate.admit_from("192.0.2.1", BOB, good, NOW, 0.0)
-    gate.admit_from("192.0.2.1", ALICE, good, NOW, 0.0)
+        gate.admit(BOB, good, NOW, "192.0.2.1")
+    gate.admit(ALICE, good, NOW, "192.0.2.1")
     with pytest.raises(Refused, match="malformed"):
-        gate.admit_from("192.0.2.2", BOB, b"", NOW, 0.0)
+        gate.admit(BOB, b"", NOW, "192.0.2.2")
 
 
-def test_a_founder_is_its_first_member() -> None:
-    guest = public_key_of(ALICE)
-    first = ROOT.invite(FIRST, Link(public_half(FIRST), "trainer", MAX_END, guest, may_invite=True))
-    assert first.token(ALICE, NOW).end == MAX_END
+@pytest.mark.parametrize("swarm", [Admission, admission], ids=["open", "private"])
+def test_the_banned_are_refused_whatever_they_present(swarm) -> None:
+    gate = swarm()
+    if gate.token:
+        gate.admit(ALICE, invited().token(ALICE, NOW).encode(), NOW)
+    gate.check(ALICE, NOW)
+    gate.banned = {ALICE: "noise"}
+    with pytest.raises(Refused, match="has banned"):
+        gate.check(ALICE, NOW)
+    with pytest.raises(Refused, match="has banned"):
+        gate.admit(ALICE, invited().token(ALICE, NOW).encode(), NOW)
+    gate.banned = {}
+    gate.check(ALICE, NOW)

@@ -5,23 +5,23 @@ from __future__ import annotations
 import ast
 import asyncio
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 import equipoise.dht
-from equipoise.dht import autonat, gate, protocol
-from equipoise.dht.admission import Invitation, Link, Revocations, Token, parse_invitation, public_half
+from equipoise.dht import autonat, protocol
+from equipoise.dht.admission import Admission, Invitation, Link, Revocations, public_half
 from equipoise.dht.autonat import DIALBACK
 from equipoise.dht.direct import transport as direct
 from equipoise.dht.direct.handshake import Preface
 from equipoise.dht.direct.listener import ORIGIN_QUESTION
 from equipoise.dht.gate import PRESENT, REVOKE
 from equipoise.dht.identity import public_key_of
-from equipoise.dht.membership import Membership
+from equipoise.dht.membership import Membership, bans
 from equipoise.dht.p2pd_client import P2pdClientError
-from equipoise.dht.protocol import CALL
+from equipoise.dht.protocol import CALL, CallError
 from equipoise.dht.punch import candidates
 from equipoise.dht.punch.candidates import PUNCH_PROTOCOL
 from equipoise.dht.relay import service
@@ -55,7 +55,7 @@ def founded(home: Path) -> Membership:
 
 def invited(founder: Membership, home: Path, **changes) -> Membership:
     """A membership of another home, by a line of the founder."""
-    link = Link(b"", changes.get("role", "trainer"), int(time.time()) + 3600)
+    link = Link(bytes(32), changes.get("role", "trainer"), int(time.time()) + 3600)
     return Membership.redeem(home, founder.invite(link, FIRST, ()).line, time.time())
 
 
@@ -69,6 +69,7 @@ async def stranger(members, owner) -> Swarm:
     """A daemon of a peer that knows the swarm's public key, and so all its names, and has no token."""
     stranger = await members.start("stranger")
     stranger.gate.swarm = owner.gate.swarm
+    stranger.gate.present = _pass
     stranger._dialer.learn(owner.peer, owner.addresses)
     await stranger._dialer.reach(owner.peer)
     return stranger
@@ -76,8 +77,8 @@ async def stranger(members, owner) -> Swarm:
 
 def token_of(case: str, peer: str, owner) -> bytes:
     """What the stranger presents."""
-    root = Invitation("friends", owner.gate.swarm, (), owner.membership.seed)
-    late = Link(public_half(FIRST), "trainer", 1_000_000)
+    root = Invitation("friends", owner.gate.swarm, (), owner.membership.key)
+    late = Link(bytes(32), "trainer", 1_000_000)
     good = replace(late, end=int(time.time()) + 3600)
     if case == "expired":
         return root.invite(FIRST, late).token(peer, 0.0).encode()
@@ -85,7 +86,7 @@ def token_of(case: str, peer: str, owner) -> bytes:
         return Invitation("x", public_half(OTHER), (), OTHER).invite(FIRST, good).token(peer, 0.0).encode()
     token = root.invite(FIRST, good).token(owner.peer if case == "another peer's" else peer, 0.0)
     if case == "revoked":
-        owner.gate.admission.revocations = Revocations().add(owner.membership.seed, [token.ids[-1]])
+        owner.gate.admission.revocations = Revocations().add(owner.membership.key, [token.ids[-1]])
     if case == "chain too long":
         return replace(token, links=token.links * 3).encode()
     return bytes(10) if case == "malformed" else token.encode()
@@ -125,8 +126,7 @@ async def test_no_way_in_is_open_to_a_peer_without_a_good_token(
     link, names = stranger._link, owner.gate
     if case != "no token":
         token = token_of(case, stranger.peer, owner)
-        packed = gate._OWN.pack(0, len(token), token) if len(token) <= 400 else bytes(10) + token
-        answer = await link._call(owner.peer, names.scoped(PRESENT), packed, 3.0)
+        answer = await link._call(owner.peer, names.scoped(PRESENT), token, 3.0)
         assert answer.startswith(b"refused: ")
         assert owner.gate.admission.token.encode() not in answer
         assert len(answer) < 200
@@ -199,6 +199,10 @@ def membership_of(member: Swarm) -> Membership:
     return member.membership
 
 
+async def _pass(peer: str) -> None:
+    pass
+
+
 async def _hold(channel) -> None:
     await asyncio.Event().wait()
 
@@ -219,7 +223,7 @@ async def test_a_revoked_member_is_out_at_all_and_stays_out(members, owner, unti
     channel = await bad.direct.open(good.peer)
     assert owner.revoke(bad.peer) == [
         public_key_of(bad.peer)[:16].hex(),
-        membership_of(bad).token.links[-1].id,
+        membership_of(bad).invitation.links[-1].id,
     ]
     for member in (owner, good):
         await until(lambda member=member: bad.peer not in member.status().members)
@@ -227,18 +231,16 @@ async def test_a_revoked_member_is_out_at_all_and_stays_out(members, owner, unti
     await until(lambda: not good.direct.channels.having(bad.peer))
     with pytest.raises(ConnectionError):
         await channel.receive(lambda header, size: memoryview(bytearray(size)))
-    kept = members.home("b") / "swarms" / "friends.revoked"
-    assert Revocations.decode(kept.read_bytes(), owner.gate.swarm).number == 1
-    line = parse_invitation(membership_of(bad).invitation.line)
-    again = await members.start(
-        "again", owner.addresses, Membership.redeem(members.home("again"), line.line, time.time())
-    )
+    assert Membership.load(members.home("b"), "friends", time.time()).revocations.number == 1
+    line = membership_of(bad).invitation.line
+    membership = Membership.redeem(members.home("again"), line, time.time())
+    again = await members.start("again", owner.addresses, membership)
     await until(lambda: again.status().bootstrap[0].state == "not admitted")
     assert "revoked" in again.status().bootstrap[0].reason
 
 
 def invited_once(founder: Membership, home: Path, number: int) -> Membership:
-    link = Link(b"", "trainer", int(time.time()) + 3600)
+    link = Link(bytes(32), "trainer", int(time.time()) + 3600)
     return Membership.redeem(home, founder.invite(link, bytes([20 + number]) * 32, ()).line, time.time())
 
 
@@ -247,9 +249,44 @@ async def test_a_member_that_was_started_again_is_met_again(members, owner, unti
     membership = invited(owner.membership, home)
     guest = await members.start("guest", owner.addresses, membership)
     await until(lambda: owner.status().members == (guest.peer,))
-    owner.gate.admission = (
-        owner.membership.admission()
-    )  # As if it had been started again: it has forgotten everybody.
+    # As if it had been started again: it has forgotten everybody.
+    owner.gate.admission = Admission(owner.gate.admission.token)
     await guest._protocol.ping(owner.peer)
     assert owner.status().members == (guest.peer,)
-    assert Token.decode(owner.gate.admission.members(time.time())[0].encode()).peer == guest.peer
+
+
+@pytest.mark.parametrize("private", [False, True], ids=["open", "private"])
+async def test_a_banned_peer_is_out_here_alone_until_it_is_allowed(members, until, private: bool) -> None:
+    founder = founded(members.home("one")) if private else None
+    guest = invited(founder, members.home("two")) if founder else None
+    one = await members.start("one", membership=founder)
+    two = await members.start("two", one.addresses, guest)
+
+    async def meets() -> bool:
+        return [len(await member.directory.peers("digits")) for member in (one, two)] == [2, 2]
+
+    for member in (one, two):
+        await member.directory.announce("digits", spec="ab", ready=True, round=1, accumulated=0.0)
+    await until(meets)
+    for member, other in ((one, two), (two, one)):
+        member.direct.admit(other.peer, other.direct.credential)
+        member.direct.serve(_hold)
+    channel = await two.direct.open(one.peer)
+    one.ban(two.peer, "noise")
+    await until(lambda: not one.direct.channels.having(two.peer) and two.peer not in one.status().connected)
+    with pytest.raises(ConnectionError):
+        await channel.receive(lambda header, size: memoryview(bytearray(size)))
+    for way in (two._protocol.ping(one.peer), two.direct.open(one.peer)):
+        with pytest.raises((ConnectionError, CallError)):
+            await way
+    for way in (one._protocol.ping(two.peer), one.direct.open(two.peer), one.transport.open(two.peer)):
+        with pytest.raises((ConnectionError, CallError), match="has banned"):
+            await way
+    assert [found.peer for found in await one.directory.peers("digits")] == [one.peer]
+    assert [found.peer for found in one.directory.banned("digits")] == [two.peer]
+    assert (one.role(two.peer), one.standing(two.peer)) == ("trainer", "banned")
+    assert one.reach(two.peer).reason == "banned here: noise"
+    assert bans(members.home("one")) == {two.peer: "noise"}
+    one.ban(two.peer, None)
+    await one._protocol.ping(two.peer)
+    await until(meets)

@@ -161,6 +161,8 @@ class FakeSwarm:
     def role(self, peer: str) -> str:
         return "trainer"
 
+    standing = role
+
     def reach(self, peer: str) -> ReachStatus:
         return ReachStatus("direct", "as the test says")
 
@@ -170,6 +172,9 @@ class FakeSwarm:
 
 class FakeDirectory:
     """Knows all members of the network's runs."""
+
+    def banned(self, run: str) -> tuple[()]:
+        return ()
 
     def __init__(self, network: FakeNetwork) -> None:
         self._network = network

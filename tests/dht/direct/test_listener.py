@@ -10,14 +10,14 @@ import socket
 
 import psutil
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
+from equipoise.dht.address import block_of
 from equipoise.dht.direct import listener, transport
 from equipoise.dht.direct.errors import Refusals, Refused
 from equipoise.dht.direct.handshake import PREFACE_BYTES, Preface, parse_preface
 from equipoise.dht.direct.listener import MAX_WAITING, WaitingRoom
 from equipoise.dht.identity import peer_of
+from equipoise.dht.limits import HANDSHAKES_BURST, HANDSHAKES_PER_SECOND, Handshakes
 from fakes.direct import port_of, refused
 
 STRANGERS = 3000
@@ -59,13 +59,6 @@ def test_refusals_take_a_line_a_second_and_reason_with_a_count(caplog: pytest.Lo
     assert refusals.counts == {"malformed preface": 20_000, "timeout": 1}
 
 
-@given(st.binary(min_size=PREFACE_BYTES, max_size=PREFACE_BYTES))
-@settings(max_examples=500)
-def test_noise_is_no_preface(noise: bytes) -> None:
-    with pytest.raises(Refused):
-        parse_preface(noise)
-
-
 def test_prefaces_with_any_byte_altered_are_refused_or_name_another(tmp_path) -> None:
     rng = random.Random(5)
     genuine = Preface("aead", peer_of(rng.randbytes(32)), peer_of(rng.randbytes(32)))
@@ -101,6 +94,23 @@ async def test_strangers_have_so_much_time_and_no_more(peers, dial, monkeypatch,
         assert await asyncio.get_running_loop().sock_recv(connection, 1) == b""
     assert refused(second) == {"timeout": 2}
     assert not second._waiting
+
+
+def test_handshakes_are_bounded_by_block_and_in_all_and_a_quarter_is_for_peers_met() -> None:
+    limit, burst = Handshakes(), int(HANDSHAKES_BURST)
+    assert sum(limit.admits("192.0.2.1", False, 0.0) for _ in range(burst)) == burst / 2, "a block's share"
+    blocks = [f"192.0.2.{number}" for number in range(2, 99)] * 9
+    assert sum(limit.admits(block, False, 0.0) for block in blocks) == burst / 4, "three quarters for all"
+    assert sum(limit.admits("192.0.2.1", True, 0.0) for _ in range(burst)) == burst / 4, (
+        "and one for peers met"
+    )
+    one = sum(limit.admits("192.0.2.1", False, 10.0 + number / 1000) for number in range(1000))
+    assert one <= burst / 2 + HANDSHAKES_PER_SECOND / 4
+
+
+def test_a_block_of_ipv6_is_a_network() -> None:
+    assert block_of("2001:db8::1%eth0") == block_of("2001:db8:0:0:ffff::2") != block_of("2001:db8:0:1::1")
+    assert block_of("192.0.2.1") == "192.0.2.1"
 
 
 async def test_a_listener_fed_with_noise_stays_alive(peers, dial, monkeypatch, until) -> None:
@@ -167,6 +177,7 @@ async def _feed(target, noises: list[bytes]) -> None:
     for noise in noises:
         with socket.socket() as connection:
             connection.setblocking(False)
+            connection.bind(("127.0.0.2", 0))
             await loop.sock_connect(connection, port_of(target))
             with contextlib.suppress(OSError):
                 await loop.sock_sendall(connection, noise)

@@ -18,7 +18,7 @@ from equipoise.dht.direct.errors import Refused
 from equipoise.dht.direct.handshake import PREFACE_BYTES, Preface, parse_preface
 from equipoise.dht.direct.sockets import receive_exactly
 from equipoise.dht.direct.tls import TlsSession, make_context
-from equipoise.dht.identity import Identity
+from equipoise.dht.identity import Identity, peer_of
 from fakes.direct import port_of, refused
 
 FRAME = (b"header", bytes(range(256)) * 80)
@@ -260,3 +260,22 @@ async def passing(target: tuple[str, int], position: int = -1):
 
     async with serving(serve) as address:
         yield address, noted
+
+
+async def test_silent_listeners_hold_half_of_the_dials_and_each_only_for_a_while(peers, monkeypatch) -> None:
+    monkeypatch.setattr(handshake, "SILENT_SECONDS", 0.3)
+    first, second = peers.pair()
+    silent = [peer_of(bytes([number]) * 32) for number in range(transport.MAX_OPENING)]
+    with contextlib.ExitStack() as stack:
+        places = []
+        for peer in silent:
+            listening = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+            places.append(listening.getsockname())
+            first.admit(peer, issue(places[-1:]))
+        dials = [asyncio.ensure_future(first.open(peer)) for peer in silent]
+        await asyncio.sleep(0)
+        first.meet(second.peer)
+        assert (await first.open(second.peer)).peer == second.peer
+        assert not any(dial.done() for dial in dials), "it took none of the strangers' turns"
+        found = await asyncio.gather(*dials, return_exceptions=True)
+    assert all("no byte for" in str(one) for one in found)

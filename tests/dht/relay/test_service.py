@@ -11,6 +11,7 @@ import base58
 import pytest
 
 from equipoise.dht import limits
+from equipoise.dht.gate import Gate
 from equipoise.dht.identity import peer_of
 from equipoise.dht.limits import BURST_SECONDS
 from equipoise.dht.p2pd_client import P2pdClientError
@@ -41,6 +42,7 @@ class Relay:
     """A relay service whose p2pd is made up; every stream is one end of a socket pair."""
 
     def __init__(self, bandwidth: float) -> None:
+        self.gate = Gate()
         self.service = RelayService(self, self, bandwidth)  # type: ignore[arg-type]
         self.called: asyncio.Queue[Stream] = asyncio.Queue()
         self.ends: list[Stream] = []
@@ -168,6 +170,15 @@ async def test_all_peers_together_get_no_more_circuits_than_there_are(
         await relay.connect(PEERS[1 + number])
     await until(lambda: relay.status.refused == 5)
     assert relay.status.circuits == MAX_CIRCUITS
+
+
+async def test_half_of_the_reservations_are_for_peers_met_in_rounds(relay: Relay, monkeypatch) -> None:
+    monkeypatch.setattr(service, "MAX_RESERVATIONS", 4)
+    relay.gate.met |= dict.fromkeys(PEERS[10:20])
+    asked = (TARGET, PEERS[1], PEERS[2], *PEERS[10:13], PEERS[1])
+    told = [await answer(await relay.ask(peer, Hop(kind=Kind.RESERVE))) for peer in asked]
+    full, good = Status.RESERVATION_REFUSED, Status.OK
+    assert told == [good, good, full, good, good, full, good]
 
 
 async def test_several_peers_may_ask_for_a_peer_that_has_gone(relay: Relay) -> None:
