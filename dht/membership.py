@@ -124,6 +124,7 @@ class Membership(msgspec.Struct, array_like=True):
 
 
 memberships = msgspec.msgpack.Decoder(Membership)
+reasons = msgspec.json.Decoder(dict[str, str])
 
 
 def revoked_by(target: str, members: Collection[Token]) -> list[str]:
@@ -149,7 +150,7 @@ def bans(home: Path) -> dict[str, str]:
     """Return the reasons for which this home bans peers, by PeerID; raises Refused if they cannot be read."""
     path = home / BANS_FILE
     try:
-        return msgspec.json.decode(read_private(path, MAX_FILE_BYTES), type=dict[str, str])
+        return reasons.decode(read_private(path, MAX_FILE_BYTES))
     except FileNotFoundError:
         return {}
     except (OSError, UnicodeDecodeError, msgspec.MsgspecError) as error:
