@@ -19,7 +19,7 @@ from equipoise.averaging.strategy import parse_strategy
 from equipoise.averaging.weights import CAPPED
 from equipoise.compression import parse_codec
 from equipoise.peer.client.interrupts import uninterrupted
-from equipoise.peer.client.run import AGREE_SECONDS
+from equipoise.peer.client.run import AGREE_SECONDS, RunCore
 from equipoise.peer.client.tensors import Binding, Tensors
 from equipoise.peer.config import find_home
 from equipoise.peer.control.client import ANSWER_SECONDS, START_SECONDS, Connection, Link, open_link
@@ -139,15 +139,16 @@ class Client:
         request = JoinRun(name, options, binding.schema, binding.gradients, binding.size)
         link, key = self._link, (self.peer_id, name)
         earlier = _handles.get(key)
-        if earlier is not None and earlier.is_own and isinstance(link, Link):
+        if earlier is not None and earlier.core.is_own and isinstance(link, Link):
             log.warning("run %s: this process joins it again, and leaves it by its earlier handle", name)
-            earlier.give_up()
+            earlier.core.give_up()
+            earlier.leave()
         with uninterrupted():  # The daemon must not take part in a run without a handle that can leave it.
-            run = Run(link, request, binding, _share(link, request), self._join)
+            run = Run(RunCore(link, request, binding, _share(link, request), self._join))
             binding.prepare()
             _handles[key] = run
             with self._lock:
-                self._joined = [*(one for one in self._joined if not one.left), run]
+                self._joined = [*(one for one in self._joined if not one.core.left), run]
         return run
 
     def status(self) -> Status:
@@ -172,7 +173,7 @@ class Client:
 
     def __repr__(self) -> str:
         welcome = self._link.welcome
-        runs = ", ".join(repr(run.name) for run in self._joined if not run.left)
+        runs = ", ".join(repr(run.name) for run in self._joined if not run.core.left)
         lost = f"; {self.lost}" if self.lost else ""
         return (
             f"<{type(self).__name__} of daemon {welcome.name!r} (...{welcome.peer_id[-SHOWN_CHARS:]}) "
@@ -211,13 +212,13 @@ class Client:
     def _renew(self, link: Connection) -> None:
         """Replace the lost link by `link` for all runs; for none of them if one run is refused."""
         with self._lock:
-            joined = [run for run in self._joined if not run.left]
+            joined = [run for run in self._joined if not run.core.left]
         try:
-            regions = [_share(link, run.request, run.agreed) for run in joined]
+            regions = [_share(link, run.core.request, run.core.agreed) for run in joined]
             with self._lock:
                 if not self._closing.is_set():
                     for run, region in zip(joined, regions, strict=True):
-                        run.renew(link, region)
+                        run.core.renew(link, region)
                     self._link = link
         finally:
             if self._link is not link:

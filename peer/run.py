@@ -20,14 +20,9 @@ class Run(JoinedRun):
     Attributes:
         name: The run's name.
         mean: The mean of the last ok `step`, by name, fp32, on the tensors' devices. Empty before the first one.
-        binding: The tensors that the run was joined with, and those that travel, for its trainers.
         options: The strategy, rule, codec and sizes that its peers share.
-        request: The request that joined the run, kept for a daemon that replaces a lost one.
-        left: Whether the script has left the run.
         terms: The terms given to `agree`.
-        agreed: The request of `agree`, kept for a daemon that replaces a lost one.
-        replicated: Whether all peers hold the parameters bit for bit: peers with other dtypes never meet then.
-        trained_by: Name of the optimizer or loop that steps the run; only one can.
+        core: What trainers need of the run, and scripts do not.
         pending: The round that was started with `wait=False` and whose `result` has not been called yet.
         rounds_ok: Number of rounds that were ok.
         rounds_failed: Number of rounds that failed.

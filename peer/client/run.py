@@ -66,8 +66,24 @@ SETTLE_SECONDS = 1.0
 log = logging.getLogger(__name__)
 
 
-class JoinedRun:
-    """A run without its trainers, which build on it; see `equipoise.peer.run.Run`."""
+class RunCore:
+    """What the trainers of a run need of it, and users do not.
+
+    Attributes:
+        link: The connection to the daemon.
+        request: The request that joined the run, kept for a daemon that replaces a lost one.
+        binding: The tensors that the run was joined with, and those that travel.
+        region: The memory that the run shares with the daemon.
+        lock: Held while a round begins or is collected, and while a daemon replaces a lost one.
+        agreed: The request of `Run.agree`, kept for a daemon that replaces a lost one.
+        replicated: Whether all peers hold the parameters bit for bit: peers with other dtypes never meet then.
+        trained_by: Name of the optimizer or loop that steps the run; only one can.
+        accumulated: The weight that the daemon was told last; None before the first step.
+        finishing: Calls that end a training, before the run is left.
+        branches: Runs that are a part of this one.
+        is_branch: Whether this run is a part of another.
+        left: Whether the script has left the run.
+    """
 
     def __init__(
         self,
@@ -77,36 +93,146 @@ class JoinedRun:
         region: Region,
         join: Callable[[RunOptions, str, Tensors, Tensors], JoinedRun],
     ) -> None:
-        self.request = request
-        self.name = request.run
-        self.options = request.options
+        self.link, self.request, self.binding, self.region = link, request, binding, region
+        pin(region, binding.devices)
+        self.lock = threading.Lock()
+        self.agreed: messages.AgreeRun | None = None
+        self.replicated = self.is_branch = self.left = False
+        self.trained_by = ""
+        self.accumulated: float | None = None
+        self.finishing: list[Callable[[], None]] = []
+        self.branches: list[JoinedRun] = []
+        self._told: dict[messages.Topic, str] = {}
+        self._process = os.getpid()
+        self._join = join
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy of the run."""
+        return parse_strategy(self.request.options.strategy)
+
+    def clock(self) -> float:
+        """Seconds on a steady clock, by which the run's timeouts count."""
+        return self.link.clock()
+
+    @property
+    def is_own(self) -> bool:
+        """Whether this process takes part by this handle."""
+        return not self.left and os.getpid() == self._process
+
+    def report(self, accumulated: float) -> None:
+        """Let the daemon publish the accumulated weight; under the lock, so that the last report is the latest."""
+        self.accumulated = accumulated
+        self.link.start(messages.ReportAccumulated(self.request.run, accumulated))
+
+    def tell(self, topic: messages.Topic, line: str) -> None:
+        """Let the daemon's `status` show a line on a topic, in place of the topic's last line; none if it is empty."""
+        with self.lock:
+            self._told[topic] = line
+            self.link.start(messages.TellStatus(self.request.run, topic, line))
+
+    def offer(self, state: StateId, image: bytes | memoryview) -> None:
+        """Let the daemon serve the snapshot of a state, u8 [bytes], to newcomers, in place of the last one.
+
+        This costs one copy here. All peers that hold the state must make the same bytes. If the daemon has gone,
+        nothing happens.
+
+        Raises:
+            Refused: The machine has not enough memory, or the image is larger than can be served.
+        """
+        size = len(image)
+        with contextlib.closing(SharedMemory.reserve(size)) as shared, contextlib.suppress(DaemonLost):
+            shared.allocate(size)
+            shared.view(size, writable=True)[:] = image
+            self.link.ask(messages.OfferState(self.request.run, state, size), OFFER_SECONDS, [shared.fd])
+
+    def fetch(self, wish: Wish, timeout: float = 60.0) -> Download:
+        """Download a snapshot of the run's state, verified, or a mean that this peer missed, as the daemon keeps it.
+
+        One download goes on at a time. Daemons keep the last few means of a run whose `step` is given states.
+
+        Args:
+            timeout: Seconds after which the download has ended; if no peer has the mean, it ends soon.
+
+        Raises:
+            ValueError: The timeout is out of range.
+            Refused: The limit is too large for this machine; or, when `result` is called, a download was going on.
+        """
+        size = wish.limit if wish.after is None else self.binding.steps.layout.encoded_size
+        return Download(self.link, messages.Fetch(self.request.run, size, timeout, wish))
+
+    def branch(self, name: str, tensors: Tensors, **changes: Any) -> JoinedRun:
+        """Join a run that is a part of this one, with another name, other tensors, and its options but for `changes`.
+
+        Raises:
+            SchemaError: One of the tensors cannot be averaged; names it.
+            Refused: The daemon takes part in the run already, or in too many.
+            DaemonLost: The daemon has gone.
+        """
+        with uninterrupted():  # A loop whose constructor is interrupted leaves its branches.
+            options = structs.replace(self.request.options, **changes)
+            branch = self._join(options, name, tensors, self.binding.source)
+            branch.core.is_branch, branch.core.binding.shadows = True, self.binding.shadows
+            self.branches.append(branch)
+        return branch
+
+    def refuse_if_trained(self) -> None:
+        """Raise `Refused` if an optimizer or loop steps the run already."""
+        if self.trained_by:
+            hint = "end that with run.leave() and join again, or join another run for this one"
+            raise Refused(f"run {self.request.run!r} is stepped by {self.trained_by} already", hint)
+
+    @contextlib.contextmanager
+    def undone_on_failure(self) -> Iterator[None]:
+        """Where the block is interrupted, or fails, undo what a loop has begun with the run meanwhile."""
+        before, finishing, branches = self.trained_by, list(self.finishing), len(self.branches)
+        try:
+            yield
+        except (KeyboardInterrupt, Exception):
+            self.trained_by, self.finishing = before, finishing
+            while len(self.branches) > branches:
+                self.branches.pop().leave()
+            raise
+
+    def give_up(self) -> None:
+        """Have the run end without the others, where it is left: another handle of this process takes its place."""
+        self.finishing.clear()
+        for branch in self.branches:
+            branch.core.give_up()
+            branch.leave()
+
+    def renew(self, link: Connection, region: Region) -> None:
+        """Go on through a new daemon, with new shared memory: the lost daemon may still write into the old one."""
+        with self.lock:
+            if self.left:
+                link.start(messages.LeaveRun(self.request.run))
+                return
+            self.link, self.region = link, region
+            pin(region, self.binding.devices)
+            for topic, line in self._told.items():
+                link.start(messages.TellStatus(self.request.run, topic, line))
+            if self.accumulated is not None:
+                self.report(self.accumulated)
+
+
+class JoinedRun:
+    """A run without its trainers, which build on it; see `equipoise.peer.run.Run`."""
+
+    def __init__(self, core: RunCore) -> None:
+        self.core = core
+        self.name = core.request.run
+        self.options = core.request.options
         self.mean: dict[str, torch.Tensor] = {}
         self.pending: PendingRound | None = None
-        self._link = link
-        self.binding = binding
-        self._region = region
-        pin(region, binding.devices)
-        self._process = os.getpid()
         self._accumulated: Accumulator | None = None
         self._contributed: Accumulator | None = None
         self._spare: Accumulator | None = None
-        self._lock = threading.Lock()
-        self.left = False
-        self.trained_by = ""
-        self.replicated = False
         self._state: RunState = NoPeers("it has just been joined")
         self._asked: concurrent.futures.Future[RunState] | None = None
-        self._told: dict[messages.Topic, str] = {}
-        self._stepping = False
-        self._finishing: list[Callable[[], None]] = []
         self.rounds_ok = self.rounds_failed = 0
         self._last_ok: Outcome | None = None
         self._why_not = ""
-        self._join = join
-        self._branches: list[JoinedRun] = []
-        self._is_branch = False
         self.terms: Mapping[str, str] = {}
-        self.agreed: messages.AgreeRun | None = None
 
     def agree(self, terms: Mapping[str, str], buffers: bool = False, observes: bool = False) -> None:
         """Let `step` meet only peers that give the same terms; call it before the first `accumulate` and `step`.
@@ -130,17 +256,17 @@ class JoinedRun:
             DaemonLost: The daemon has gone.
         """
         agreed = check_terms(terms)
-        with self._lock:
-            if self.left or self._stepping:
-                happened = "was left" if self.left else "has accumulated or stepped already"
+        with self.core.lock:
+            if self.core.left or self.core.accumulated is not None:
+                happened = "was left" if self.core.left else "has accumulated or stepped already"
                 hint = "agree after join, before the first accumulate and step"
                 raise Refused(f"run {self.name!r} {happened}", hint)
-            carried = self.binding.buffer_schema() if buffers else Schema(())
-            dtypes = self.binding.dtypes if self.replicated else ()
+            carried = self.core.binding.buffer_schema() if buffers else Schema(())
+            dtypes = self.core.binding.dtypes if self.core.replicated else ()
             request = messages.AgreeRun(self.name, agreed, carried, observes, dtypes)
-            self._link.ask(request, AGREE_SECONDS)
-            self.binding.carry(carried)
-            self.terms, self.agreed = dict(agreed), request
+            self.core.link.ask(request, AGREE_SECONDS)
+            self.core.binding.carry(carried)
+            self.terms, self.core.agreed = dict(agreed), request
 
     @overload
     def average(self, weight: float = ..., timeout: float = ..., wait: Literal[True] = ...) -> Outcome: ...
@@ -202,12 +328,11 @@ class JoinedRun:
             SchemaError: A gradient is missing, has a wrong shape, or holds NaN or Inf; nothing was added.
             ValueError: The weight is not a finite number >= 0, or fp32 does not hold it; nothing was added.
         """
-        with self._lock:
+        with self.core.lock:
             if self._accumulated is None:
-                self._accumulated = self._spare or Accumulator(self.binding.stepped())
+                self._accumulated = self._spare or Accumulator(self.core.binding.stepped())
                 self._spare = None
             self._accumulated.add(named_gradients(gradients), weight)
-            self._stepping = True
             self._report()
 
     @overload
@@ -271,15 +396,15 @@ class JoinedRun:
     def _start_step(
         self, timeout: float, state: StateId | None, metrics: Values, evaluation: Report | None
     ) -> PendingRound:
-        deadline = self.clock() + check_timeout(timeout)
-        with uninterrupted(), self._lock:
+        deadline = self.core.clock() + check_timeout(timeout)
+        with uninterrupted(), self.core.lock:
             self._require_idle()
-            self._stepping = True
-            stepped, accumulated, region = self.binding.stepped(), self._accumulated, self._region
-            weight, clamped, began = accumulated.weight if accumulated else 0.0, 0, self.clock()
-            self.binding.carried()  # A buffer that has changed is told before the round, also to an observer.
-            if accumulated is not None and weight > 0 and self._link.lost is None:
-                clamped = self.binding.write_step(accumulated, region.contribution)
+            self.core.accumulated = self.core.accumulated or 0.0
+            stepped, accumulated, region = self.core.binding.stepped(), self._accumulated, self.core.region
+            weight, clamped, began = accumulated.weight if accumulated else 0.0, 0, self.core.clock()
+            self.core.binding.carried()  # A buffer that has changed is told before the round, also to an observer.
+            if accumulated is not None and weight > 0 and self.core.link.lost is None:
+                clamped = self.core.binding.write_step(accumulated, region.contribution)
             self._contributed, self._accumulated = accumulated, None
             settle = partial(self._stepped, tensors=stepped, region=region, me=self.peer)
             try:
@@ -294,21 +419,8 @@ class JoinedRun:
     @property
     def kernels(self) -> str:
         """The kernels that encode and decode, one line for all devices of the tensors, and why if not the best."""
-        devices = {tensor.device for tensor in self.binding.tensors().values()}
+        devices = {tensor.device for tensor in self.core.binding.tensors().values()}
         return "; ".join(sorted(kernels_of(device) for device in devices))
-
-    @property
-    def strategy(self) -> Strategy:
-        """The strategy of the run."""
-        return parse_strategy(self.options.strategy)
-
-    def clock(self) -> float:
-        """Seconds on a steady clock, by which the run's timeouts count."""
-        return self._link.clock()
-
-    def sleep(self, seconds: float) -> None:
-        """Let time pass on that clock."""
-        self._link.sleep(seconds)
 
     @property
     def accumulated(self) -> float:
@@ -321,13 +433,13 @@ class JoinedRun:
 
         If the daemon has gone, it is `NoPeers` with that reason.
         """
-        asked = self._asked or self._link.start(messages.AskState(self.name))
-        if not self._link.settled(asked, STATE_SECONDS):
+        asked = self._asked or self.core.link.start(messages.AskState(self.name))
+        if not self.core.link.settled(asked, STATE_SECONDS):
             self._asked = asked
             return self._state
         self._asked = None
         try:
-            self._state = self._link.wait(asked)
+            self._state = self.core.link.wait(asked)
         except DaemonLost as error:
             self._state = NoPeers(str(error))
         return self._state
@@ -340,11 +452,11 @@ class JoinedRun:
         Raises:
             ValueError: The timeout is out of range.
         """
-        deadline = self.clock() + check_timeout(timeout)
+        deadline = self.core.clock() + check_timeout(timeout)
         while _others(self.state) < peers:
-            if self.clock() >= deadline:
+            if self.core.clock() >= deadline:
                 return False
-            self._link.sleep(LOOK_SECONDS)
+            self.core.link.sleep(LOOK_SECONDS)
         return True
 
     def progress(self, target: float | None = None, held: StateId | None = None) -> Progress:
@@ -361,55 +473,14 @@ class JoinedRun:
         """
         local = self.accumulated
         try:
-            answer = self._link.ask(messages.AskProgress(self.name, target, held))
+            answer = self.core.link.ask(messages.AskProgress(self.name, target, held))
         except DaemonLost:
             return Progress(local, local)
         return structs.replace(answer, local=local, swarm=max(answer.swarm - answer.local, 0.0) + local)
 
-    def offer(self, state: StateId, image: bytes | bytearray | memoryview) -> None:
-        """Let the daemon serve a snapshot to newcomers, in place of the last one; costs one copy here.
-
-        If the daemon has gone, nothing happens.
-
-        Args:
-            state: The state of the snapshot.
-            image: The snapshot's bytes; all peers that hold the state must make the same bytes.
-
-        Raises:
-            ValueError: The image is empty, or larger than can be served.
-            Refused: The machine has not enough memory.
-        """
-        content = memoryview(image).cast("B")
-        if not content:
-            raise ValueError("expected an image of 1 byte or more, got none")
-        size = len(content)
-        with contextlib.closing(SharedMemory.reserve(size)) as shared, contextlib.suppress(DaemonLost):
-            shared.allocate(size)
-            shared.view(size, writable=True)[:] = content
-            self._link.ask(messages.OfferState(self.name, state, size), OFFER_SECONDS, [shared.fd])
-
-    def fetch(self, wish: Wish, timeout: float = 60.0) -> Download:
-        """Download a snapshot of the run's state, verified, or a mean that this peer missed, for `decode`.
-
-        One download goes on at a time. Daemons keep the last few means of a run whose `step` is given states.
-
-        Args:
-            timeout: Seconds after which the download has ended; if no peer has the mean, it ends soon.
-
-        Raises:
-            ValueError: The timeout is out of range.
-            Refused: The limit is too large for this machine; or, when `result` is called, a download was going on.
-        """
-        size = wish.limit if wish.after is None else self.binding.steps.layout.encoded_size
-        return Download(self._link, messages.Fetch(self.name, size, timeout, wish))
-
-    def decode(self, mean: memoryview) -> None:
-        """Let `mean` hold the values of a mean that `fetch` has brought, and averaged buffers their part of it."""
-        self.binding.read_step(mean, self.binding.stepped(), self.mean, hand_back=False)
-
     def take(self) -> Accumulator | None:
         """Take back the accumulated gradients that are not part of an open round; None without any."""
-        with self._lock:
+        with self.core.lock:
             taken, self._accumulated = self._accumulated, None
             self._report()
         return taken
@@ -417,55 +488,7 @@ class JoinedRun:
     @property
     def peer(self) -> str:
         """PeerID of the daemon."""
-        return self._link.welcome.peer_id
-
-    def tell(self, topic: messages.Topic, line: str) -> None:
-        """Let the daemon's `status` show a line on a topic, in place of the topic's last line; none if it is empty."""
-        with self._lock:
-            self._told[topic] = line
-            self._link.start(messages.TellStatus(self.name, topic, line))
-
-    @property
-    def schema(self) -> Schema:
-        """The tensors of `step`: gradients, and the buffers that travel with them."""
-        return self.binding.steps.layout.schema
-
-    @property
-    def home(self) -> str:
-        """The daemon's home; empty if that is a temporary one."""
-        return self._link.welcome.home
-
-    def branch(self, name: str, tensors: Tensors, **changes: Any) -> JoinedRun:
-        """Join a run that is a part of this one, with another name, other tensors, and its options but for `changes`.
-
-        Raises:
-            SchemaError: One of the tensors cannot be averaged; names it.
-            Refused: The daemon takes part in the run already, or in too many.
-            DaemonLost: The daemon has gone.
-        """
-        with uninterrupted():  # A loop whose constructor is interrupted leaves its branches.
-            branch = self._join(structs.replace(self.options, **changes), name, tensors, self.binding.source)
-            branch._is_branch, branch.binding.shadows = True, self.binding.shadows
-            self._branches.append(branch)
-        return branch
-
-    def refuse_if_trained(self) -> None:
-        """Raise `Refused` if an optimizer or loop steps the run already."""
-        if self.trained_by:
-            hint = "end that with run.leave() and join again, or join another run for this one"
-            raise Refused(f"run {self.name!r} is stepped by {self.trained_by} already", hint)
-
-    @contextlib.contextmanager
-    def undone_on_failure(self) -> Iterator[None]:
-        """Where the block is interrupted, or fails, undo what a loop has begun with the run meanwhile."""
-        before, finishing, branches = self.trained_by, list(self._finishing), len(self._branches)
-        try:
-            yield
-        except (KeyboardInterrupt, Exception):
-            self.trained_by, self._finishing = before, finishing
-            while len(self._branches) > branches:
-                self._branches.pop().leave()
-            raise
+        return self.core.link.welcome.peer_id
 
     @contextlib.contextmanager
     def _withdrawn_if_interrupted(self) -> Iterator[None]:
@@ -484,52 +507,23 @@ class JoinedRun:
                 self.pending.cancel()
             raise
 
-    def before_leaving(self, finish: Callable[[], None]) -> None:
-        """Let `leave` call `finish` first."""
-        self._finishing.append(finish)
-
     def leave(self) -> None:
         """Stop taking part; idempotent. An open round is finished or fails."""
-        if self.left:
+        if self.core.left:
             return
         try:
             with contextlib.ExitStack() as finishing:  # If one `finish` raises, the others still run.
-                while self._finishing:
-                    finishing.callback(self._finishing.pop(0))
+                while self.core.finishing:
+                    finishing.callback(self.core.finishing.pop(0))
         finally:
             self._tell_if_none_was_ok()
-            with self._lock:
-                self.left, link = True, self._link
+            with self.core.lock:
+                self.core.left, link = True, self.core.link
             # An error means that the run was left before, or that the daemon has gone: either way it has ended.
             with contextlib.suppress(EquipoiseError):
                 link.ask(messages.LeaveRun(self.name), LEAVE_SECONDS)
             if self.pending is not None:
                 self.pending.wait(SETTLE_SECONDS)
-
-    def give_up(self) -> None:
-        """Leave the run without an end together with others: another handle of this process takes its place."""
-        self._finishing.clear()
-        for branch in self._branches:
-            branch.give_up()
-        self.leave()
-
-    @property
-    def is_own(self) -> bool:
-        """Whether this process takes part by this handle."""
-        return not self.left and os.getpid() == self._process
-
-    def renew(self, link: Connection, region: Region) -> None:
-        """Go on through a new daemon, with new shared memory: the lost daemon may still write into the old one."""
-        with self._lock:
-            if self.left:
-                link.start(messages.LeaveRun(self.name))
-                return
-            self._link, self._region, self._asked = link, region, None
-            pin(region, self.binding.devices)
-            for topic, line in self._told.items():
-                link.start(messages.TellStatus(self.name, topic, line))
-            if self._stepping:
-                self._report()
 
     def __enter__(self) -> Self:
         return self
@@ -538,18 +532,20 @@ class JoinedRun:
         self.leave()
 
     def __repr__(self) -> str:
-        parts = [self, *self._branches]
+        parts = [self, *self.core.branches]
         ok, failed = sum(one.rounds_ok for one in parts), sum(one.rounds_failed for one in parts)
-        told = f"<Run {self.name!r}{', left' if self.left else ''}, rounds: {ok} ok, {failed} failed"
+        told = f"<Run {self.name!r}{', left' if self.core.left else ''}, rounds: {ok} ok, {failed} failed"
         latest = [one._last_ok for one in parts if one._last_ok is not None]
         if not latest:
             return f"{told}>"
         return f"{told}; the last ok one: {max(latest, key=lambda outcome: outcome.started)!r}>"
 
     def _tell_if_none_was_ok(self) -> None:
-        parts = [self, *self._branches]
-        used = any(one.trained_by or one._stepping or one.rounds_failed for one in parts)
-        if self._is_branch or not used or any(one.rounds_ok for one in parts):
+        parts = [self, *self.core.branches]
+        used = any(
+            one.core.trained_by or one.core.accumulated is not None or one.rounds_failed for one in parts
+        )
+        if self.core.is_branch or not used or any(one.rounds_ok for one in parts):
             return
         reasons = [one._why_not for one in parts if one._why_not] or [getattr(self.state, "reason", "")]
         log.warning(
@@ -570,16 +566,16 @@ class JoinedRun:
 
         Wait for devices that still read the mean of the last round.
         """
-        if os.getpid() != self._process:
+        if os.getpid() != self.core._process:
             raise Refused(
-                f"run {self.name!r} belongs to process {self._process}", "connect again after a fork"
+                f"run {self.name!r} belongs to process {self.core._process}", "connect again after a fork"
             )
-        if self.left:
+        if self.core.left:
             raise Refused(f"run {self.name!r} was left", "join it again")
         if self.pending is not None:
             hint = "call .result() on what average or step returned, or on .pending; .cancel() withdraws it"
             raise RoundPending(f"a round of run {self.name!r} is going on or has not been collected", hint)
-        self.binding.settle()
+        self.core.binding.settle()
 
     def _start(
         self,
@@ -589,23 +585,23 @@ class JoinedRun:
         began: float,
     ) -> PendingRound:
         """Start a round, with what is left of its timeout: the encoding of its contribution `began` then."""
-        now = self.clock()
+        now = self.core.clock()
         request = structs.replace(request, timeout=max(deadline - now, SHORTEST_TIMEOUT))
-        self.pending = PendingRound(self._link, request, deadline, settle, now - began)
+        self.pending = PendingRound(self.core.link, request, deadline, settle, now - began)
         return self.pending
 
     def _start_average(self, weight: float, timeout: float, moves: bool) -> PendingRound:
         """Contribute the tensors; if the round is ok, they become the mean, or move by its difference."""
-        deadline = self.clock() + check_timeout(timeout)
+        deadline = self.core.clock() + check_timeout(timeout)
         weight = check_weight(weight)
-        with uninterrupted(), self._lock:
+        with uninterrupted(), self.core.lock:
             self._require_idle()
-            tensors, region = self.binding.tensors(), self._region
-            clamped, began = 0, self.clock()
-            copies = self.binding.unrounded(tensors) if moves else {}
+            tensors, region = self.core.binding.tensors(), self.core.region
+            clamped, began = 0, self.core.clock()
+            copies = self.core.binding.unrounded(tensors) if moves else {}
             # An observer's tensors may hold NaN: the mean will replace it.
-            if weight > 0 and self._link.lost is None:
-                clamped = self.binding.averages.encode(copies or tensors, region.contribution)
+            if weight > 0 and self.core.link.lost is None:
+                clamped = self.core.binding.averages.encode(copies or tensors, region.contribution)
             settle = partial(self._averaged, tensors=tensors, region=region, copies=copies)
             request = messages.StartRound(self.name, AVERAGE, weight, timeout, clamped=clamped)
             return self._start(request, deadline, settle, began)
@@ -618,20 +614,20 @@ class JoinedRun:
         copies: dict[str, torch.Tensor],
     ) -> None:
         """Let the tensors be the mean, or move them by its difference from their `copies`."""
-        with self._lock:
+        with self.core.lock:
             self._collected(outcome)
             if outcome is not None and outcome.ok:
                 # The tensors may have been reshaped; a partial write must not happen.
-                self.binding.schema.check(tensors)
+                self.core.binding.schema.check(tensors)
                 if copies:
-                    self.binding.shift(region.mean, tensors, copies)
+                    self.core.binding.shift(region.mean, tensors, copies)
                 else:
-                    self.binding.averages.decode(region.mean, tensors)
+                    self.core.binding.averages.decode(region.mean, tensors)
 
     def _stepped(
         self, outcome: Outcome | None, tensors: Mapping[str, torch.Tensor], region: Region, me: str
     ) -> None:
-        with self._lock:
+        with self.core.lock:
             self._collected(outcome)
             if outcome is not None and me in outcome.contributors:  # Also where the script has cancelled it.
                 self._spare, self._contributed = self._contributed, None  # Its memory serves again.
@@ -640,12 +636,11 @@ class JoinedRun:
             else:
                 self._keep()
             if outcome is not None and outcome.ok:
-                self.binding.read_step(region.mean, tensors, self.mean, not self.trained_by)
+                self.core.binding.read_step(region.mean, tensors, self.mean, not self.core.trained_by)
             self._report()
 
     def _report(self) -> None:
-        """Let the daemon publish the accumulated weight; under the lock, so that the last report is the latest."""
-        self._link.start(messages.ReportAccumulated(self.name, self.accumulated))
+        self.core.report(self.accumulated)
 
     def _keep(self) -> None:
         """Take back the contribution, and merge the gradients accumulated since."""

@@ -170,7 +170,7 @@ def take_part(peer: Peer, learner: Learner, alone: Learner, test: Digits, option
         while not run.wait_for(options.peers - 1):
             pass  # For ever: the demo gives up, and says what it has waited for.
         report("trains")
-        train = federated if options.federated else gossip if run.strategy.pairs else in_step
+        train = federated if options.federated else gossip if run.core.strategy.pairs else in_step
         for number, result in train(run, learner, options):
             if result is not None and not result.ok:
                 report(f"tries again: {result.reason}", updates=made, failed=True)

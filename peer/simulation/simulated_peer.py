@@ -45,9 +45,11 @@ class SimulatedPeer(Client):
         """
         self._simulated.tags = frozenset(self.tags)
         run = super().join(name, tensors, codec=codec or self._codec, **options)
-        if run.strategy.pairs:
+        if run.core.strategy.pairs:
             run.leave()
-            raise ValueError(f"expected a strategy whose groups can be simulated, got {run.strategy.spec!r}")
+            raise ValueError(
+                f"expected a strategy whose groups can be simulated, got {run.core.strategy.spec!r}"
+            )
         return run
 
     def clock(self) -> float:

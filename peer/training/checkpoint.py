@@ -422,25 +422,26 @@ def keep_checkpoints(
         raise ValueError(
             f"checkpoints: best={checkpoints.best!r} needs a trainer that evaluates the model, as Federated does"
         )
-    if checkpoints.directory is None and not run.home:
+    home = run.core.link.welcome.home
+    if checkpoints.directory is None and not home:
         hint = "give the Peer a home, or Checkpoints a directory"
         raise CheckpointError("cannot write checkpoints to a temporary home", hint)
-    parent = Path(run.home) / CHECKPOINTS if checkpoints.directory is None else Path(checkpoints.directory)
+    parent = Path(home) / CHECKPOINTS if checkpoints.directory is None else Path(checkpoints.directory)
     resume = os.environ.get(RESUME_ENV) == "1" if checkpoints.resume is None else checkpoints.resume
     keeper = Keeper(member, parent / folder_name(run.name), subject_of(run), checkpoints, resume)
-    keeper.tell = partial(run.tell, "checkpoints")
+    keeper.tell = partial(run.core.tell, "checkpoints")
     try:
         keeper.restore()
     except BaseException:
         keeper.close()
         raise
-    run.before_leaving(keeper.finish)
+    run.core.finishing.append(keeper.finish)
     return keeper
 
 
 def subject_of(run: JoinedRun) -> Subject:
     """The subject of the run's checkpoints: its model, and its terms, but for `ENDS`."""
-    schema = run.schema
+    schema = run.core.binding.steps.layout.schema
     # A checkpoint depends on nothing else of the tensors, such as the way in which they travel.
     described = [{"name": one.name, "shape": one.shape, "dtype": one.dtype} for one in schema.tensors]
     layout = blake3(msgspec.json.encode({"tensors": described})).hexdigest()

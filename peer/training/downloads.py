@@ -55,7 +55,7 @@ class Downloads:
         self.recovering = wish.after is not None
         try:
             barred = frozenset(() if self.recovering else self._barred)
-            self._going = self._run.fetch(structs.replace(wish, barred=barred), timeout)
+            self._going = self._run.core.fetch(structs.replace(wish, barred=barred), timeout)
         except Refused as error:
             self._refused = _failed(error)
 

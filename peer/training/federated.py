@@ -180,14 +180,14 @@ class Federated:
             )
         self._ending = Ending(self._options.rounds, until, self._options.patience)
         self._config = MappingProxyType(_plain(self._options.config))
-        run.refuse_if_trained()
-        if not isinstance(strategy := run.strategy, FederatedStrategy):
+        run.core.refuse_if_trained()
+        if not isinstance(strategy := run.core.strategy, FederatedStrategy):
             told = f"expected a run with the strategy federated, {run.name!r} has {strategy.spec!r}"
             raise Refused(told, 'join it with strategy="federated"')
         self._strategy = strategy
         self._run, self._fit, self._evaluate = run, fit, evaluate
         self._outer = parse_outer(outer) if isinstance(outer, str) else copy.deepcopy(outer)
-        self._local = stepped_tensors(run.binding.source)
+        self._local = stepped_tensors(run.core.binding.source)
         self._agreed = copies_of(self._local)
         self.history = History()
         self.evaluation: Evaluation | None = None
@@ -201,9 +201,9 @@ class Federated:
         self._live, self._begun = 0, False
         self._deserted = ""
         buffers = image.averaged_buffers(run)
-        terms = {**self._terms(buffers), **image.frozen_term(run.binding.source)}
+        terms = {**self._terms(buffers), **image.frozen_term(run.core.binding.source)}
         run.agree(terms, bool(buffers), observes=fit is None)
-        run.trained_by = type(self).__name__
+        run.core.trained_by = type(self).__name__
         self.member = self._join(buffers)
         self._clock = self.member.clock
         self._look_at, self._pause = self._clock(), 0.0
@@ -211,7 +211,7 @@ class Federated:
         self._keeper: Keeper | None = None
         if checkpoints is not None:
             self._keeper = keep_checkpoints(self.member, run, checkpoints, scores=True)
-        run.before_leaving(self._leave)  # Runs before the keeper, which records the final state.
+        run.core.finishing.append(self._leave)  # Runs before the keeper, which records the final state.
         wait_for([run], self._options.wait_for)
 
     @property
@@ -246,7 +246,7 @@ class Federated:
             began = self._clock()
             record = self.step()
             if not record.ok and self._clock() - began < LOOK_SECONDS:  # The daemon has gone, say.
-                self._run.sleep(LOOK_SECONDS)
+                self._run.core.link.sleep(LOOK_SECONDS)
         self.finish()
         return self.history
 
@@ -315,7 +315,7 @@ class Federated:
         lived, self._live, places = self._live, len(drawn.live), self._run.options.group_size
         if self._live != lived and max(self._live, lived) > places:
             told = f"{self._live} peers share {places} places: each round draws anew, and the others follow"
-            self._run.tell("places", told if self._live > places else "")
+            self._run.core.tell("places", told if self._live > places else "")
         self.member.show(f"{len(drawn.peers)} of {self._live} peers are drawn")
         self._begun = self._begun or self.epoch > 0 or self._live >= self._strategy.available
         if self.member.in_step:
@@ -332,7 +332,7 @@ class Federated:
         self._look_around()
         poll = OBSERVER_POLL_SECONDS if self.member.in_step else POLL_SECONDS
         if not self.member.pending:
-            self._run.sleep(POLL_SECONDS)
+            self._run.core.link.sleep(POLL_SECONDS)
         self.member.wait(min(poll, self._pause))
         if (self.member.id, self.member.in_step) != before:
             # A download may have brought a mean or the state while this peer waited for the round.
@@ -427,11 +427,11 @@ class Federated:
             return
         ends = time.strftime("%H:%M:%S", time.localtime(time.time() + self._deadline - self._clock()))
         told = f"it trains; the round fails at {ends}, unless its quorum is there"
-        self._run.tell("training", f"round {state.epoch + 1}: {told}")
+        self._run.core.tell("training", f"round {state.epoch + 1}: {told}")
         self._return_to_agreed()
         try:
             weight, metrics = _returned("fit", self._fit(self._task(state.epoch + 1)))
-            require_same_tensors(self._run.binding.source, self._local)
+            require_same_tensors(self._run.core.binding.source, self._local)
             with torch.no_grad():
                 values = {name: self._began(name) - own for name, own in self._local.items()}
         except BaseException:  # Ctrl-C too leaves the model as it was.
@@ -446,7 +446,7 @@ class Federated:
             self._give_up_training(f"this peer's `fit` returned the weight {weight:g}")
         # The answer to its join tells first whether it is late; to ask all peers at once delays a round that forms.
         self._look_at, self._pause = self._clock(), LOOK_SECONDS
-        self._run.tell("training", f"round {state.epoch + 1}: it has trained")
+        self._run.core.tell("training", f"round {state.epoch + 1}: it has trained")
 
     def _give_up_training(self, why: str) -> None:
         """Give this training to no round; if the round fails, this peer trains again."""
@@ -480,7 +480,7 @@ class Federated:
 
     def _join(self, buffers: Mapping[str, torch.Tensor]) -> Member:
         self._model = image.ModelPart(
-            {**self._agreed}, buffers, self._return_to_agreed, self._run.binding.counters
+            {**self._agreed}, buffers, self._return_to_agreed, self._run.core.binding.counters
         )
         outer = image.OuterPart(self._outer, self._agreed)
         parts: dict[str, image.Part] = {"history": self.history, "outer": outer}

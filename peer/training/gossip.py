@@ -80,22 +80,23 @@ class Gossip(LocalTraining[Outcome]):
                 any of its tensors.
         """
         self._options = LocalOptions(every=every, weight=weight, timeout=timeout, wait_for=wait_for)
-        tensors = named_tensors(run.binding.source)
+        source, strategy = run.core.binding.source, run.core.strategy
+        tensors = named_tensors(source)
         super().__init__(run, tensors.values())
-        run.refuse_if_trained()
-        if not run.strategy.pairs:
+        run.core.refuse_if_trained()
+        if not strategy.pairs:
             raise Refused(
-                f"expected a run whose peers meet in pairs, {run.name!r} has the strategy {run.strategy.spec!r}",
+                f"expected a run whose peers meet in pairs, {run.name!r} has the strategy {strategy.spec!r}",
                 'join it with strategy="gossip"',
             )
-        run.trained_by = type(self).__name__
+        run.core.trained_by = type(self).__name__
         self.exchanged = 0
         self.last: Outcome | None = None
         self._progress = ProgressLine(run.name)
         self._pending: PendingRound | None = None
         # All live peers are drawn, so the group closes at once when they are in, or with two and after the grace.
         all_of_them = {"strategy": f"federated:quorum=2,grace={END_GRACE}", "group_size": MAX_GROUP_SIZE}
-        self._end = run.branch(f"{run.name}/end", run.binding.source, **all_of_them)
+        self._end = run.core.branch(f"{run.name}/end", source, **all_of_them)
         self._paired = PairedStep(run, tensors, outer) if outer else None
         member.wait_for((run if self._paired is None else self._paired.run, self._end), wait_for)
 
@@ -108,12 +109,12 @@ class Gossip(LocalTraining[Outcome]):
             The outcome of the all-reduce; not ok if no other peer ends.
         """
         self._progress.clear()
-        deadline = self._run.clock() + timeout
+        deadline = self._run.core.clock() + timeout
         if self._pending is not None:
             self._pending.stop_search("this peer ends")
             if self._pending.wait(timeout):
                 self._collect()
-        left = max(deadline - self._run.clock(), member.LEAST_SECONDS)
+        left = max(deadline - self._run.core.clock(), member.LEAST_SECONDS)
         self.finished = self._end.average(self._options.weight, left)
         ends, known = len(self.finished.group), getattr(self._end.state, "peers", 0) + 1
         if self.finished.ok and ends < known:

@@ -400,8 +400,9 @@ def digest(tensors: Mapping[str, torch.Tensor]) -> str:
 def averaged_buffers(run: JoinedRun, averaged: bool = True) -> dict[str, torch.Tensor]:
     """The buffers that travel with a run's steps; one line says so if the model has some, and they do not."""
     if averaged:
-        return run.binding.averaged_buffers()
-    found = persistent_buffers(run.binding.source) if isinstance(run.binding.source, torch.nn.Module) else {}
+        return run.core.binding.averaged_buffers()
+    source = run.core.binding.source
+    found = persistent_buffers(source) if isinstance(source, torch.nn.Module) else {}
     if found:
         told = "run %s: each peer keeps its own buffers (%d, such as %r): buffers=True averages them"
         log.warning(told, run.name, len(found), next(iter(found)))

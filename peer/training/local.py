@@ -176,17 +176,17 @@ class DiLoCo(LocalTraining[Finished]):
         call, given = type(self).__name__, {"every": every, **options}
         self._options = from_keywords(call, LocalOptions, given, ("outer", "checkpoints"))
         outer = parse_outer(outer) if isinstance(outer, str) else outer or Nesterov()
-        run.refuse_if_trained()
+        run.core.refuse_if_trained()
         require_places(run, self._options.wait_for)
-        parameters = stepped_tensors(run.binding.source)
+        parameters = stepped_tensors(run.core.binding.source)
         super().__init__(run, parameters.values())
-        run.trained_by = type(self).__name__
+        run.core.trained_by = type(self).__name__
         self._parameters = parameters
         buffers = image.averaged_buffers(run, self._options.buffers)
         parts = [(run, parameters)]
         if self._options.fragments > 1:
             named = enumerate(dealt(parameters, self._options.fragments))
-            parts = [(run.branch(f"{run.name}/{at}", part), part) for at, part in named]
+            parts = [(run.core.branch(f"{run.name}/{at}", part), part) for at, part in named]
         self._fragments = [
             Fragment(part_run, part, {} if at else buffers, copy.deepcopy(outer), self._options, at)
             for at, (part_run, part) in enumerate(parts)
@@ -199,7 +199,7 @@ class DiLoCo(LocalTraining[Finished]):
             "delay": str(self._options.delay),
             "merge": number(self._options.merge),
             "buffers": "averaged" if self._options.buffers else "each peer's own",
-            **image.frozen_term(run.binding.source),
+            **image.frozen_term(run.core.binding.source),
         }
         for at, fragment in enumerate(self._fragments):
             fragment.run.agree(terms, self._options.buffers and at == 0)
@@ -253,7 +253,7 @@ class DiLoCo(LocalTraining[Finished]):
         Returns:
             Whether this peer ends with the group's state, and why not: the loop may have made steps of its own since.
         """
-        require_same_tensors(self._run.binding.source, self._parameters)
+        require_same_tensors(self._run.core.binding.source, self._parameters)
         deadline = self.members[0].clock() + timeout
         open_ = self.members
         while open_:
@@ -268,8 +268,8 @@ class DiLoCo(LocalTraining[Finished]):
         self.steps += 1
         self.members[0].show(f"step {self.steps % self._options.every} of {self._options.every}")
         if self.steps % self._options.every == 0:
-            require_same_tensors(self._run.binding.source, self._parameters)
-            if stepped_tensors(self._run.binding.source).keys() != self._parameters.keys():
+            require_same_tensors(self._run.core.binding.source, self._parameters)
+            if stepped_tensors(self._run.core.binding.source).keys() != self._parameters.keys():
                 raise SchemaError("the parameters that require gradients have changed since join; join again")
         for fragment in self._fragments:
             caught_up = fragment.tick(self.steps)
@@ -322,7 +322,7 @@ class Fragment:
         self._offset = (at + 1) * options.every // options.fragments
         self._retry_at: int | None = None
         self.diverged = self._gave = self._caught_up = False
-        self._model = image.ModelPart(self._agreed, buffers, self._follow_agreed, run.binding.counters)
+        self._model = image.ModelPart(self._agreed, buffers, self._follow_agreed, run.core.binding.counters)
         state = image.TrainingState(self._model, {"outer": image.OuterPart(outer, self._agreed)})
         self.member = Member(run, state, options, self._update)
 

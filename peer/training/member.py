@@ -123,7 +123,7 @@ class Member:
         self._update, self._applied = update, applied
         self._options = options
         self._target = target
-        self.clock = run.clock
+        self.clock = run.core.clock
         start = beginning(state.digest())
         self._start_from(start)
         self._whole: StateId | None = start
@@ -543,7 +543,7 @@ class Member:
         if self.reason != self._told:
             self._told = self.reason
             log.info("run %s: %s", self._run.name, self.reason)
-            self._run.tell("training", self.reason)
+            self._run.core.tell("training", self.reason)
 
     def _meet(self) -> None:
         if self.in_step and self._pending is None:
@@ -558,7 +558,8 @@ class Member:
         self._whole = None
         self._applied(mean.before, mean.outcome)
         if isinstance(mean.values, memoryview):
-            self._run.decode(mean.values)
+            binding = self._run.core.binding
+            binding.read_step(mean.values, binding.stepped(), self._run.mean, hand_back=False)
             if mean.outcome.counted(self._run.peer):
                 self._run.take()  # This contribution, to a round that failed here, is in the mean.
         self._update(self._run.mean)
@@ -592,7 +593,7 @@ class Member:
             return
         self._offered = self.id.epoch
         try:
-            self._run.offer(self.id, self.image().numpy().data)
+            self._run.core.offer(self.id, self.image().numpy().data)
         except (ImageError, Refused) as error:  # Other donors may have the memory for it.
             log.warning("run %s: no snapshot is offered: %s", self._run.name, error)
 
@@ -643,11 +644,11 @@ def require_places(run: JoinedRun, others: int) -> None:
 
 def wait_for(runs: Sequence[JoinedRun], peers: int) -> None:
     """Wait until `peers` others have joined each run on equal terms, at most `WAIT_SECONDS`; late peers come later."""
-    deadline, others = runs[0].clock() + WAIT_SECONDS, count(peers, "other peer")
+    deadline, others = runs[0].core.clock() + WAIT_SECONDS, count(peers, "other peer")
     for run in runs if peers else ():
-        if run.wait_for(peers, min(NOTICE_SECONDS, max(deadline - run.clock(), LEAST_SECONDS))):
+        if run.wait_for(peers, min(NOTICE_SECONDS, max(deadline - run.core.clock(), LEAST_SECONDS))):
             continue
         log.warning("run %s: waits for %s: %s", run.name, others, getattr(run.state, "reason", run.state))
-        if not run.wait_for(peers, max(deadline - run.clock(), LEAST_SECONDS)):
+        if not run.wait_for(peers, max(deadline - run.core.clock(), LEAST_SECONDS)):
             told = "run %s: after %g s it goes on without waiting for %s"
             log.warning(told, run.name, WAIT_SECONDS, others)

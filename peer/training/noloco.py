@@ -46,7 +46,7 @@ class PairedStep:
         self._is_new = True
         run.agree({"outer": str(step)})
         named = {MOVED + name: moved for name, moved in self._moved.items()}
-        self.run = run.branch(
+        self.run = run.core.branch(
             f"{run.name}/outer", named | {SLOW + name: slow for name, slow in self._slow.items()}
         )
 

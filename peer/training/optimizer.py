@@ -99,17 +99,18 @@ class SwarmOptimizer(torch.optim.Optimizer):
         self._options = options
         self._run = run
         self.parameters = parameters
-        module = run.binding.source if isinstance(run.binding.source, torch.nn.Module) else torch.nn.Module()
+        binding = run.core.binding
+        module = binding.source if isinstance(binding.source, torch.nn.Module) else torch.nn.Module()
         all_sparse = isinstance(inner, torch.optim.SparseAdam)
         self._sparse = frozenset(parameters) if all_sparse else sparse_gradients(module)
         buffers = image.averaged_buffers(run, options.buffers)
-        self._guard = Guard(run.binding.source, parameters, inner, self.scheduler, options.extra)
-        model = image.ModelPart(parameters, buffers, self._guard.note, run.binding.counters)
+        self._guard = Guard(binding.source, parameters, inner, self.scheduler, options.extra)
+        model = image.ModelPart(parameters, buffers, self._guard.note, binding.counters)
         parts: dict[str, image.Part] = {}
         if self.scheduler is not None:
             parts["scheduler"] = image.SchedulerPart(self.scheduler)
         parts["optimizer"] = image.OptimizerPart(inner, parameters, self.scheduler is not None)
-        run.replicated = True
+        run.core.replicated = True
         run.agree({**self._terms(), **image.frozen_term(module)}, options.buffers)
         state, target = image.TrainingState(model, parts, options.extra), options.target_batch_size
         self.member = Member(run, state, options, self._update, self._note_update, target)
@@ -119,7 +120,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
         self._updating: int | None = None
         self._writes = 0
         self._told: set[str] = set()
-        run.trained_by = "an optimizer"
+        run.core.trained_by = "an optimizer"
         _runs[inner] = weakref.ref(run)
         self._finished: Finished | None = None
         wait_for([run], options.wait_for)
@@ -432,13 +433,13 @@ def swarm_optimizer(
     **options: Unpack[OptionKeywords],
 ) -> SwarmOptimizer:
     """Make the optimizer of a run; see `Run.optimizer`."""
-    with run.undone_on_failure():
+    with run.core.undone_on_failure():
         optimizer = SwarmOptimizer(
             run, inner, from_keywords("run.optimizer", Options, options, ("checkpoints",))
         )
         if checkpoints is not None:
             optimizer.register_step_post_hook(keep_checkpoints(optimizer.member, run, checkpoints))
-    run.before_leaving(optimizer.leave)  # Runs before the keeper, which records the final state.
+    run.core.finishing.append(optimizer.leave)  # Runs before the keeper, which records the final state.
     return optimizer
 
 
@@ -451,13 +452,13 @@ def _check_inner(run: JoinedRun, inner: torch.optim.Optimizer) -> dict[str, torc
     if isinstance(inner, torch.optim.LBFGS):
         told = "expected an optimizer that makes a step from gradients, got LBFGS, which computes them several times"
         raise TypeError(f"{told}: `DiLoCo` takes it")
-    run.refuse_if_trained()
+    run.core.refuse_if_trained()
     other = _runs[inner]() if inner in _runs else None
-    if other not in (None, run) and not other.left:
+    if other not in (None, run) and not other.core.left:
         told = f"expected an optimizer of its own, got the one that steps run {other.name!r}"
         raise Refused(told, "make another optimizer, over parameters that no other run steps")
-    _refuse_writing_modules(run.binding.source)
-    parameters = stepped_tensors(run.binding.source)
+    _refuse_writing_modules(run.core.binding.source)
+    parameters = stepped_tensors(run.core.binding.source)
     held = [parameter for group in inner.param_groups for parameter in group["params"]]
     ours = {id(parameter) for parameter in parameters.values()}
     foreign = sum(id(parameter) not in ours for parameter in held if parameter.requires_grad)

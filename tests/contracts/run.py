@@ -338,9 +338,9 @@ class RunContract:
     def test_lines_that_a_script_tells_are_in_the_status(self, peers: Peers) -> None:
         (client,) = peers(1)
         run = client.join("digits", [torch.zeros(2)])
-        run.tell("training", "first")
-        run.tell("checkpoints", "epoch 10 is on the disk")
-        run.tell("training", "in step " * 1000)
+        run.core.tell("training", "first")
+        run.core.tell("checkpoints", "epoch 10 is on the disk")
+        run.core.tell("training", "in step " * 1000)
 
         (found,) = client.status().runs
 

@@ -90,7 +90,8 @@ def test_values_that_change_while_they_are_read_are_sent_sound_or_not_at_all(
     trio: list[DaemonProcess],
 ) -> None:
     with Fleet(trio, normal(3, VALUES), **OPTIONS) as fleet:
-        layout, vector = fleet.runs[BROKEN].binding.averages.layout, fleet.runs[BROKEN]._region.contribution
+        core = fleet.runs[BROKEN].core
+        layout, vector = core.binding.averages.layout, core.region.contribution
         places = [layout.encoded(start, start + 1).start + 4 for start in range(0, VALUES, PART)]
         fleet.check(dict(enumerate(whole_round(fleet))), 0.010)
         sound, ended = [vector[place] for place in places], threading.Event()
@@ -181,7 +182,7 @@ def test_a_daemon_killed_while_its_script_decodes_leaves_the_whole_mean(
 
         def decode_and_kill(encoder: Encoder, *args: Any) -> None:
             decode(encoder, *args)
-            if encoder is fleet.runs[victim].binding.averages:
+            if encoder is fleet.runs[victim].core.binding.averages:
                 spans.append(args)
                 if len(spans) == 2:
                     trio[victim].kill()

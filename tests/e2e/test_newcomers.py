@@ -72,7 +72,7 @@ class Trainer(threading.Thread):
 
     def _step(self, run: Run, optimizer: SwarmOptimizer, number: int) -> None:
         optimizer.zero_grad()
-        loss_of(run.binding.source, batch_of(self._index, number, SAMPLES)).backward()  # type: ignore[arg-type]
+        loss_of(run.core.binding.source, batch_of(self._index, number, SAMPLES)).backward()  # type: ignore[arg-type]
         before = optimizer.epoch
         optimizer.step()
         self.steps += 1

@@ -151,7 +151,7 @@ def test_nothing_is_encoded_into_the_memory_of_a_lost_daemon(machines: list[Mach
     run = machines[0].client.join("digits", [tensor], **OPTIONS)
     assert not run.average(timeout=0.1)
     lose(machines[0], run)
-    memory = run._region.contribution  # A daemon that was only stopped may still send what is here.
+    memory = run.core.region.contribution  # A daemon that was only stopped may still send what is here.
     before = bytes(memory)
     tensor.fill_(7.0)
     run.accumulate([torch.full((300,), 5.0)])
@@ -165,15 +165,15 @@ def test_a_fork_encodes_nothing_into_the_memory_of_its_parent(machines: list[Mac
     tensor = torch.ones(300)
     run = machines[0].client.join("digits", [tensor], **OPTIONS)
     assert not run.average(timeout=0.1)
-    before = bytes(run._region.contribution)
+    before = bytes(run.core.region.contribution)
     tensor.fill_(7.0)
-    run._process += 1  # As it is after a fork.
+    run.core._process += 1  # As it is after a fork.
     with pytest.raises(Refused, match="belongs to process"):
         run.average(timeout=SOON)
     run.accumulate([torch.full((300,), 5.0)])
     with pytest.raises(Refused, match="belongs to process"):
         run.step(timeout=SOON)
-    assert bytes(run._region.contribution) == before
+    assert bytes(run.core.region.contribution) == before
 
 
 def test_what_was_agreed_on_is_agreed_on_again(machines: list[Machine]) -> None:
@@ -203,10 +203,10 @@ def test_what_a_daemon_would_do_is_weather_without_one(machines: list[Machine]) 
     run = machines[0].client.join("digits", [torch.ones(2)], **OPTIONS)
     reason = lose(machines[0], run)
 
-    run.tell("training", "it goes on")
-    run.offer(STATE, b"image")
-    assert run.fetch(Wish(1, 1000), SOON).result().reason == reason
-    recovered = run.fetch(Wish(after=STATE), SOON)
+    run.core.tell("training", "it goes on")
+    run.core.offer(STATE, b"image")
+    assert run.core.fetch(Wish(1, 1000), SOON).result().reason == reason
+    recovered = run.core.fetch(Wish(after=STATE), SOON)
     recovered.cancel()
     assert recovered.result().reason == reason
     assert not run.wait_for(1, timeout=0.1)

@@ -117,9 +117,9 @@ def test_an_open_round_says_which_calls_end_it(clients: list[Client]) -> None:
 
 
 def optimizer(run: Run, wait_for: int) -> object:
-    assert isinstance(run.binding.source, torch.nn.Module)
-    sgd = torch.optim.SGD(run.binding.source.parameters(), 0.1)
-    sgd = run.binding.source.__dict__.setdefault("made_in_an_earlier_cell", sgd)
+    assert isinstance(run.core.binding.source, torch.nn.Module)
+    sgd = torch.optim.SGD(run.core.binding.source.parameters(), 0.1)
+    sgd = run.core.binding.source.__dict__.setdefault("made_in_an_earlier_cell", sgd)
     return run.optimizer(sgd, target_batch_size=8, batch_size=8, wait_for=wait_for)
 
 
@@ -140,14 +140,15 @@ def test_an_interrupted_constructor_leaves_the_run_free(clients: list[Client], l
     strategy, construct = LOOPS[loop]
     run = clients[0].join("notebook", torch.nn.Linear(2, 2), strategy=strategy)
 
-    interrupted(lambda: construct(run, 1), lambda: run.trained_by)
+    interrupted(lambda: construct(run, 1), lambda: run.core.trained_by)
 
-    assert run.trained_by == ""
+    assert run.core.trained_by == ""
     assert construct(run, 0) is not None
     with pytest.raises(ValueError, match=r"stepped by .* already; end that with run.leave\(\)"):
         construct(run, 0)
-    assert run.trained_by
-    run.give_up()
+    assert run.core.trained_by
+    run.core.give_up()
+    run.leave()
 
 
 @pytest.mark.parametrize("loop", [False, True])
@@ -171,7 +172,8 @@ def test_a_join_that_is_interrupted_can_be_made_again(
     monkeypatch.setattr(connecting, "_share", share)
 
     assert joins() is not None
-    run.give_up()
+    run.core.give_up()
+    run.leave()
 
 
 @pytest.mark.parametrize("loop", [DiLoCo, LocalSGD, Gossip])

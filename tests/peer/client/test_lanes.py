@@ -22,6 +22,7 @@ from equipoise.compression import parse_codec
 from equipoise.peer.client import encoding, lanes
 from equipoise.peer.client.encoding import Encoder
 from equipoise.peer.client.lanes import DeviceLane, kernels_of
+from equipoise.peer.client.run import RunCore
 from equipoise.peer.client.tensors import Binding
 from equipoise.peer.control.messages import JoinRun, StartRound
 from equipoise.peer.run import Run
@@ -236,7 +237,7 @@ def test_the_next_round_waits_until_the_mean_was_read(device) -> None:
     link: Any = SimpleNamespace(welcome=SimpleNamespace(peer_id="me"), lost=None, start=start, clock=float)
     request = JoinRun("r", RunOptions(), binding.schema, binding.gradients, binding.size)
     binding.devices = frozenset()  # There is no CUDA to register the memory with.
-    run = Run(link, request, binding, region, lambda *_: run)
+    run: Run = Run(RunCore(link, request, binding, region, lambda *_: run))
     wanted = {name: torch.full_like(one, 3.0) for name, one in model.state_dict().items()}
     for encoder, finish in (
         (binding.averages, lambda: run._averaged(Outcome(ok=True, reason=""), binding.tensors(), region, {})),
@@ -332,7 +333,7 @@ def test_a_run_names_the_kernels_of_each_device_once() -> None:
     devices = [torch.device(name) for name in ("mps", "cpu", "cpu")]
     named = {str(at): SimpleNamespace(device=one) for at, one in enumerate(devices)}
     run = Run.__new__(Run)
-    run.binding = SimpleNamespace(tensors=lambda: named)  # type: ignore[assignment]
+    run.core = SimpleNamespace(binding=SimpleNamespace(tensors=lambda: named))  # type: ignore[assignment]
     assert set(run.kernels.split("; ")) == {
         *kernels_of(devices[0]).split("; "),
         *kernels_of(devices[1]).split("; "),

@@ -56,14 +56,14 @@ def opened(path: Path, every: int = 10, resume: bool = False, member: Any = None
 
 def kept(home: Path, checkpoints: Checkpoints) -> Keeper:
     """The keeper of a run whose daemon has that home."""
-    run: Any = SimpleNamespace(
-        home=home,
-        name="digits",
-        schema=Schema.of({"w": torch.zeros(2)}),
-        terms={},
+    layout = SimpleNamespace(schema=Schema.of({"w": torch.zeros(2)}))
+    core = SimpleNamespace(
+        link=SimpleNamespace(welcome=SimpleNamespace(home=home)),
+        binding=SimpleNamespace(steps=SimpleNamespace(layout=layout)),
         tell=lambda topic, line: None,
-        before_leaving=lambda finish: None,
+        finishing=[],
     )
+    run: Any = SimpleNamespace(core=core, name="digits", terms={})
     member: Any = Trained()
     return keep_checkpoints(member, run, checkpoints)
 

@@ -17,7 +17,8 @@ from equipoise.averaging.aio.round_driver import HEADER_PREFIX_BYTES, ROUND_FRAM
 from equipoise.averaging.aio.transfer import TRANSFER_FRAME
 from equipoise.averaging.matchmaking.topology import ranked
 from equipoise.averaging.replication.messages import Answer, decode
-from equipoise.peer import Refused, Run
+from equipoise.peer import Refused
+from equipoise.peer.client.run import RunCore
 from equipoise.peer.training import Checkpoints, Federated
 from equipoise.peer.training.federated import Task, _returned
 from equipoise.peer.training.safetensors_io import ImageError
@@ -674,13 +675,13 @@ def test_a_peer_that_all_others_have_left_ends_with_the_agreed_model_and_says_wh
 
 def test_places_are_told_only_while_more_peers_live_than_have_one(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
-    tell = Run.tell
+    tell = RunCore.tell
 
-    def told_of(run: Run, topic: Any, line: str) -> None:
+    def told_of(core: RunCore, topic: Any, line: str) -> None:
         told.extend([line] if topic == "places" else [])
-        tell(run, topic, line)
+        tell(core, topic, line)
 
-    monkeypatch.setattr(Run, "tell", told_of)
+    monkeypatch.setattr(RunCore, "tell", told_of)
     swarm = World(strategy="federated:available=5", group_size=4)
     peers = clients(swarm, 5)
     peers[4].stops_after = 1

@@ -472,7 +472,7 @@ def test_one_torch_optimizer_for_two_runs_is_refused(world: World) -> None:
     first.optimizer(inner, target_batch_size=8)
     with pytest.raises(Refused, match="got the one that steps run 'first'"):
         world.join("peer0", "second", model).optimizer(inner, target_batch_size=8)
-    first.left = True
+    first.core.left = True
     world.join("peer0", "third", model).optimizer(inner, target_batch_size=8)
 
 

@@ -309,7 +309,7 @@ def test_donors_of_an_image_that_does_not_fit_are_left_out_of_the_next_download(
         content = images[left[0]].numpy().data if left else memoryview(b"")
         return SimpleNamespace(done=lambda: True, result=lambda: found, content=content)
 
-    run: Any = SimpleNamespace(fetch=fetch)
+    run: Any = SimpleNamespace(core=SimpleNamespace(fetch=fetch))
     downloads = Downloads(run, Trained(seed=4).state)
     ends = []
     for _ in range(3):

@@ -17,7 +17,7 @@ from equipoise.averaging.replication import follower, lineage, server
 from equipoise.averaging.replication.answers import Wish
 from equipoise.averaging.replication.lineage import CHECK_EVERY
 from equipoise.averaging.state import StateId
-from equipoise.peer import Run
+from equipoise.peer.client.run import RunCore
 from equipoise.peer.training.member import (
     CATCH_UP_SECONDS,
     FINISH_SECONDS,
@@ -390,14 +390,14 @@ def test_an_image_that_says_another_id_than_its_donors_is_not_loaded(world: Worl
     late.model = network(seed=7)
     late.begin(at=5.0)
 
-    class Lying(Run):
-        def offer(self, state: StateId, image: bytes | bytearray | memoryview) -> None:
+    class Lying(RunCore):
+        def offer(self, state: StateId, image: bytes | memoryview) -> None:
             super().offer(StateId(state.epoch + 1, state.lineage), image)
 
     def lie() -> None:
         world.compute(3.0)
         for trainer in early:
-            trainer.run.__class__ = Lying
+            trainer.run.core.__class__ = Lying
 
     world.peer("liar", lie)
     world.run()
@@ -493,7 +493,7 @@ def test_a_peer_that_waits_for_others_that_have_ended_finds_out_that_they_are_fu
     nobody = StateId(0, "f" * 64)
     asked: list[StateId | None] = []
 
-    class Deaf(Run):
+    class Deaf(RunCore):
         """The first time it asks, nobody answers."""
 
         def fetch(self, wish: Wish, timeout: float = 60.0) -> Any:
@@ -502,7 +502,7 @@ def test_a_peer_that_waits_for_others_that_have_ended_finds_out_that_they_are_fu
 
     def deafen() -> None:
         world.compute(0.1)
-        trainers[2].run.__class__ = Deaf
+        trainers[2].run.core.__class__ = Deaf
 
     for trainer in trainers:
         trainer.begin()
@@ -625,7 +625,8 @@ def test_a_peer_that_waits_says_for_what(caplog: pytest.LogCaptureFixture) -> No
         waited.append(seconds)
         return False
 
-    run: Any = SimpleNamespace(name="text", clock=lambda: sum(waited), wait_for=nobody, state=NoPeers())
+    core = SimpleNamespace(clock=lambda: sum(waited))
+    run: Any = SimpleNamespace(name="text", core=core, wait_for=nobody, state=NoPeers())
     wait_for([run], 1)
     assert waited == [NOTICE_SECONDS, WAIT_SECONDS - NOTICE_SECONDS]
     assert [record.message for record in caplog.records] == [

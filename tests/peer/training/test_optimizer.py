@@ -56,9 +56,9 @@ def test_peers_meet_only_if_what_they_replicate_has_equal_dtypes(half: str) -> N
             DiLoCo(run, every=2)
         else:
             run.optimizer(adamw(model.parameters()), target_batch_size=8, buffers=True)
-        assert run.agreed is not None
-        told = run.agreed
-        return agreed_spec(run_specs(run.request)[STEP], told.terms, told.buffers, told.dtypes)
+        assert run.core.agreed is not None
+        told = run.core.agreed
+        return agreed_spec(run_specs(run.core.request)[STEP], told.terms, told.buffers, told.dtypes)
 
     here, there = spec_of(torch.float32, False), spec_of(torch.bfloat16, False)
     line = differences(here, answer_of(there, here.marks, 0.0))
@@ -551,7 +551,9 @@ def test_a_group_that_differs_is_told_by_its_key_and_an_order_by_its_first_name(
         trainer = Trainer(world, index, 1)
         trainer.make = make
         trainer.join()
-        specs.append(RunSpec.create("text", trainer.run.schema, terms=trainer.run.terms))
+        specs.append(
+            RunSpec.create("text", trainer.run.core.binding.steps.layout.schema, terms=trainer.run.terms)
+        )
     assert differences(specs[0], answer_of(specs[1], specs[0].marks, 1.0)) == said
 
 
