@@ -220,7 +220,7 @@ class FakeRunDriver:
     """One run of one peer."""
 
     reason = "as the network says"
-    waits = ""
+    waits = advice = ""
 
     def __init__(self, network: FakeNetwork, peer: str, spec: RunSpec) -> None:
         self.name = spec.name
