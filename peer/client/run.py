@@ -333,7 +333,7 @@ class JoinedRun:
                 self._accumulated = self._spare or Accumulator(self.core.binding.stepped())
                 self._spare = None
             self._accumulated.add(named_gradients(gradients), weight)
-            self._report()
+            self.core.report(self.accumulated)
 
     @overload
     def step(
@@ -482,7 +482,7 @@ class JoinedRun:
         """Take back the accumulated gradients that are not part of an open round; None without any."""
         with self.core.lock:
             taken, self._accumulated = self._accumulated, None
-            self._report()
+            self.core.report(self.accumulated)
         return taken
 
     @property
@@ -637,10 +637,7 @@ class JoinedRun:
                 self._keep()
             if outcome is not None and outcome.ok:
                 self.core.binding.read_step(region.mean, tensors, self.mean, not self.core.trained_by)
-            self._report()
-
-    def _report(self) -> None:
-        self.core.report(self.accumulated)
+            self.core.report(self.accumulated)
 
     def _keep(self) -> None:
         """Take back the contribution, and merge the gradients accumulated since."""

@@ -21,8 +21,8 @@ MAX_ROUNDS_LISTED = 64
 """An outcome of a group of 64 takes about 8 KB; so many fit one frame."""
 
 
-class Serving(Protocol):
-    """The daemon, as a dispatcher needs it."""
+class Host(Protocol):
+    """The daemon that the clients reach."""
 
     service: Service
     history: RoundHistory
@@ -35,6 +35,12 @@ class Serving(Protocol):
 
     def ban(self, peer: str, reason: str | None) -> None:
         """Refuse a peer, or with None as reason no longer."""
+
+    def welcome(self) -> messages.Welcome:
+        """Return the answer to a greeting."""
+
+    def status(self, clients: int) -> Status:
+        """Return a snapshot of everything that can be asked about the daemon, which has so many clients."""
 
 
 class Dispatcher:
@@ -52,7 +58,7 @@ class Dispatcher:
 
     def __init__(
         self,
-        daemon: Serving,
+        daemon: Host,
         client: str,
         take_descriptor: Callable[[], int],
         say: Callable[[str], Awaitable[None]],

@@ -8,14 +8,13 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Iterator
-from typing import Protocol
 
 from equipoise.dht.admission import Refused as NotAdmitted
 from equipoise.dht.streams import Acceptor
 from equipoise.peer.control import messages
 from equipoise.peer.control.messages import CONTROL_VERSION, Hello
 from equipoise.peer.control.socket import SEND_SECONDS, FrameSocket
-from equipoise.peer.daemon.dispatcher import Dispatcher, Serving
+from equipoise.peer.daemon.dispatcher import Dispatcher, Host
 from equipoise.peer.errors import ControlError, EquipoiseError, Refused
 from equipoise.peer.home import BACKLOG, peer_credentials
 from equipoise.peer.status import Status
@@ -36,23 +35,15 @@ HELLO_SECONDS = 30.0
 log = logging.getLogger(__name__)
 
 
-class Host(Serving, Protocol):
-    """The daemon that the clients reach."""
-
-    server: ControlServer
-
-    def welcome(self) -> messages.Welcome:
-        """Return the answer to a greeting."""
-
-    def status(self, clients: int) -> Status:
-        """Return a snapshot of everything that can be asked about the daemon, which has so many clients."""
-
-
 class ServedClient:
     """One client: reads its requests, answers each when its answer is there, leaves its runs when it goes."""
 
-    def __init__(self, connected: FrameSocket, daemon: Host, pid: int) -> None:
+    def __init__(
+        self, connected: FrameSocket, daemon: Host, pid: int, count: Callable[[ServedClient], int]
+    ) -> None:
+        """`count` tells how many processes are connected, as this client is to see it."""
         self._socket = connected
+        self._count = count
         self._daemon = daemon
         self.pid = pid
         script, take = f"process {pid}", connected.take_descriptor
@@ -111,7 +102,7 @@ class ServedClient:
         await self._dispatcher.leave_all(reason)  # A join may have been on its way.
 
     def _status(self) -> Status:
-        return self._daemon.status(self._daemon.server.clients(self))
+        return self._daemon.status(self._count(self))
 
     async def _read(self) -> None:
         try:
@@ -205,7 +196,7 @@ class ControlServer:
             log.warning("refused uid %d on the control socket", uid)
             connected.close()
             return
-        connection = ServedClient(FrameSocket(connected), self._daemon, pid)
+        connection = ServedClient(FrameSocket(connected), self._daemon, pid, self.clients)
         silent = next((one for one in self._connections if one.silent), None)
         full = len(self._connections) >= MAX_CONNECTIONS
         if full and silent is not None:
