@@ -28,7 +28,7 @@ from equipoise.averaging.ports import FrameRefused
 from equipoise.averaging.state import MAX_EPOCH, StateId
 from equipoise.averaging.weights import MAX_WEIGHT
 from equipoise.limits import MAX_BANDWIDTH, MAX_CREDENTIAL_BYTES, MAX_HEADER_BYTES
-from simulator.matchmaking import SPEC, signer, verify
+from fakes.matchmaking import SPEC, signer, verify
 
 OTHER_SPEC = "0" * 64
 LARGEST_VALUES = {f"{index:>{MAX_NAME_CHARS}}": math.pi for index in range(MAX_METRICS)}

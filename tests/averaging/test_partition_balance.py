@@ -17,8 +17,8 @@ from equipoise.averaging.options import RunOptions
 from equipoise.averaging.partition import FAST, balance, exchange_seconds, settle
 from equipoise.averaging.schema import Schema
 from equipoise.averaging.spec import RunSpec
+from fakes.matchmaking import signer
 from oracles.averaging import butterfly_seconds
-from simulator.matchmaking import signer
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from equipoise.averaging.options import Needs
 from equipoise.averaging.outer import parse_outer
 from equipoise.averaging.rules import parse_rule
 from equipoise.averaging.strategy import Federated, Strategy, parse_strategy
-from simulator.matchmaking import RUN, SPEC, signer, verify
+from fakes.matchmaking import RUN, SPEC, signer, verify
 
 FEDERATED = "federated:fraction=1,minimum=2,available=2,quorum=2,grace=10,deadline=600,late=drop"
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+from functools import partial
 from typing import Any
 
-from equipoise.averaging.manifest import Join, Manifest
+import msgspec
+
+from equipoise.averaging.manifest import NONCE_BYTES, Join, Manifest, Sign
 from equipoise.averaging.matchmaking import events
 from equipoise.averaging.matchmaking import messages as wire
 from equipoise.averaging.matchmaking.context import Context
@@ -13,10 +17,23 @@ from equipoise.averaging.matchmaking.messages import MAX_PATIENCE, JoinRequest
 from equipoise.averaging.matchmaking.topology import rank
 from equipoise.averaging.options import Needs
 from equipoise.averaging.timing import INITIAL_WAIT, INVITE_SECONDS
-from simulator.matchmaking import RUN, SPEC, Record, signer, stated, verify
+from fakes.memory import Entry, FakeIdentity
 
+RUN, SPEC = "simulated", hashlib.sha256(b"simulated").hexdigest()
 NAMES = ["alice", "bob", "carol", "dave", "erin", "frank", "grace", "heidi"]
 OTHER_SPEC = "0" * 64
+Record = partial(Entry, spec=SPEC)
+verify = FakeIdentity("").verify
+
+
+def signer(name: str) -> Sign:
+    return FakeIdentity(name).sign
+
+
+def stated(peer: str = "", **fields: Any) -> Join:
+    """What a peer states of itself, not signed; a machine fills in its own name."""
+    join = Join(peer, SPEC, 0, 1.0, 0.0, True, b"n" * NONCE_BYTES, b"", None, b"")
+    return msgspec.structs.replace(join, **fields)
 
 
 def in_order(round: int, names: list[str]) -> list[str]:

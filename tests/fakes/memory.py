@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import hashlib
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -15,12 +16,12 @@ from equipoise.limits import MAX_BODY_BYTES, MAX_HEADER_BYTES
 @dataclass
 class Entry:
     peer: str
-    spec: str
-    ready: bool
-    round: int
-    dialable: bool
-    bandwidth: float
-    accumulated: float
+    spec: str = ""
+    ready: bool = False
+    round: int = 0
+    dialable: bool = True
+    bandwidth: float = 0.0
+    accumulated: float = 0.0
     credential: bytes = b""
     left: bool = False
     tags: tuple[str, ...] = ()
@@ -44,6 +45,7 @@ class Net:
         cuts: Pairs of peers that reach each other no more.
         frozen: Peers whose records stay as they are.
         tags: The tags of peers that have some.
+        blind: Peers whose records a peer does not see.
     """
 
     def __init__(self, latency: float = 0.0, lag: float = 0.0, loss: float = 0.0, seed: int = 0) -> None:
@@ -52,6 +54,7 @@ class Net:
         self.cuts: set[frozenset[str]] = set()
         self.frozen: set[str] = set()
         self.tags: dict[str, tuple[str, ...]] = {}
+        self.blind: dict[str, set[str]] = {}
         self.transports: dict[str, MemoryTransport] = {}
         self.records: dict[str, dict[str, Entry]] = {}
         self._views: dict[tuple[str, str], int] = {}
@@ -78,7 +81,8 @@ class Net:
 
     async def view(self, run: str, peer: str) -> list[Entry]:
         """What `peer` sees of `run`."""
-        entries = [entry for _, entry in sorted(self.records.get(run, {}).items())]
+        records, blind = self.records.get(run, {}), self.blind.get(peer, set())
+        entries = [records[name] for name in sorted(records.keys() - blind)]
         async with self._looked:
             self._views[run, peer] = len(entries)
             self._looked.notify_all()
@@ -195,7 +199,7 @@ class MemoryTransport:
         mine, theirs = MemoryChannel(self, peer, back, to), MemoryChannel(other, self._peer, to, back)
         self.channels.append(mine)
         other.channels.append(theirs)
-        task = asyncio.create_task(other.handler(theirs))
+        task = asyncio.create_task(other.handler(theirs), context=other.context.copy())
         other.tasks.add(task)
         task.add_done_callback(other.tasks.discard)
         return mine
@@ -213,7 +217,7 @@ class MemoryTransport:
                 event.set()
 
     def serve(self, handler: Callable[[Channel], Awaitable[None]] | None) -> None:
-        self.handler = handler
+        self.handler, self.context = handler, contextvars.copy_context()
 
 
 class MemoryDirectory:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import heapq
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Iterable
-from typing import Any, Protocol
+from collections.abc import Callable, Container
+from typing import Any
 
 MAX_EVENTS = 2_000_000
 """Of one stretch of time, more than any sound machines take: machines that talk in circles are found by it."""
@@ -64,14 +64,12 @@ class Process(ABC):
     Attributes:
         clock: Of the world.
         dead: Whether it was killed.
-        dialable: Whether others can open connections to it.
         stopped: Whether it is stopped (SIGSTOP).
         resumed_at: When it last went on after a stop.
     """
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
-        self.dialable = True
         self.dead = self.stopped = False
         self.resumed_at = 0.0
         self._waiting: list[tuple[bool, Callable[..., None], tuple[Any, ...]]] = []
@@ -87,11 +85,12 @@ class Process(ABC):
         """Its deadline may have passed."""
 
     @property
+    @abstractmethod
     def flows(self) -> Container[bytes]:
         """The flows whose frames wait while no channel to another process can be opened."""
-        return ()
 
-    def lose(self, other: Any, reason: str) -> None:  # noqa: B027 - some keep no sessions
+    @abstractmethod
+    def lose(self, other: Any, reason: str) -> None:
         """No channel to another process can be opened: frames to it wait if they belong to `flows`, or are lost."""
 
     def happen(self, timer: bool, event: Callable[..., None], *args: Any) -> None:
@@ -133,51 +132,3 @@ class Process(ABC):
     def kill(self) -> None:
         """As by SIGKILL."""
         self.dead = True
-
-
-class Machine(Protocol):
-    """What every protocol machine is to its driver."""
-
-    @property
-    def deadline(self) -> float:
-        """When it wants to be woken."""
-
-    def handle(self, event: Any, now: float) -> Iterable[Any]:
-        """Take an event; return what to do."""
-
-
-class Driver(Process):
-    """A process that is nothing but one machine: it hands over events, and performs actions.
-
-    Args:
-        clock: Of the world.
-        machine: What it drives.
-        woke: The event that says that the deadline has passed.
-    """
-
-    def __init__(self, clock: Clock, machine: Machine, woke: object) -> None:
-        super().__init__(clock)
-        self.machine = machine
-        self._woke = woke
-
-    @property
-    def deadline(self) -> float:
-        """The machine's."""
-        return self.machine.deadline
-
-    @abstractmethod
-    def perform(self, action: Any) -> None:
-        """Do what the machine asks for."""
-
-    def tell(self, event: Any) -> None:
-        """Hand an event to the machine, and do what it asks for."""
-        for action in self.machine.handle(event, self.clock.now):
-            self.perform(action)
-        self.arm()
-
-    def wake(self) -> None:
-        """Tell the machine that its deadline has passed, if it has."""
-        if self.deadline <= self.clock.now:
-            self.tell(self._woke)
-        else:
-            self.arm()

@@ -63,7 +63,6 @@ class Link:
         outbox: The sender's session with the receiver, and what it wants to send.
         channel: The channel that the sender writes to; None while it knows of none.
         contents: What happens when a frame arrives, by the frame's header.
-        used: Whether frames were sent since it was made, or since it broke.
         broken: The channel that broke last: what is written to it is lost while its sender does not know.
         cuts: How many faults keep a channel from being opened.
         under_way: Epoch and header of each frame that was written and has not arrived.
@@ -78,7 +77,6 @@ class Link:
         self.channel: object | None = object()
         self.contents: dict[bytes, tuple[Callable[..., None], tuple[Any, ...]]] = {}
         self.broken: object | None = None
-        self.used = False
         self.cuts = 0
         self.under_way: deque[tuple[int, bytes]] = deque()
         self.epoch = 0
@@ -128,7 +126,6 @@ class Link:
 
     def lose(self) -> None:
         """Nothing that is under way arrives, unless it lingers."""
-        self.used = False
         if not self._weather.lingers or self._random.random() >= self._weather.lingers:
             self.epoch += 1
             self._passing.clear()
@@ -168,17 +165,6 @@ class Network(Clock, Generic[N, P]):
 
     # ---- frames ----
 
-    def send(self, sender: N, to: N, event: Callable[..., None], *args: Any) -> None:
-        """Have something happen to a process when a frame from another arrives; refuse it if they cannot connect.
-
-        They can where they are connected already, or the other one lives and can be dialled.
-        """
-        target, link = self.processes.get(to), self.link(sender, to)
-        if link.used or self.links[to, sender].used or (target and target.dialable and not target.dead):
-            self.transmit(sender, to, event, *args)
-        else:
-            self.processes[sender].after(link.delay(), self.processes[sender].lose, to, "refused")
-
     def transmit(
         self,
         sender: N,
@@ -201,7 +187,6 @@ class Network(Clock, Generic[N, P]):
             beat: Not empty for a frame without a number: takes the place of one that waits and has the same name.
         """
         link = self.link(sender, to)
-        link.used = True
         header = beat or next(self._headers).to_bytes(8, "little")
         link.contents[header] = event, args
         if beat:
@@ -214,9 +199,7 @@ class Network(Clock, Generic[N, P]):
 
     def _write(self, sender: N, to: N) -> None:
         """Have a process write what it can, and go on when the link is free again."""
-        link = self.links.get((sender, to))
-        if link is None:
-            return  # Another process has taken the place of one of the two since this was planned.
+        link = self.links[sender, to]
         while frame := link.next_frame():
             bulk = bool(frame[1])
             arrives = link.carry(bulk)
@@ -237,7 +220,7 @@ class Network(Clock, Generic[N, P]):
 
     def _deliver(self, sender: N, to: N, link: Link, epoch: int, header: bytes) -> None:
         # What a stopped process has not read when its connection breaks, is lost as well.
-        if link.epoch != epoch or self.links.get((sender, to)) is not link:
+        if link.epoch != epoch:
             return
         back = self.links[to, sender]
         session = back.outbox.session
@@ -279,7 +262,7 @@ class Network(Clock, Generic[N, P]):
         self.processes[one].happen(False, self._hail, one, other, dial)
 
     def _stale(self, one: N, other: N, dial: int) -> bool:
-        """True if two processes have dialled again since, or one of them is another process now."""
+        """True if two processes have dialled again since."""
         return self._dials[frozenset((one, other))] != dial
 
     def _hail(self, one: N, other: N, dial: int) -> None:
@@ -315,9 +298,7 @@ class Network(Clock, Generic[N, P]):
 
     def _notice(self, end: N, other: N, reason: str = "connection reset") -> None:
         """A process finds out that its channel to another broke, and whether it can open another."""
-        link, process = self.links.get((end, other)), self.processes[end]
-        if link is None:
-            return
+        link, process = self.links[end, other], self.processes[end]
         if link.channel is link.broken:
             link.channel = None
         if self.processes[other].dead or link.cuts or self.links[other, end].cuts:
@@ -350,19 +331,10 @@ class Network(Clock, Generic[N, P]):
             if sender == name and noticed is not None:
                 self.at(self.calm(noticed * self.random.random()), self._died, sender, to)
 
-    def forget(self, name: N) -> None:
-        """Another process takes the place of one: nobody has a session with it."""
-        for pair in [pair for pair in self.links if name in pair]:
-            del self.links[pair]
-            # A hello that is still under way is of the old process.
-            self._dials[frozenset(pair)] = self._dials.get(frozenset(pair), 0) + 1
-
     def _died(self, dead: N, other: N) -> None:
-        if (dead, other) not in self.links or not self.processes[dead].dead:
-            return
         for link in (self.links[dead, other], self.links[other, dead]):
             link.epoch += 1
-            link.used, link.broken = False, link.channel
+            link.broken = link.channel
         self.processes[other].happen(False, self._notice, other, dead)
 
     def sever(self, one: N, other: N) -> None:

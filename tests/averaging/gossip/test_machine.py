@@ -13,8 +13,7 @@ from equipoise.averaging.matchmaking.context import Context
 from equipoise.averaging.matchmaking.messages import GroupFormed, JoinRefused, JoinRequest, Whereabouts
 from equipoise.averaging.options import Needs
 from equipoise.averaging.outcome import Exchanging, Gathering, Idle, NoPeers
-from fakes.matchmaking import OTHER_SPEC, asks, join, ready, seen, sent
-from simulator.matchmaking import RUN, SPEC, signer, verify
+from fakes.matchmaking import OTHER_SPEC, RUN, SPEC, asks, join, ready, seen, sent, signer, verify
 
 
 def pairing(name: str, *others: str, seed: int = 0) -> Pairing:

@@ -26,8 +26,24 @@ from equipoise.averaging.timing import (
     SILENT_SECONDS,
 )
 from equipoise.averaging.weights import ATTENDANCE_LIMIT
-from fakes.matchmaking import NAMES, alive, asks, elapse, formed, in_order, join, meet, ready, seen, sent
-from simulator.matchmaking import RUN, SPEC, Record, signer, verify
+from fakes.matchmaking import (
+    NAMES,
+    RUN,
+    SPEC,
+    Record,
+    alive,
+    asks,
+    elapse,
+    formed,
+    in_order,
+    join,
+    meet,
+    ready,
+    seen,
+    sent,
+    signer,
+    verify,
+)
 
 STATE = StateId(3, "b" * 64)
 

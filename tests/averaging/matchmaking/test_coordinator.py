@@ -16,6 +16,7 @@ from equipoise.averaging.timing import INITIAL_WAIT, INVITE_SECONDS, KEEPALIVE, 
 from fakes.matchmaking import (
     NAMES,
     OTHER_SPEC,
+    RUN,
     asks,
     closed_without,
     elapse,
@@ -28,7 +29,6 @@ from fakes.matchmaking import (
     seen,
     sent,
 )
-from simulator.matchmaking import RUN
 
 # ---- parking joins and closing groups ----
 

@@ -18,6 +18,8 @@ from equipoise.averaging.outcome import Exchanging, Gathering, Idle, NoPeers
 from equipoise.averaging.timing import INITIAL_WAIT, KEEPALIVE, OVERDUE_SECONDS, REPLY_SECONDS
 from fakes.matchmaking import (
     NAMES,
+    RUN,
+    Record,
     asks,
     elapse,
     formed,
@@ -31,8 +33,8 @@ from fakes.matchmaking import (
     seen,
     sent,
     tells,
+    verify,
 )
-from simulator.matchmaking import RUN, Record, verify
 
 # ---- the short way ----
 

@@ -8,8 +8,7 @@ from equipoise.averaging.manifest import Manifest
 from equipoise.averaging.matchmaking import messages as wire
 from equipoise.averaging.matchmaking.events import MessageReceived, RoundHeard, Woke
 from equipoise.averaging.timing import HOLD_SECONDS, MAX_WAIT, MISSED_SECONDS, REPLY_SECONDS
-from fakes.matchmaking import NAMES, elapse, formed, join, machine, others_of, ready, roles, seen, sent
-from simulator.matchmaking import RUN
+from fakes.matchmaking import NAMES, RUN, elapse, formed, join, machine, others_of, ready, roles, seen, sent
 
 
 def accepts(coordinator: str, ticket: bytes, short: bool = False, wait: float = 10.0) -> MessageReceived:

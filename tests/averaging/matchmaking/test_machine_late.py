@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from equipoise.averaging.manifest import NONCE_BYTES
+from equipoise.averaging.manifest import NONCE_BYTES, Manifest
 from equipoise.averaging.matchmaking import events
 from equipoise.averaging.matchmaking import messages as wire
 from equipoise.averaging.matchmaking.closing import ClosePolicy
@@ -15,8 +15,7 @@ from equipoise.averaging.matchmaking.machine import Matchmaking
 from equipoise.averaging.state import StateId
 from equipoise.averaging.timing import BEHIND_SECONDS, INITIAL_WAIT, INVITE_SECONDS, KEEPALIVE
 from equipoise.averaging.weights import ATTENDANCE_LIMIT
-from fakes.matchmaking import asks, elapse, machine, meet, ready, roles, seen, sent
-from simulator.matchmaking import RUN
+from fakes.matchmaking import RUN, asks, elapse, formed, join, machine, meet, ready, roles, seen, sent, tells
 
 BEFORE = StateId(3, "b" * 64)
 AFTER = StateId(4, "a" * 64)
@@ -237,3 +236,24 @@ def test_a_join_whose_group_has_just_closed_without_it_is_not_left_behind() -> N
     one, closed_at = closed_without(absent, coordinator, second)
     own = one.context.join(ready(state=BEFORE).join, 1)
     assert Coordinator(one.context, ClosePolicy(one.context)).left_behind(own, closed_at + 1.0) == 0.0
+
+
+def test_a_member_that_is_a_round_behind_is_planned_with_and_a_stranger_is_not() -> None:
+    one = machine("alice", "bob", "carol", "dave", group_size=8)
+    rounds = [
+        {"alice": BEFORE, "bob": BEFORE, "carol": BEFORE, "dave": BEFORE},
+        {"alice": AFTER, "bob": AFTER, "carol": BEFORE, "dave": STRANGE},
+        {"alice": AFTER, "bob": AFTER, "carol": AFTER, "dave": STRANGE},
+    ]
+    for number, states in enumerate(rounds):
+        weights = {"dave": ATTENDANCE_LIMIT} if number == 2 else {}  # It has missed a round, and attends.
+        joins = [
+            join(name, number, weight=weights.get(name, 1.0), state=state) for name, state in states.items()
+        ]
+        one.handle(ready(state=states["alice"]), 0.0)
+        assert formed(one.handle(tells(Manifest.of("bob", joins)), 0.0))
+        one.handle(events.RoundEnded(number, ok=True), 0.0)
+        if number:
+            assert set(one.context.membership.group("alice", number + 1)) == {"alice", "bob", "carol"}
+    one.handle(ready(weight=0.0), 0.0)
+    assert set(one.context.membership.group("alice", 3)) == {"alice", "bob", "carol", "dave"}

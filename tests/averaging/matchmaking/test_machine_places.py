@@ -13,8 +13,22 @@ from equipoise.averaging.options import Needs
 from equipoise.averaging.outcome import Outcome
 from equipoise.averaging.state import StateId
 from equipoise.averaging.timing import INITIAL_WAIT
-from fakes.matchmaking import NAMES, alive, asks, elapse, formed, meet, others_of, ready, seen, sent
-from simulator.matchmaking import RUN, SPEC, signer, verify
+from fakes.matchmaking import (
+    NAMES,
+    RUN,
+    SPEC,
+    alive,
+    asks,
+    elapse,
+    formed,
+    meet,
+    others_of,
+    ready,
+    seen,
+    sent,
+    signer,
+    verify,
+)
 
 SIX, PLACES = NAMES[:6], 4
 START, NEXT = StateId(0, "0" * 64), StateId(1, "1" * 64)

@@ -13,8 +13,7 @@ from equipoise.averaging.matchmaking.membership import (
 )
 from equipoise.averaging.options import Needs
 from equipoise.averaging.timing import GRACE
-from fakes.matchmaking import asks, closed_without, join, roles
-from simulator.matchmaking import SPEC, Record
+from fakes.matchmaking import SPEC, Record, asks, closed_without, join, roles
 
 
 def knows(*names: str) -> Membership:

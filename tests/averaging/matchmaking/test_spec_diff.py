@@ -21,8 +21,8 @@ from equipoise.averaging.matchmaking.spec_diff import (
     answer_of,
 )
 from equipoise.averaging.spec import RunSpec
+from fakes.matchmaking import Record
 from fakes.specs import spec
-from simulator.matchmaking import Record
 
 OWN = spec(terms={"target batch size": "4096"})
 OTHER = spec(terms={"target batch size": "2048"})
