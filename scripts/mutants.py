@@ -121,7 +121,6 @@ RULES: dict[str, list[tuple[str, str]]] = {
         ("self.number = self._membership.outrun(self.number, self.ceiling, now)", "pass"),
     ],
     "averaging/matchmaking/context.py": [
-        ("self._forgers[peer] = now + FORGER_SECONDS", "pass"),
         ("if not self._looked_at.admits(peer, now):", "if False:"),
         ("if join.peer != peer or not", "if not"),
     ],

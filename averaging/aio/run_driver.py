@@ -17,7 +17,6 @@ from equipoise.averaging.aio.search_driver import SearchDriver
 from equipoise.averaging.aio.sessions import Sessions
 from equipoise.averaging.aio.transfer import Transfer
 from equipoise.averaging.claims import Claims
-from equipoise.averaging.draw import Drawn
 from equipoise.averaging.layout import Vectors, fingerprint
 from equipoise.averaging.manifest import Identity, Join, Manifest
 from equipoise.averaging.metrics import Report, Values
@@ -104,10 +103,7 @@ class RunDriver:
         self._claims = Claims(spec.options.group_size)
         self._round: RoundDriver | None = None
         self._left = ""
-        membership = self.search.membership
-        self.transfer = Transfer(spec, sessions, directory, identity.verify, rounds, runs, membership)
-        self.transfer.on_mean = self.search.note_mean
-        self.transfer.draw = self.draw
+        self.transfer = Transfer(spec, sessions, directory, identity.verify, rounds, runs, self.search)
 
     # ---- the face ----
 
@@ -193,10 +189,6 @@ class RunDriver:
     def round(self) -> int:
         """Number of this peer's next round."""
         return self.search.machine.round
-
-    def draw(self, state: StateId) -> Drawn:
-        """The peers that are to train from an agreed state, as far as this peer knows now, and the live peers."""
-        return self.search.machine.draw(state, self._loop.time())
 
     @property
     def waits(self) -> str:

@@ -8,21 +8,22 @@ import logging
 import msgspec
 
 from equipoise.averaging.aio.announcer import Announcer
-from equipoise.averaging.aio.comparison import Comparison
 from equipoise.averaging.aio.round_driver import ROUND_FRAME
 from equipoise.averaging.aio.sessions import Sessions
 from equipoise.averaging.allreduce import messages as wire
+from equipoise.averaging.draw import Drawn
 from equipoise.averaging.machines import matchmaker
 from equipoise.averaging.manifest import NONCE_BYTES, Identity, Join, Manifest
 from equipoise.averaging.matchmaking import events
 from equipoise.averaging.matchmaking import messages as matchmaking_messages
 from equipoise.averaging.matchmaking.context import Context
 from equipoise.averaging.matchmaking.coordinator import LEAST_LATE
+from equipoise.averaging.matchmaking.spec_diff import SpecDiff
 from equipoise.averaging.outcome import FetchOutcome, NoPeers, Outcome, RunState
 from equipoise.averaging.ports import Directory
 from equipoise.averaging.spec import RunSpec
 from equipoise.averaging.state import StateId
-from equipoise.tasks import Driver, TaskSet
+from equipoise.tasks import Driver, TaskSet, sleep_until
 
 MATCHMAKING_FRAME = b"M"
 """First byte of the header of every matchmaking frame; a message follows."""
@@ -31,8 +32,7 @@ DIALABLE_SECONDS = 0.5
 """Time between two looks of a searching peer whether other peers can dial it."""
 
 LOOK_SECONDS = 0.25
-"""Time between two reads of the directory's cache, which costs nothing. A group waits for a read before it closes
-without a peer that is new here."""
+"""Time between two reads of the directory's cache, which costs nothing."""
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class SearchDriver:
         machine: Decides.
         membership: This peer's knowledge of the others.
         announcer: Tells the directory.
-        comparison: Knows how other specs differ.
+        comparison: Asks the peers of the run that have another spec how theirs differs.
         waited: The peer that the last group waited for, and seconds; None if it waited for none.
     """
 
@@ -59,12 +59,13 @@ class SearchDriver:
         context = Context(spec.name, spec.hash, sessions.peer, spec.needs, *signs)
         self.membership = context.membership
         self.machine = matchmaker(spec.strategy, context, sessions.chance)
-        self.comparison = Comparison(spec, sessions.peer, self._perform)
         self.waited: tuple[str, float] | None = None
         self._spec = spec
         self._sessions = sessions
         self._directory = directory
         self._loop = asyncio.get_running_loop()
+        self.comparison = SpecDiff(spec, sessions.peer, self._loop.time())
+        self._compared = asyncio.Event()
         self._formed: asyncio.Future[Manifest | Outcome] | None = None
         self._offered: tuple[StateId | None, float] = (None, 0.0)
         self._missed: tuple[Outcome, float] | None = None  # A round, and when its group closed.
@@ -87,6 +88,10 @@ class SearchDriver:
     def _difference(self) -> str:
         return self.comparison.reason if isinstance(self.machine.state, NoPeers) else ""
 
+    def draw(self, state: StateId) -> Drawn:
+        """The peers that are to train from an agreed state, as far as this peer knows now, and the live peers."""
+        return self.machine.draw(state, self._loop.time())
+
     def start(self, observes: bool) -> None:
         """Make this peer known in the run; `observes` if it trains nothing there, so that no draw takes it."""
         self.membership.observes = observes
@@ -97,12 +102,22 @@ class SearchDriver:
     async def leave(self, serves: bool) -> None:
         """Search no longer. The directory learns whether the daemon `serves` on."""
         self._driver.stop()
-        self.comparison.stop()
         await self._tasks.stop()
         if serves:
             await self.announcer.announce()
         else:
             await self._directory.withdraw(self._spec.name)
+
+    async def objection(self, timeout: float) -> str:
+        """Return why this peer should not take part with its spec, one line; empty if it may.
+
+        Waits up to `timeout` seconds until the known peers with another spec have described theirs.
+        """
+        until = self._loop.time() + timeout
+        while not self.comparison.settled(now := self._loop.time()) and now < until:
+            self._compared.clear()
+            await sleep_until(self._compared, until - now)
+        return self.comparison.objection()
 
     # ---- one search ----
 
@@ -200,17 +215,25 @@ class SearchDriver:
         """Take a matchmaking message of this run."""
         event = events.MessageReceived(peer, message)
         differs = isinstance(message, matchmaking_messages.SpecMessage)
-        (self.comparison if differs else self._driver).tell(event)
+        (self._compare if differs else self._driver.tell)(event)
 
     def lost(self, peer: str) -> None:
         """Note that a peer cannot be reached."""
         self._driver.tell(events.PeerLost(peer))
-        self.comparison.tell(events.PeerLost(peer))
+        self._compare(events.PeerLost(peer))
 
     def heard_a_round(self, peer: str) -> None:
         """Note that a peer has sent a frame of a round that this daemon does not know."""
         if self._formed is not None:
             self._driver.tell(events.RoundHeard(peer))
+
+    def _compare(self, event: events.Event) -> None:
+        before = self.comparison.reason
+        for action in self.comparison.handle(event, self._loop.time()):
+            self._perform(action)
+        self._compared.set()
+        if self.comparison.reason not in (before, ""):
+            log.warning("run %s: %s", self._spec.name, self.comparison.reason)
 
     def _perform(self, action: events.Action) -> None:
         match action:
@@ -237,7 +260,7 @@ class SearchDriver:
             found = await self._directory.peers(self._spec.name)
             seen = events.CandidatesSeen([one for one in found if not one.left])
             self._driver.tell(seen)
-            self.comparison.tell(seen)
+            self._compare(seen)
             await asyncio.sleep(LOOK_SECONDS)
 
 

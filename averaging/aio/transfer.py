@@ -13,11 +13,10 @@ import msgspec
 from blake3 import blake3
 
 from equipoise.averaging.aio.round_driver import Rounds, group_of, mean_outcome
+from equipoise.averaging.aio.search_driver import SearchDriver
 from equipoise.averaging.aio.sessions import Sessions
 from equipoise.averaging.counts import count
-from equipoise.averaging.draw import Drawn
 from equipoise.averaging.manifest import TICKET_BYTES, Manifest, Verify
-from equipoise.averaging.matchmaking.membership import Membership
 from equipoise.averaging.matchmaking.messages import MAX_DETAIL_CHARS
 from equipoise.averaging.outcome import FetchOutcome, Outcome
 from equipoise.averaging.ports import Candidate, Directory, FrameRefused
@@ -192,11 +191,8 @@ class Transfer:
         verify: Checks the signatures of the joins of a mean's round.
         rounds: The daemon's rounds, which go before what is served.
         runs: The runs of the daemon, which share what means may be kept.
-        membership: What is known of the other peers; no download asks one that has never said anything.
-
-    Attributes:
-        on_mean: Called with the result of each search for a missed mean.
-        draw: Returns the peers that are to contribute to the mean after a state.
+        search: Knows the other peers, of which no download asks one that has never said anything, and the peers that
+            are to contribute to the mean after a state. It hears of each missed mean that came.
     """
 
     def __init__(
@@ -207,7 +203,7 @@ class Transfer:
         verify: Verify,
         rounds: Rounds,
         runs: Sized,
-        membership: Membership,
+        search: SearchDriver,
     ) -> None:
         self._spec = spec
         self._sessions = sessions
@@ -215,9 +211,7 @@ class Transfer:
         self._verify = verify
         self._rounds = rounds
         self._runs = runs
-        self._membership = membership
-        self.on_mean: Callable[[FetchOutcome], None] = lambda found: None
-        self.draw: Callable[[StateId], Drawn] = lambda state: Drawn((), ())
+        self._search = search
         self._loop = asyncio.get_running_loop()
         self._donor = Server()
         self._asks = Allowance(ASKS_SECONDS, MAX_ASKS, MAX_ASKS_OF_ONE)
@@ -339,7 +333,7 @@ class Transfer:
                 unheard = len(got.sources)  # They have it still.
                 got = FetchOutcome(ok=False, reason=str(error), sources=got.sources, unheard=unheard)
         log.info("run %s, after epoch %d: %s", spec.name, after.epoch, got.reason)
-        self.on_mean(got)
+        self._search.note_mean(got)
         return got
 
     async def _own_image(self, after: StateId) -> memoryview | None:
@@ -352,7 +346,7 @@ class Transfer:
     def _question(self, wish: Wish, after: StateId) -> Request:
         """The question for the mean after a state."""
         spec, ticket, circle = self._spec, self._sessions.chance.randbytes(TICKET_BYTES), wish.circle
-        membership, drawn = self._membership, frozenset(self.draw(after).peers)
+        membership, drawn = self._search.membership, frozenset(self._search.draw(after).peers)
         follows = not wish.patient and membership.crowded and not membership.observes
         follows = follows and self._sessions.peer not in drawn
         quorum = spec.strategy.quorum if spec.strategy.least or follows else 0
@@ -528,10 +522,8 @@ class Transfer:
 
     async def _look_regularly(self, download: Download) -> None:
         while True:
-            mates = await self._mates()
-            download.see(
-                {one.peer: one.credential for one in mates if not self._membership.is_mute(one.peer)}
-            )
+            mates, is_mute = await self._mates(), self._search.membership.is_mute
+            download.see({one.peer: one.credential for one in mates if not is_mute(one.peer)})
             await asyncio.sleep(LOOK_SECONDS)
 
 

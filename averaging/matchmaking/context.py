@@ -17,17 +17,11 @@ from equipoise.averaging.matchmaking.next_round import NextRound
 from equipoise.averaging.options import Needs
 from equipoise.averaging.outcome import Outcome
 from equipoise.averaging.weights import ATTENDANCE_LIMIT
-from equipoise.limits import Allowance, LruDict
+from equipoise.limits import Allowance
 
 JOINS_SECONDS, MAX_JOINS, MAX_JOINS_OF_ONE = 1.0, 2000, 100
 """Time, and most joins checked within it, in all and of one peer: each signature costs 0.15 ms. A run has at most some
 tens of rounds a second, and each takes a join or two of a member."""
-
-FORGER_SECONDS = 30.0
-"""Time for which joins of a peer are refused after it sent a forged join on its own channel: no mistake does that."""
-
-MAX_FORGERS = 64
-"""Most forgers remembered; beyond that, the earliest is forgotten."""
 
 
 class Objection(NamedTuple):
@@ -75,7 +69,6 @@ class Context:
     _looked_at: Allowance = field(
         default_factory=lambda: Allowance(JOINS_SECONDS, MAX_JOINS, MAX_JOINS_OF_ONE)
     )
-    _forgers: LruDict[str, float] = field(default_factory=lambda: LruDict(MAX_FORGERS))
 
     def __post_init__(self) -> None:
         self.membership = Membership(self.peer, self.spec, self.needs.group_size, self.needs.places)
@@ -113,12 +106,9 @@ class Context:
             return Objection(
                 f"expected spec {self.spec[:12]}, got {join.spec[:12]}: schema or options of the run differ"
             )
-        if now < self._forgers.get(peer, float("-inf")):
-            return Objection(f"{peer} has sent a join with a false signature")
         if not self._looked_at.admits(peer, now):
             return Objection("more joins have come than are looked at in a second", wait=1.0)
         if join.peer != peer or not join.genuine(self.verify):
-            self._forgers[peer] = now + FORGER_SECONDS
             return Objection(f"expected a join signed by {peer}")
         if breach := join.breach(self.role(peer)):
             return Objection(breach)

@@ -38,10 +38,6 @@ the record of a dead peer lasts. Beyond, the group is taken for dead."""
 LEAST_LATE = 1e-3
 """Least lateness told, in seconds: 0 says that a contribution was not late."""
 
-STRANGERS_SECONDS = 30.0
-"""After a look at the directory that shows none of the unknown joiners, groups close without another look for this
-long. Anybody can sign a join: without this limit, a peer that is in no directory would hold up every round."""
-
 MAX_OWED = 64
 """Most peers remembered that were left over when a group closed."""
 
@@ -77,8 +73,6 @@ class Coordinator:
         self._redirects = True
         self._seen_at = float("-inf")
         self._changed_at = float("-inf")
-        self._unknown: set[str] = set()
-        self._looks_from = float("-inf")
 
     def count(self, round: int, now: float) -> tuple[int, int]:
         """Return the number of joins of a round that are parked here, and the number of peers expected in all."""
@@ -204,8 +198,6 @@ class Coordinator:
         """Redirect joins and close groups; returns this peer's own group if it closed."""
         membership = self._membership
         looked = membership.seen_at != self._seen_at
-        if looked and self._unknown and not any(map(membership.knows, self._unknown)):
-            self._looks_from = now + STRANGERS_SECONDS
         if looked or membership.changed_at != self._changed_at:
             self._seen_at, self._changed_at = membership.seen_at, membership.changed_at
             self._hand_on(now)
@@ -216,8 +208,6 @@ class Coordinator:
             self._refuse_left_behind(builder, now)
             if closing := builder.decide(self._outlook(builder, now), now):
                 own = self._close(builder, closing, now) or own
-        joins = (peer for builder in self._builders.values() for peer in builder.parked)
-        self._unknown = {peer for peer in joins if not membership.knows(peer)}
         return own
 
     def remember(
@@ -335,12 +325,11 @@ class Coordinator:
         group = frozenset(expected if policy.patient and crowded else membership.seated(builder.round))
         # Before the first group only, wait for peers that may still be met: client-mode peers must speak first.
         first = not self._closed and membership.incomplete(builder.parked.keys(), now)
-        strangers = first or self._has_unknown(builder, now)
         limit = policy.limit(builder, now)
         holds = policy.holds(builder, now) or self._is_unsettled(builder, now)
         holds = holds or (crowded and self._lacks_makers(builder, group, now)) or self._begins(builder, now)
         owed = frozenset[str]() if crowded else self._owed.keys()
-        return Outlook(group, owed, expected, missing, limit, strangers, holds)
+        return Outlook(group, owed, expected, missing, limit, first, holds)
 
     def _lacks_makers(self, builder: GroupBuilder, group: Set[str], now: float) -> bool:
         """True while most of the peers that made the state may be in another group: two would make two states of it.
@@ -380,14 +369,6 @@ class Coordinator:
         left = self._policy.limit(builder, now).at - now
         closes = min(max(left, 0.0), wire.MAX_PATIENCE) if left < float("inf") else None
         return self._policy.standing(builder, now), closes
-
-    def _has_unknown(self, builder: GroupBuilder, now: float) -> bool:
-        """True if peers unknown to the directory have sent joins since the latest look at it."""
-        membership = self._membership
-        return now >= self._looks_from and any(
-            not membership.knows(peer) and parked.arrived >= membership.seen_at
-            for peer, parked in builder.parked.items()
-        )
 
     def _close(self, builder: GroupBuilder, closing: Closing, now: float) -> wire.GroupFormed | None:
         context = self._context

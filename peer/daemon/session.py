@@ -130,7 +130,7 @@ class Session:
                 # Before joining: for a run that this peer is in, the directory returns what it knows already.
                 await self._swarm.directory.peers(agreed.name)
         run_driver = await self._use(STEP)
-        objection = await run_driver.search.comparison.objection(COMPARE_SECONDS)
+        objection = await run_driver.search.objection(COMPARE_SECONDS)
         if objection:
             await self._disagree(run_driver)
             raise Refused(f"run {self.name!r}: {objection}", "give the same, or use another name")
@@ -208,14 +208,14 @@ class Session:
         if gathering is not None and gathering.drawn:
             return gathering.drawn, gathering.contributed
         if self._held is not None and isinstance(self._specs[self._purpose].strategy, Federated):
-            return run_driver.draw(self._held).peers, ()
+            return run_driver.search.draw(self._held).peers, ()
         return (), ()
 
     async def progress(self, target: float | None, held: StateId | None) -> Progress:
         """Weight accumulated towards the next step: by this peer, and by all, as far as the others' claims count."""
         run_driver = await self._use(STEP)
         self._held = held or self._held
-        drawn = run_driver.draw(held) if held is not None else Drawn((), ())
+        drawn = run_driver.search.draw(held) if held is not None else Drawn((), ())
         others, own = await run_driver.others_accumulated(target), run_driver.search.announcer.accumulated
         return Progress(own, own + others, run_driver.transfer.wanted, run_driver.waits, drawn)
 

@@ -50,7 +50,7 @@ async def test_drawn_peers_are_believed_by_those_that_were_in_no_group_with_them
     options = msgspec.structs.replace(SPEC.options, strategy="federated", group_size=4)
     spec = RunSpec.create(SPEC.name, SPEC.schema, options)
     transfers = dict(zip("abcdefgh", await cluster.add(*"abcdefgh", spec=spec), strict=True))
-    drawn = transfers["a"].draw(BEFORE).peers
+    drawn = transfers["a"]._search.draw(BEFORE).peers
     late, mate, *_ = transfers.keys() - drawn
     keep(mean_of("".join(drawn[:2]), BEFORE, spec), *(transfers[peer] for peer in drawn[:2]))
     for peer in transfers:

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from equipoise.averaging.matchmaking import messages as wire
-from equipoise.averaging.matchmaking.context import FORGER_SECONDS, MAX_JOINS_OF_ONE
+from equipoise.averaging.matchmaking.context import MAX_JOINS_OF_ONE
 from equipoise.averaging.matchmaking.events import Action, Form, MessageReceived, PeerLost, RoundEnded, Woke
 from equipoise.averaging.matchmaking.group_builder import INVITE_AGAIN_SECONDS
 from equipoise.averaging.matchmaking.machine import Matchmaking
@@ -65,18 +65,12 @@ def counting(one: Matchmaking) -> list[str]:
     return seen_
 
 
-def test_false_joins_of_a_peer_cost_one_signature() -> None:
+def test_a_false_join_is_refused_for_its_signature() -> None:
     one = machine("alice", "bob", "carol")
-    verified = counting(one)
-    false = MessageReceived("bob", wire.JoinRequest(RUN, msgspec.structs.replace(join("bob"), weight=9.0)))
-    for step in range(1000):
-        [(_, refusal)] = sent(one.handle(false, 1.0 + step / 100), wire.JoinRefused)
+    for false in (msgspec.structs.replace(join("bob"), weight=9.0), join("carol")):
+        asked = MessageReceived("bob", wire.JoinRequest(RUN, false))
+        [(_, refusal)] = sent(one.handle(asked, 1.0), wire.JoinRefused)
         assert "sign" in refusal.detail
-    assert verified == ["bob"]
-    one.handle(asks("carol"), 11.0)
-    assert verified == ["bob", "carol"]
-    one.handle(asks("bob"), 1.0 + FORGER_SECONDS)
-    assert verified == ["bob", "carol", "bob"]
 
 
 def test_joins_of_a_peer_are_looked_at_so_many_times_a_second() -> None:
@@ -231,32 +225,6 @@ def test_of_two_that_ask_each_other_the_lower_ranked_coordinates() -> None:
     manifest = formed(one.handle(MessageReceived(second, request), 1.1))
     assert manifest is not None
     assert manifest.coordinator == coordinator
-
-
-def test_a_coordinator_closes_no_group_with_an_unknown_peer_before_its_next_look() -> None:
-    coordinator, second, _ = roles(2)
-    one = machine(coordinator)
-    one.handle(ready(), 1.0)
-    actions = one.handle(asks(second), 1.1)
-    assert formed(actions) is None
-    assert formed(one.handle(seen(second), 1.4)) is not None
-
-
-def test_a_peer_that_is_in_no_directory_does_not_hold_up_round_after_round() -> None:
-    one = machine("alice", "bob", "carol")
-    one.context.membership.own_misses = 2
-    delays = []
-    for round in range(4):
-        began = now = 10.0 * round + 1.0
-        actions: list[Action] = []
-        for name in ("mallory", "bob", "carol"):
-            actions = one.handle(asks(name, round, hops=wire.MAX_HOPS), now)
-        while not sent(actions, wire.GroupFormed) and now < began + 5.0:
-            now += 0.25
-            one.handle(asks("mallory", round, hops=wire.MAX_HOPS, nonce=f"{now:16.3f}".encode()), now)
-            actions = one.handle(seen("bob", "carol", round=round), now)
-        delays.append(now - began)
-    assert delays == [0.25, 0.0, 0.0, 0.0], "one look at the directory for it, in a while"
 
 
 def test_joining_again_and_again_does_not_put_off_the_end() -> None:
