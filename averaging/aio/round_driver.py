@@ -12,7 +12,7 @@ import msgspec
 
 from equipoise.averaging.aio.deliveries import Deliveries
 from equipoise.averaging.aio.round_buffers import Reduction, RoundBuffers
-from equipoise.averaging.aio.sessions import Sessions
+from equipoise.averaging.aio.sessions import Placed, Sessions
 from equipoise.averaging.allreduce import events
 from equipoise.averaging.allreduce import messages as wire
 from equipoise.averaging.allreduce.endpoint import Endpoint
@@ -231,13 +231,14 @@ class RoundDriver:
         """Leave the round; the outcome says why."""
         self._driver.tell(events.Withdrew(reason))
 
-    def place(self, peer: str, header: bytes, size: int) -> memoryview:
-        """Return memory for the body of a frame. Whether the body is wanted is seen once it is here.
+    def place(self, peer: str, header: bytes, size: int) -> Placed:
+        """Place the body of a frame. Whether the body is wanted is seen once it is here.
 
         Raises:
             FrameRefused: The body has another size than the part that the frame names.
         """
-        if peer not in self._members:
+        member = self._members.get(peer)
+        if member is None:
             return self._sessions.scratch(size)
         message = _message(header)
         if not isinstance(message, wire.Contribution | wire.Mean) or message.part >= len(self.group.parts):
@@ -245,18 +246,18 @@ class RoundDriver:
         expected = self._store.size(message.part)
         if size != expected:
             raise FrameRefused(f"expected {expected} bytes for part {message.part}, got {size}")
-        return self._store.take(message.part)
+        return self._store.take(message.part), partial(self._hear, member, message, header)
 
-    def frame(self, peer: str, header: bytes, body: memoryview) -> None:
-        """Take a frame; one of a peer that is no member, or that neither end could dial, is passed over.
+    def frame(self, peer: str, header: bytes) -> None:
+        """Take a frame without a body; one of a peer that is no member, or that neither end could dial, is passed over.
 
         Raises:
             FrameRefused: It holds no message of a round.
         """
-        member = self._members.get(peer)
-        if member is None:
-            return
-        message = _message(header)
+        if (member := self._members.get(peer)) is not None:
+            self._hear(member, _message(header), header, memoryview(b""))
+
+    def _hear(self, member: int, message: wire.RoundMessage, header: bytes, body: memoryview) -> None:
         self._received += len(header) + len(body)
         if actions := self._endpoint.heard(member, self._loop.time()):
             self._driver.perform(actions)
@@ -279,8 +280,6 @@ class RoundDriver:
         match message:
             case wire.Heartbeat(asks) if not (asks and self._machine.released):
                 return None
-            case wire.Contribution() | wire.Mean() if self._sessions.is_scratch(body):
-                return None  # It began to come in before its round, and the next body is received over it.
             case wire.Contribution(part):
                 if not self._machine.wants_contribution(member, part):
                     return None
@@ -465,7 +464,7 @@ class Rounds:
             early = self._early.get(peer, ())
             for header in [one for one in early if one[1:HEADER_PREFIX_BYTES] == round.id]:
                 try:
-                    round.frame(peer, header, memoryview(b""))
+                    round.frame(peer, header)
                 except FrameRefused as error:
                     round.lost(peer, str(error))
         return round

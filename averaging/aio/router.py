@@ -15,7 +15,7 @@ from random import Random
 from equipoise.averaging.aio.round_driver import HEADER_PREFIX_BYTES, ROUND_FRAME, Rounds
 from equipoise.averaging.aio.run_driver import RunDriver
 from equipoise.averaging.aio.search_driver import MATCHMAKING_FRAME
-from equipoise.averaging.aio.sessions import Sessions
+from equipoise.averaging.aio.sessions import Placed, Sessions
 from equipoise.averaging.aio.transfer import TRANSFER_FRAME, Transfer
 from equipoise.averaging.manifest import Identity
 from equipoise.averaging.matchmaking import messages as matchmaking_messages
@@ -115,26 +115,29 @@ class Router:
 
     # ---- what the sessions tell ----
 
-    def place(self, peer: str, header: bytes, size: int) -> memoryview:
-        """Return memory for the body of a frame; raises `FrameRefused`."""
+    def place(self, peer: str, header: bytes, size: int) -> Placed:
+        """Place the body of a frame of a round or a transfer; raises `FrameRefused`."""
         kind = header[:1]
         if kind == ROUND_FRAME:
             round = self._rounds.open.get(header[1:HEADER_PREFIX_BYTES])
-            return self._sessions.scratch(size) if round is None else round.place(peer, header, size)
+            if round is None:
+                return self._sessions.scratch(size)
+            memory, take = round.place(peer, header, size)
+            return memory, lambda body: take(body) if round.id in self._rounds.open else None
         if kind == TRANSFER_FRAME:
             message = transfer_messages.decode(memoryview(header)[1:])
             transfer = self._serving(message.run)
             return self._sessions.scratch(size) if transfer is None else transfer.place(peer, message, size)
         raise FrameRefused(f"expected a body only in frames of a round, got {size} bytes after {kind!r}")
 
-    def frame(self, peer: str, header: bytes, body: memoryview) -> None:
-        """Hand a frame to its round, run or transfer; raises `FrameRefused`."""
+    def frame(self, peer: str, header: bytes) -> None:
+        """Hand a frame without a body to its round, run or transfer; raises `FrameRefused`."""
         kind = header[:1]
         if kind == ROUND_FRAME:
             round_id = header[1:HEADER_PREFIX_BYTES]
             if round := self._rounds.open.get(round_id):
-                round.frame(peer, header, body)
-            elif not body and self._rounds.keep_early(round_id, peer, header):
+                round.frame(peer, header)
+            elif self._rounds.keep_early(round_id, peer, header):
                 for run in list(self._runs.values()):
                     run.search.heard_a_round(peer)
         elif kind == MATCHMAKING_FRAME:
@@ -142,7 +145,7 @@ class Router:
         elif kind == TRANSFER_FRAME:
             message = transfer_messages.decode(memoryview(header)[1:])
             if transfer := self._serving(message.run):
-                transfer.frame(peer, message, body)
+                transfer.frame(peer, message)
         elif kind == DIRECTORY_FRAME:
             self._directory.receive(peer, header[1:])
         else:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from random import Random, SystemRandom
 from typing import Protocol
 
@@ -74,24 +74,24 @@ MAX_REASON_CHARACTERS = 200
 log = logging.getLogger(__name__)
 
 
+Placed = tuple[memoryview, Callable[[memoryview], None]]
+"""Where the body of a frame goes, and what takes it once it is whole, which may raise `FrameRefused`."""
+
+
 class Receiver(Protocol):
-    """Is told of what comes in."""
+    """Is told of what comes in, each frame once and in order."""
 
-    def place(self, peer: str, header: bytes, size: int) -> memoryview:
-        """Return where a body goes; raises `FrameRefused`."""
+    def place(self, peer: str, header: bytes, size: int) -> Placed:
+        """Place the body of a frame, which has begun to come in; raises `FrameRefused`."""
 
-    def frame(self, peer: str, header: bytes, body: memoryview) -> None:
-        """Take a frame, which comes once and in order; raises `FrameRefused`."""
+    def frame(self, peer: str, header: bytes) -> None:
+        """Take a frame without a body; raises `FrameRefused`."""
 
     def lost(self, peer: str, reason: str, gone: bool) -> None:
         """No channel to `peer` can be opened: frames to it are lost, but for those of rounds, which wait.
 
         If it is `gone`, its session is over, and frames of rounds may be lost in both directions too.
         """
-
-
-class _Scratch(bytearray):
-    """Memory for bodies that nobody wants; a type of its own, so that it can be told from memory that may be kept."""
 
 
 class PeerChannels:
@@ -234,7 +234,7 @@ class Sessions:
         self._moved_before = [0, 0]
         self._arriving: set[Channel] = set()
         self._measuring: asyncio.TimerHandle | None = None
-        self._scratch = _Scratch()
+        self._scratch = bytearray()
         self._sweeper = self._loop.call_later(SWEEP_SECONDS, self._sweep)
         self._stopped = False
         transport.serve(lambda channel: self._accept(channel, False))
@@ -333,15 +333,11 @@ class Sessions:
         channels.outbox.add_bulk(flow, make, late)
         self._write_soon(peer, channels)
 
-    def scratch(self, size: int) -> memoryview:
-        """Return a buffer for a body that nobody wants; its content is undefined, and it is shared."""
+    def scratch(self, size: int) -> Placed:
+        """Place a body that nobody wants in a buffer that is shared, and whose content is undefined."""
         if len(self._scratch) < size:
-            self._scratch = _Scratch(size)
-        return memoryview(self._scratch)[:size]
-
-    def is_scratch(self, body: memoryview) -> bool:
-        """True if a body lies where the next one may be received over it."""
-        return isinstance(body.obj, _Scratch)
+            self._scratch = bytearray(size)
+        return memoryview(self._scratch)[:size], lambda body: None
 
     async def stop(self) -> None:
         """Send what control frames can be sent at once, then close every channel."""
@@ -588,7 +584,13 @@ class Sessions:
 
     async def _receive(self, channels: PeerChannels, channel: Channel) -> None:
         peer, session = channel.peer, channels.outbox.session
-        place = functools.partial(self._place, session, channel)
+        _, take = self.scratch(0)
+
+        def place(header: bytes, size: int) -> memoryview:
+            nonlocal take
+            memory, take = self._place(session, channel, header, size)
+            return memory
+
         while True:
             header, body = await channel.receive(place)
             self._arriving.discard(channel)
@@ -601,12 +603,14 @@ class Sessions:
                     channels.remove(channel)
                     await channel.send(channels.outbox.farewell())
                 return
-            if deliver and len(header) > wire.ENVELOPE_BYTES:
-                self._receiver.frame(peer, header[wire.ENVELOPE_BYTES :], body)
+            if deliver and body:
+                take(body)
+            elif deliver and len(header) > wire.ENVELOPE_BYTES:
+                self._receiver.frame(peer, header[wire.ENVELOPE_BYTES :])
             if session.acknowledges:
                 self._write_soon(peer, channels)
 
-    def _place(self, session: Session[Frame], channel: Channel, header: bytes, size: int) -> memoryview:
+    def _place(self, session: Session[Frame], channel: Channel, header: bytes, size: int) -> Placed:
         _, number, _ = wire.decode_envelope(header)
         self._arriving.add(channel)
         if self._measuring is None:

@@ -8,13 +8,14 @@ import logging
 import mmap
 from collections import Counter
 from collections.abc import Callable, Mapping, Sized
+from functools import partial
 
 import msgspec
 from blake3 import blake3
 
 from equipoise.averaging.aio.round_driver import Rounds, group_of, mean_outcome
 from equipoise.averaging.aio.search_driver import SearchDriver
-from equipoise.averaging.aio.sessions import Sessions
+from equipoise.averaging.aio.sessions import Placed, Sessions
 from equipoise.averaging.counts import count
 from equipoise.averaging.manifest import TICKET_BYTES, Manifest, Verify
 from equipoise.averaging.matchmaking.messages import MAX_DETAIL_CHARS
@@ -105,8 +106,8 @@ class Download:
                 self._sessions.admit(peer, credential)  # A donor opens a channel before it answers.
         self.driver.tell(events.PeersSeen(tuple(self._credentials)))
 
-    def place(self, peer: str, message: Item, size: int) -> memoryview:
-        """Return memory for a body: a buffer of its own if it is wanted, else scratch.
+    def place(self, peer: str, message: Item, size: int) -> Placed:
+        """Place a body: in a buffer of its own if it is wanted, else in scratch.
 
         A body never goes straight into the image: a donor that stalled in the middle of a chunk could write over one
         that another has delivered and that was verified.
@@ -125,17 +126,11 @@ class Download:
         expected = image.length(message.item)
         if size != expected:
             raise self._broken(peer, f"expected {expected} bytes of item {message.item}, got {size}")
-        return self._sessions.pool.take(size)
+        return self._sessions.pool.take(size), partial(self._take, peer, message)
 
-    def frame(self, peer: str, message: messages.ToNewcomer, body: memoryview) -> None:
-        """Take a frame from a donor."""
-        if not isinstance(message, Item):
-            self.driver.tell(events.AnswerReceived(peer, message))
-            return
+    def _take(self, peer: str, message: Item, body: memoryview) -> None:
         image = self._image
-        if image is None or not body or self._sessions.is_scratch(body):
-            return
-        if not self.machine.expects(peer, message):
+        if image is None or not self.machine.expects(peer, message):
             return  # Another donor has sent it since it began to come in.
         if message.item == 0:
             if genuine := image.genuine(body):
@@ -390,8 +385,8 @@ class Transfer:
 
     # ---- what the router tells ----
 
-    def place(self, peer: str, message: TransferMessage, size: int) -> memoryview:
-        """Return memory for the body of a frame.
+    def place(self, peer: str, message: TransferMessage, size: int) -> Placed:
+        """Place the body of a frame.
 
         Raises:
             FrameRefused: It is not what was asked for.
@@ -400,11 +395,11 @@ class Transfer:
             return self._sessions.scratch(size)
         return self._download.place(peer, message, size)
 
-    def frame(self, peer: str, message: TransferMessage, body: memoryview) -> None:
-        """Take a frame."""
+    def frame(self, peer: str, message: TransferMessage) -> None:
+        """Take a frame without a body."""
         if isinstance(message, messages.ToNewcomer):
             if self._download is not None:
-                self._download.frame(peer, message, body)
+                self._download.driver.tell(events.AnswerReceived(peer, message))
         elif isinstance(message, Ask) and not self._looked_up(peer, message):
             if self._asks.admits(peer, self._loop.time()):
                 self._tasks.spawn(self._on_ask(peer, message))

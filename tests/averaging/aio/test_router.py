@@ -279,8 +279,9 @@ async def test_only_a_members_values_take_memory_of_a_round(
         header = ROUND_FRAME + round.id + wire.encode(wire.Contribution(0))
         size = 4 * (round.group.parts[0].stop - round.group.parts[0].start)
         (other,) = set(manifest.peers) - {router._sessions.peer}
-        assert not router._sessions.is_scratch(router.place(other, header, size))
-        assert router._sessions.is_scratch(router.place("stranger", header, size))
+        shared = router._sessions.scratch(size)[0].obj
+        assert router.place(other, header, size)[0].obj is not shared
+        assert router.place("stranger", header, size)[0].obj is shared
 
 
 @pytest.mark.parametrize("early", [True, False])
@@ -298,9 +299,9 @@ async def test_undialable_members_hear_nothing_of_each_other(
         if table is not router._rounds:
             return begin(table, task, keep)
         if early:
-            router.frame("other", heartbeat, memoryview(b""))
+            router.frame("other", heartbeat)
         round = begin(table, task, keep)
-        router.frame("other", heartbeat, memoryview(b""))
+        router.frame("other", heartbeat)
         return round
 
     monkeypatch.setattr(Rounds, "begin", overheard)

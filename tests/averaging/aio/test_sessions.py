@@ -12,8 +12,8 @@ import pytest
 
 from equipoise.averaging.aio import bandwidth
 from equipoise.averaging.aio import sessions as module
-from equipoise.averaging.aio.sessions import PeerChannels, Sessions
-from equipoise.averaging.ports import Channel
+from equipoise.averaging.aio.sessions import PeerChannels, Placed, Sessions
+from equipoise.averaging.ports import Buffer, Channel
 from equipoise.averaging.session.messages import FAREWELL, FRAME
 from fakes.memory import MemoryChannel, MemoryTransport, Net
 from fakes.speaker import Speaker
@@ -28,10 +28,10 @@ class Ears:
         self.frames: asyncio.Queue[tuple[str, bytes, bytes]] = asyncio.Queue()
         self.losses: asyncio.Queue[tuple[str, bool]] = asyncio.Queue()
 
-    def place(self, peer: str, header: bytes, size: int) -> memoryview:
-        return memoryview(bytearray(size))
+    def place(self, peer: str, header: bytes, size: int) -> Placed:
+        return memoryview(bytearray(size)), functools.partial(self.frame, peer, header)
 
-    def frame(self, peer: str, header: bytes, body: memoryview) -> None:
+    def frame(self, peer: str, header: bytes, body: Buffer = b"") -> None:
         self.frames.put_nowait((peer, header, bytes(body)))
 
     def lost(self, peer: str, reason: str, gone: bool) -> None:

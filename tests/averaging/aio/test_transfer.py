@@ -123,7 +123,7 @@ async def test_a_flood_of_asks_reads_the_directory_seldom(cluster: Cluster) -> N
     donor._mates = mates  # type: ignore[method-assign]
     began = asyncio.get_running_loop().time()
     for number in range(1000):
-        donor.frame("mallory", ask(number), memoryview(b""))
+        donor.frame("mallory", ask(number))
         await asyncio.sleep(0)
     assert 1 <= len(reads) <= MAX_ASKS_OF_ONE * (1 + (reads[-1] - began) / ASKS_SECONDS)
 
