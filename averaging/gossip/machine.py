@@ -21,7 +21,7 @@ from random import Random
 from equipoise.averaging.manifest import Join, Manifest, ManifestError, shortfall
 from equipoise.averaging.matchmaking import events
 from equipoise.averaging.matchmaking import messages as wire
-from equipoise.averaging.matchmaking.context import Context, Objection
+from equipoise.averaging.matchmaking.context import Context
 from equipoise.averaging.matchmaking.matchmaker import Matchmaker
 from equipoise.averaging.matchmaking.membership import DIAL_SECONDS
 from equipoise.averaging.options import TOPOLOGIES
@@ -141,27 +141,26 @@ class Pairing(Matchmaker):
 
     def _proposed(self, peer: str, request: wire.JoinRequest, now: float) -> None:
         join = request.join
-        objection: Objection | None = Objection("it is not free", BUSY_SECONDS)
-        if self._takes(peer):
-            objection = self.context.objection(peer, join, now) or self._accept(join)
-        if objection is not None:
-            self.context.refuse(peer, join, objection)
+        if not self._takes(peer):
+            self.context.refuse(peer, join, "it is not free", wait=BUSY_SECONDS)
+        elif problem := self.context.objection(peer, join, now) or self._accept(join):
+            self.context.refuse(peer, join, problem)
 
     def _takes(self, peer: str) -> bool:
         """True if this peer is free for another: it proposes to nobody else, and of two that cross its own counts."""
         crossing = self._asked == peer and self.context.peer < peer
         return self.ready and (self._asked is None or crossing)
 
-    def _accept(self, join: Join) -> Objection | None:
+    def _accept(self, join: Join) -> str:
+        """Begin an exchange; returns why that is not possible, or an empty string."""
         context = self.context
         assert self._wants is not None, "it takes the join"
         manifest = Manifest.of(context.peer, [join, context.join(self._wants.join, join.round)])
-        problem = shortfall(manifest.members, context.needs)
-        if problem:
-            return Objection(problem)
+        if problem := shortfall(manifest.members, context.needs):
+            return problem
         context.send(join.peer, wire.GroupFormed(context.run, manifest, 0.0))
         self._exchange(manifest, join.peer)
-        return None
+        return ""
 
     # ---- the peer that proposes ----
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -22,19 +22,6 @@ from equipoise.limits import Allowance
 JOINS_SECONDS, MAX_JOINS, MAX_JOINS_OF_ONE = 1.0, 2000, 100
 """Time, and most joins checked within it, in all and of one peer: each signature costs 0.15 ms. A run has at most some
 tens of rounds a second, and each takes a join or two of a member."""
-
-
-class Objection(NamedTuple):
-    """Reason why a join does not count, one line; the same join may count after `wait` seconds, or never if it is 0.
-
-    `late` is the time, in seconds, since the group closed that its contribution was made for; 0 if that is not why.
-    `group` are the PeerIDs of that group.
-    """
-
-    reason: str
-    wait: float = 0.0
-    late: float = 0.0
-    group: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -83,13 +70,9 @@ class Context:
         """Ask for a message to be sent."""
         self.out.append(Send(peer, message))
 
-    def refuse(
-        self, peer: str, join: Join, why: Objection, round: int = 0, redirect: str | None = None
-    ) -> None:
-        """Refuse a join that `peer` sent; the arguments are those of `JoinRefused`."""
-        detail = why.reason[: wire.MAX_DETAIL_CHARS]
-        late = why.late, why.group
-        self.send(peer, wire.JoinRefused(self.run, join.ticket, detail, round, redirect, why.wait, *late))
+    def refuse(self, peer: str, join: Join, reason: str, **fields: Any) -> None:
+        """Refuse a join that `peer` sent; the other arguments are those of `JoinRefused`."""
+        self.send(peer, wire.JoinRefused(self.run, join.ticket, reason[: wire.MAX_DETAIL_CHARS], **fields))
 
     def whereabouts(self, asks: bool = False) -> wire.Whereabouts:
         """This peer's round as a message; with `asks`, the receiver answers with its own."""
@@ -100,19 +83,17 @@ class Context:
         number = self.round if round is None else round
         return msgspec.structs.replace(stated, peer=self.peer, spec=self.spec, round=number).signed(self.sign)
 
-    def objection(self, peer: str, join: Join, now: float) -> Objection | None:
-        """Return why a join on the channel of `peer` does not count; None if `peer` signed it, and for this spec."""
+    def objection(self, peer: str, join: Join, now: float) -> str:
+        """Return why a join on the channel of `peer` does not count; empty if `peer` signed it, and for this spec."""
         if join.spec != self.spec:
-            return Objection(
+            return (
                 f"expected spec {self.spec[:12]}, got {join.spec[:12]}: schema or options of the run differ"
             )
         if not self._looked_at.admits(peer, now):
-            return Objection("more joins have come than are looked at in a second", wait=1.0)
+            return "more joins have come than are looked at in a second"
         if join.peer != peer or not join.genuine(self.verify):
-            return Objection(f"expected a join signed by {peer}")
-        if breach := join.breach(self.role(peer)):
-            return Objection(breach)
-        return None
+            return f"expected a join signed by {peer}"
+        return join.breach(self.role(peer))
 
     def ask(self, peers: Iterable[str], now: float) -> None:
         """Ask peers whether they are there, and for their round."""

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from equipoise.averaging.manifest import Join, Manifest
 from equipoise.averaging.matchmaking import messages as wire
 from equipoise.averaging.matchmaking.closing import ClosePolicy
-from equipoise.averaging.matchmaking.context import Context, Objection
+from equipoise.averaging.matchmaking.context import Context
 from equipoise.averaging.matchmaking.group_builder import Closing, GroupBuilder, Outlook, ParkedJoin
 from equipoise.averaging.matchmaking.topology import rank
 from equipoise.averaging.state import StateId
@@ -180,11 +180,9 @@ class Coordinator:
 
     def request(self, peer: str, request: wire.JoinRequest, now: float) -> None:
         """Park a join, redirect it, or refuse it with the reason."""
-        join, objection = request.join, self._objection(peer, request, now)
-        if objection is not None:
-            behind = join.round < self._context.round
-            why = self._told_late(objection, join, now) if behind else objection
-            self._context.refuse(peer, join, why, self._context.round if behind else 0)
+        join, here = request.join, self._context.round
+        if problem := self._objection(peer, join, now):
+            self._refuse(peer, join, problem, now, here if join.round < here else 0)
             return
         self._membership.welcome(peer, join.round, ready=True)
         if closed := self._closed.get(join.round):
@@ -192,7 +190,7 @@ class Coordinator:
             return
         parked = ParkedJoin(join, now, request.patience, request.hops)
         if not self._redirects_join(parked, now) and not self._builder(join.round, now).park(parked):
-            self._context.refuse(join.peer, join, Objection("more joins are parked here than may be"))
+            self._refuse(peer, join, "more joins are parked here than may be", now)
 
     def settle(self, now: float) -> wire.GroupFormed | None:
         """Redirect joins and close groups; returns this peer's own group if it closed."""
@@ -262,13 +260,13 @@ class Coordinator:
         )
         return min(due, self._membership.silent_at)
 
-    def _objection(self, peer: str, request: wire.JoinRequest, now: float) -> Objection | None:
-        round = request.join.round
-        if round not in self._closed and round < self._context.round:
-            return Objection(f"round {round} is over here")
-        if not self._context.next_round.within_reach(round, now):
-            return Objection(f"round {round} is far ahead of {self._context.round} here")
-        return self._context.objection(peer, request.join, now)
+    def _objection(self, peer: str, join: Join, now: float) -> str:
+        """Why this peer does not take a join, one line; empty if it does."""
+        if join.round not in self._closed and join.round < self._context.round:
+            return f"round {join.round} is over here"
+        if not self._context.next_round.within_reach(join.round, now):
+            return f"round {join.round} is far ahead of {self._context.round} here"
+        return self._context.objection(peer, join, now)
 
     def _answer_late(self, peer: str, join: Join, closed: _Closed, now: float) -> None:
         if join in closed.formed.manifest.members:
@@ -277,21 +275,20 @@ class Coordinator:
         if peer in closed.awaited and now - closed.began <= MAX_WAIT:
             closed.awaited.discard(peer)
             self._context.straggler_wait.learn(now - closed.began)
-        why = self._told_late(Objection(f"the group of round {join.round} has closed"), join, now)
-        self._context.refuse(peer, join, why, join.round + 1)
+        self._refuse(peer, join, f"the group of round {join.round} has closed", now, join.round + 1)
 
-    def _told_late(self, why: Objection, join: Join, now: float) -> Objection:
-        """The objection, with how late the contribution is, if it is."""
+    def _refuse(self, peer: str, join: Join, why: str, now: float, round: int = 0) -> None:
+        """Refuse a join, with how late its contribution is for the group that it was made for, if it is."""
         late = self.lateness(join.bound, join.round, now)
-        return why._replace(late=late, group=tuple(sorted(self._ended[join.round].peers))) if late else why
+        group = tuple(sorted(self._ended[join.round].peers)) if late else ()
+        self._context.refuse(peer, join, why, round=round, late=late, group=group)
 
     def _redirects_join(self, parked: ParkedJoin, now: float) -> bool:
         """Redirect a join, unless this peer should have it or it has been redirected `MAX_HOPS` times."""
         join = parked.join
         better = self._better(join.peer, join.round, now) if parked.hops < wire.MAX_HOPS else None
         if better is not None:
-            why = Objection(f"{better} coordinates its group")
-            self._context.refuse(join.peer, join, why, redirect=better)
+            self._context.refuse(join.peer, join, f"{better} coordinates its group", redirect=better)
         return better is not None
 
     def _better(self, peer: str, round: int, now: float) -> str | None:
@@ -385,8 +382,8 @@ class Coordinator:
         self.remember(formed, now, closing.began, closing.absent)
         for join in closing.left_over:
             if join.peer != context.peer:
-                why = Objection(f"the group of round {join.round} has closed without it")
-                context.refuse(join.peer, join, self._told_late(why, join, now), join.round + 1)
+                why = f"the group of round {join.round} has closed without it"
+                self._refuse(join.peer, join, why, now, join.round + 1)
         self._owe(closing)
         del self._builders[builder.round]
         context.learn(formed)
@@ -422,16 +419,14 @@ class Coordinator:
         """Drop the group of a round; refuse all its joins except this peer's own."""
         for peer, parked in self._builders.pop(round).parked.items():
             if peer != self._context.peer:
-                why = self._told_late(Objection(reason), parked.join, now)
-                self._context.refuse(peer, parked.join, why, next_round)
+                self._refuse(peer, parked.join, reason, now, next_round)
 
     def _refuse_left_behind(self, builder: GroupBuilder, now: float) -> None:
         """Refuse contributions to a state that the others have left behind; the joiner looks after this peer's own."""
         for peer, parked in list(builder.parked.items()):
             if peer != self._context.peer and (late := self.left_behind(parked.join, now)):
                 builder.drop(peer)
-                why = Objection("the others have gone beyond its state", late=late)
-                self._context.refuse(peer, parked.join, why)
+                self._context.refuse(peer, parked.join, "the others have gone beyond its state", late=late)
 
 
 def _ago(at: float, now: float) -> float:
