@@ -10,19 +10,19 @@ from __future__ import annotations
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from random import Random
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from equipoise.averaging.ports import FrameRefused
 from equipoise.averaging.session.machine import SESSION_BYTES, Hello
 from equipoise.averaging.session.messages import ENVELOPE_BYTES, decode_envelope
 from equipoise.averaging.session.outbox import Frame, Outbox
-from simulator.core import Clock, Process, Violation
+from simulator.core import Clock, Violation
 
-N = TypeVar("N", bound=Hashable)
-P = TypeVar("P", bound=Process)
+if TYPE_CHECKING:
+    from simulator.process import Process
 
 PART_BYTES = 256 * 1024
 """What a part counts as when bytes are counted: 256 Ki values in int8."""
@@ -135,10 +135,8 @@ def _log_uniform(random: Random, least: float, most: float) -> float:
     return least if least == most else least * math.exp(random.random() * math.log(most / least))
 
 
-class Network(Clock, Generic[N, P]):
+class Network(Clock):
     """Processes by their names, the links between them, and what goes wrong with either.
-
-    Links are made when they are first used.
 
     Attributes:
         random: Of the world.
@@ -153,22 +151,22 @@ class Network(Clock, Generic[N, P]):
     def __init__(self, weather: Weather, random: Random) -> None:
         super().__init__()
         self.random = random
-        self.processes: dict[N, P] = {}
-        self.links: dict[tuple[N, N], Link] = {}
+        self.processes: dict[int, Process] = {}
+        self.links: dict[tuple[int, int], Link] = {}
         self.breaks: Callable[[int], bool] = lambda written: False
         self.calm_at = 0.0
         self.delivered = 0
         self.written = 0
         self._weather = weather
         self._headers = itertools.count()
-        self._dials: dict[frozenset[N], int] = {}
+        self._dials: dict[frozenset[int], int] = {}
 
     # ---- frames ----
 
     def transmit(
         self,
-        sender: N,
-        to: N,
+        sender: int,
+        to: int,
         event: Callable[..., None],
         *args: Any,
         bulk: bool = False,
@@ -186,7 +184,7 @@ class Network(Clock, Generic[N, P]):
             wanted: Whether a frame with a body is to be written, should it be its turn.
             beat: Not empty for a frame without a number: takes the place of one that waits and has the same name.
         """
-        link = self.link(sender, to)
+        link = self.links[sender, to]
         header = beat or next(self._headers).to_bytes(8, "little")
         link.contents[header] = event, args
         if beat:
@@ -197,7 +195,7 @@ class Network(Clock, Generic[N, P]):
             link.outbox.control.append((b"", header))
         self._write(sender, to)
 
-    def _write(self, sender: N, to: N) -> None:
+    def _write(self, sender: int, to: int) -> None:
         """Have a process write what it can, and go on when the link is free again."""
         link = self.links[sender, to]
         while frame := link.next_frame():
@@ -212,13 +210,13 @@ class Network(Clock, Generic[N, P]):
             if bulk:
                 self.at(link.free_at, self.processes[sender].happen, False, self._write, sender, to)
 
-    def _arrive(self, sender: N, to: N, link: Link) -> None:
+    def _arrive(self, sender: int, to: int, link: Link) -> None:
         if link.held_until > self.now:
             self.at(link.held_until, self._arrive, sender, to, link)
         else:
             self.processes[to].happen(False, self._deliver, sender, to, link, *link.under_way.popleft())
 
-    def _deliver(self, sender: N, to: N, link: Link, epoch: int, header: bytes) -> None:
+    def _deliver(self, sender: int, to: int, link: Link, epoch: int, header: bytes) -> None:
         # What a stopped process has not read when its connection breaks, is lost as well.
         if link.epoch != epoch:
             return
@@ -236,13 +234,7 @@ class Network(Clock, Generic[N, P]):
         if session.acknowledges or session.behind:
             self._write(to, sender)
 
-    def link(self, sender: N, to: N) -> Link:
-        """From one process to another; the one back is made with it."""
-        if (sender, to) not in self.links:
-            self._connect(sender, to)
-        return self.links[sender, to]
-
-    def _connect(self, one: N, other: N) -> None:
+    def _connect(self, one: int, other: int) -> None:
         """Make the links between two processes, with a channel on which both have said hello."""
         there, back = (Link(self, self._weather, self.random) for _ in range(2))
         self.links[one, other], self.links[other, one] = there, back
@@ -251,7 +243,7 @@ class Network(Clock, Generic[N, P]):
 
     # ---- channels ----
 
-    def _reopen(self, one: N, other: N, dial: int) -> None:
+    def _reopen(self, one: int, other: int, dial: int) -> None:
         """Open a channel in place of one that broke, as soon as that is possible."""
         if self._stale(one, other, dial) or self.processes[one].dead or self.processes[other].dead:
             return
@@ -261,17 +253,17 @@ class Network(Clock, Generic[N, P]):
             return
         self.processes[one].happen(False, self._hail, one, other, dial)
 
-    def _stale(self, one: N, other: N, dial: int) -> bool:
+    def _stale(self, one: int, other: int, dial: int) -> bool:
         """True if two processes have dialled again since."""
         return self._dials[frozenset((one, other))] != dial
 
-    def _hail(self, one: N, other: N, dial: int) -> None:
+    def _hail(self, one: int, other: int, dial: int) -> None:
         if self._stale(one, other, dial):
             return
         hello, at = self.links[one, other].outbox.session.hello(), self.now + self.links[one, other].delay()
         self.at(at, self.processes[other].happen, False, self._answer, one, other, dial, hello)
 
-    def _answer(self, one: N, other: N, dial: int, hello: Hello) -> None:
+    def _answer(self, one: int, other: int, dial: int, hello: Hello) -> None:
         if self._stale(one, other, dial):
             return
         at = self.now + self.links[other, one].delay()
@@ -280,7 +272,7 @@ class Network(Clock, Generic[N, P]):
             self.at(at, self.processes[one].happen, False, self._greet, one, other, dial, answer)
             self.at(at, self.processes[other].happen, False, self._write, other, one)
 
-    def _greet(self, end: N, other: N, dial: int, hello: Hello) -> bool:
+    def _greet(self, end: int, other: int, dial: int, hello: Hello) -> bool:
         if self._stale(end, other, dial):
             return False
         link = self.links[end, other]
@@ -290,13 +282,13 @@ class Network(Clock, Generic[N, P]):
         self._write(end, other)
         return True
 
-    def _dial(self, one: N, other: N, at: float) -> None:
+    def _dial(self, one: int, other: int, at: float) -> None:
         """A channel broke: have one of the two open another at some time."""
         pair = frozenset((one, other))
         dial = self._dials[pair] = self._dials.get(pair, 0) + 1
         self.at(at, self._reopen, one, other, dial)
 
-    def _notice(self, end: N, other: N, reason: str = "connection reset") -> None:
+    def _notice(self, end: int, other: int, reason: str = "connection reset") -> None:
         """A process finds out that its channel to another broke, and whether it can open another."""
         link, process = self.links[end, other], self.processes[end]
         if link.channel is link.broken:
@@ -312,14 +304,14 @@ class Network(Clock, Generic[N, P]):
         self.calm_at = max(self.calm_at, self.now + seconds)
         return self.now + seconds
 
-    def stop(self, name: N, seconds: float, timers_first: bool = False) -> None:
+    def stop(self, name: int, seconds: float, timers_first: bool = False) -> None:
         """Stop a process for a time."""
         process = self.processes[name]
         if not process.dead and not process.stopped:
             process.stop()
             self.at(self.calm(seconds), process.resume, timers_first)
 
-    def kill(self, name: N, noticed: float | None = 0.0) -> None:
+    def kill(self, name: int, noticed: float | None = 0.0) -> None:
         """Kill a process.
 
         Args:
@@ -331,17 +323,17 @@ class Network(Clock, Generic[N, P]):
             if sender == name and noticed is not None:
                 self.at(self.calm(noticed * self.random.random()), self._died, sender, to)
 
-    def _died(self, dead: N, other: N) -> None:
+    def _died(self, dead: int, other: int) -> None:
         for link in (self.links[dead, other], self.links[other, dead]):
             link.epoch += 1
             link.broken = link.channel
         self.processes[other].happen(False, self._notice, other, dead)
 
-    def sever(self, one: N, other: N) -> None:
+    def sever(self, one: int, other: int) -> None:
         """Break the channel between two processes; both are told, and open another at once."""
         at = self.now
         for sender, to in ((one, other), (other, one)):
-            link = self.link(sender, to)
+            link = self.links[sender, to]
             link.lose()
             link.channel = None
             noticed = self.now + link.delay()
@@ -349,7 +341,7 @@ class Network(Clock, Generic[N, P]):
             at = max(at, noticed)
         self._dial(one, other, at)
 
-    def cut(self, links: Iterable[tuple[N, N]], seconds: float, noticed: float) -> None:
+    def cut(self, links: Iterable[tuple[int, int]], seconds: float, noticed: float) -> None:
         """Have links lose what is under way, and carry nothing for a time.
 
         Args:
@@ -375,7 +367,7 @@ class Network(Clock, Generic[N, P]):
     def _heal(self, link: Link) -> None:
         link.cuts -= 1
 
-    def drop(self, links: Iterable[tuple[N, N]]) -> None:
+    def drop(self, links: Iterable[tuple[int, int]]) -> None:
         """One of two channels breaks: what is under way on links is lost, and goes by the other; nobody is told."""
         for sender, to in links:
             link = self.links.get((sender, to))
@@ -384,12 +376,12 @@ class Network(Clock, Generic[N, P]):
                 link.channel = object()
                 self.processes[sender].happen(False, self._write, sender, to)
 
-    def hold(self, links: Iterable[tuple[N, N]], seconds: float) -> None:
+    def hold(self, links: Iterable[tuple[int, int]], seconds: float) -> None:
         """Have links deliver nothing for a time, and lose nothing."""
         for link in filter(None, map(self.links.get, links)):
             link.held_until = max(link.held_until, self.calm(seconds))
 
-    def slow(self, links: Iterable[tuple[N, N]], transfer: float) -> None:
+    def slow(self, links: Iterable[tuple[int, int]], transfer: float) -> None:
         """From now on, have a part take so many seconds on some links."""
         for link in filter(None, map(self.links.get, links)):
             link.transfer = transfer

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from equipoise.averaging.allreduce import events
 from equipoise.averaging.allreduce import messages as wire
 from equipoise.averaging.allreduce.endpoint import Endpoint
-from simulator import core
+from simulator.core import NEVER
 from simulator.member import Frame, Job, Member, Output, Values
 from simulator.network import Link
 
@@ -37,8 +37,10 @@ class Start:
     timeout: float
 
 
-class Process(core.Process):
+class Process:
     """One process: a member, which is given this process's own clock.
+
+    Its events wait while it is stopped, and never happen once it is dead.
 
     Args:
         world: What it lives in.
@@ -49,27 +51,29 @@ class Process(core.Process):
         incoming: The links from all other members that it can have one with.
         begun: Whether it knows of the round.
         ended_at: When its machine ended, in virtual seconds.
+        flows: Its round's frames wait for another channel.
+        dead: Whether it was killed.
+        stopped: Whether it is stopped (SIGSTOP).
+        resumed_at: When it last went on after a stop.
     """
 
+    flows = (b"",)
+
     def __init__(self, world: World, index: int, start: Start) -> None:
-        super().__init__(world)
         group = world.group
         self.index = index
         self.start = start
         self.incoming: Sequence[tuple[int, Link]] = ()
-        self.begun = False
-        self.ended_at = 0.0
+        self.begun = self.dead = self.stopped = False
+        self.ended_at = self.resumed_at = 0.0
+        self._waiting: list[tuple[bool, Callable[..., None], tuple[Any, ...]]] = []
+        self._wakes_at = NEVER
+        self._world = world
         self.member = Member(group, index, start.values, self._time(start.at), start.timeout, bare=False)
         assert isinstance(self.member.endpoint, Endpoint)
         self._endpoint = self.member.endpoint
-        self._world = world
         self._early: list[Frame] = []
         self._received: dict[int, int] = {}
-
-    @property
-    def flows(self) -> tuple[bytes]:
-        """Its round's frames wait for another channel."""
-        return (b"",)
 
     @property
     def closed(self) -> bool:
@@ -118,7 +122,7 @@ class Process(core.Process):
         """Its deadline may have passed."""
         if self.member.closed:
             return
-        if not self.begun or self.deadline > self.clock.now:
+        if not self.begun or self.deadline > self._world.now:
             self.arm()
             return
         for other, link in self.incoming:
@@ -157,10 +161,42 @@ class Process(core.Process):
                 send(output)
         self.arm()
 
+    def happen(self, timer: bool, event: Callable[..., None], *args: Any) -> None:
+        """Have something happen to the process as soon as it runs."""
+        if self.stopped and not self.dead:
+            self._waiting.append((timer, event, args))
+        elif not self.dead:
+            event(*args)
+
+    def after(self, seconds: float, event: Callable[..., None], *args: Any) -> None:
+        """Have something happen to the process some time later."""
+        self._world.at(self._world.now + seconds, self.happen, False, event, *args)
+
+    def arm(self) -> None:
+        """Have the process woken at its deadline."""
+        if self.deadline < self._wakes_at:
+            self._wakes_at = self.deadline
+            self._world.at(self._wakes_at, self._wake)
+
+    def _wake(self) -> None:
+        self._wakes_at = NEVER
+        self.happen(True, self.wake)
+
+    def stop(self) -> None:
+        """As by SIGSTOP."""
+        self.stopped = True
+
+    def kill(self) -> None:
+        """As by SIGKILL."""
+        self.dead = True
+
     def resume(self, timers_first: bool = False) -> None:
-        """It goes on."""
+        """As by SIGCONT: what came meanwhile comes at once; `timers_first`, its timers before all else."""
         self._world.tell(self.index, "goes on")
-        super().resume(timers_first)
+        self.stopped, self.resumed_at = False, self._world.now
+        waiting, self._waiting = self._waiting, []
+        for timer, event, args in sorted(waiting, key=lambda one: timers_first and not one[0]):
+            self.happen(timer, event, *args)
 
     def _receive(self, frame: Frame) -> list[Output]:
         if not self.begun:
@@ -174,9 +210,9 @@ class Process(core.Process):
 
     def _time(self, at: float | None = None) -> float:
         """By its own clock, now or at another time."""
-        return (self.clock.now if at is None else at) + self.start.clock
+        return (self._world.now if at is None else at) + self.start.clock
 
     def _noted(self, outputs: list[Output]) -> list[Output]:
         if self.member.ended is not None and not self.ended_at:
-            self.ended_at = self.clock.now
+            self.ended_at = self._world.now
         return outputs

@@ -16,7 +16,7 @@ from simulator.arithmetic import encode
 from simulator.core import Violation
 from simulator.faults import Fault, When
 from simulator.member import Frame, Output, check_agreement
-from simulator.network import Link, Network, Weather
+from simulator.network import Network, Weather
 from simulator.process import ROUNDING_SECONDS, Process, Start
 
 MAX_REDUCE_SECONDS = 0.01
@@ -62,7 +62,7 @@ class Report:
     story: tuple[str, ...]
 
 
-class World(Network[int, Process]):
+class World(Network):
     """One simulated round.
 
     Args:
@@ -112,10 +112,6 @@ class World(Network[int, Process]):
         if not self.run_until(lambda: all(process.closed for process in self.processes.values())):
             raise Violation("nothing more will happen, and a member has not closed")
         return self._judge()
-
-    def link(self, sender: int, to: int) -> Link:
-        """Only members of which one can be dialled have one."""
-        return self.links[sender, to]
 
     def step(self, process: Process, what: object, outputs: list[Output]) -> None:
         """Do what a process asks for after an event; faults that wait for this moment strike first."""
