@@ -112,10 +112,10 @@ class Daemons:
         """Those that were not killed."""
         return [name for name in self.runs if name in self.net.transports]
 
-    def coordinator_of(self, name: str) -> str | None:
+    def coordinator_of(self, name: str) -> str:
         """The peer that coordinates another's next round, as that one sees it."""
         run = self.runs[name]
-        return run.search.membership.coordinator(name, run.round, self.now)
+        return str(run.search.membership.coordinator(name, run.round, self.now))
 
     # ---- daemons ----
 
