@@ -18,6 +18,7 @@ from equipoise.averaging.matchmaking import events
 from equipoise.averaging.matchmaking import messages as matchmaking_messages
 from equipoise.averaging.matchmaking.context import Context
 from equipoise.averaging.matchmaking.coordinator import LEAST_LATE
+from equipoise.averaging.matchmaking.membership import Membership
 from equipoise.averaging.matchmaking.spec_diff import SpecDiff
 from equipoise.averaging.outcome import FetchOutcome, NoPeers, Outcome, RunState
 from equipoise.averaging.ports import Directory
@@ -42,7 +43,6 @@ class SearchDriver:
 
     Attributes:
         machine: Decides.
-        membership: This peer's knowledge of the others.
         announcer: Tells the directory.
         comparison: Asks the peers of the run that have another spec how theirs differs.
         waited: The peer that the last group waited for, and seconds; None if it waited for none.
@@ -57,7 +57,6 @@ class SearchDriver:
     ) -> None:
         signs = identity.sign, identity.verify, identity.role
         context = Context(spec.name, spec.hash, sessions.peer, spec.needs, *signs)
-        self.membership = context.membership
         self.machine = matchmaker(spec.strategy, context, sessions.chance)
         self.waited: tuple[str, float] | None = None
         self._spec = spec
@@ -65,6 +64,7 @@ class SearchDriver:
         self._directory = directory
         self._loop = asyncio.get_running_loop()
         self.comparison = SpecDiff(spec, sessions.peer, self._loop.time())
+        self._comparing = Driver(self.comparison, self._perform)
         self._compared = asyncio.Event()
         self._formed: asyncio.Future[Manifest | Outcome] | None = None
         self._offered: tuple[StateId | None, float] = (None, 0.0)
@@ -72,6 +72,11 @@ class SearchDriver:
         self._driver = Driver(self.machine, self._perform, events.Woke)
         self._tasks = TaskSet()
         self.announcer = Announcer(spec, sessions, directory, self.machine, self.membership, self._tasks)
+
+    @property
+    def membership(self) -> Membership:
+        """This peer's knowledge of the others."""
+        return self.machine.context.membership
 
     @property
     def state(self) -> RunState:
@@ -102,6 +107,7 @@ class SearchDriver:
     async def leave(self, serves: bool) -> None:
         """Search no longer. The directory learns whether the daemon `serves` on."""
         self._driver.stop()
+        self._comparing.stop()
         await self._tasks.stop()
         if serves:
             await self.announcer.announce()
@@ -229,8 +235,7 @@ class SearchDriver:
 
     def _compare(self, event: events.Event) -> None:
         before = self.comparison.reason
-        for action in self.comparison.handle(event, self._loop.time()):
-            self._perform(action)
+        self._comparing.tell(event)
         self._compared.set()
         if self.comparison.reason not in (before, ""):
             log.warning("run %s: %s", self._spec.name, self.comparison.reason)

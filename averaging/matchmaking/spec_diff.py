@@ -65,8 +65,11 @@ class _Stranger(msgspec.Struct):
 class SpecDiff:
     """One peer's view of the peers that have another spec of its run. Times are the seconds of one monotonic clock.
 
-    All that is due by the clock is done at the next look at the directory.
+    Attributes:
+        deadline: Never: all that is due by the clock is done at the next look at the directory.
     """
+
+    deadline = float("inf")
 
     def __init__(self, spec: RunSpec, peer: str, now: float) -> None:
         self._spec = spec
