@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -11,6 +14,7 @@ import pytest
 from e2e.fleet import Fleet, normal
 from e2e.swarm import DaemonProcess, Swarm, eventually
 from equipoise.dht.admission import Link
+from equipoise.dht.identity import public_key_of
 from equipoise.dht.membership import Membership
 from equipoise.peer import Peer, connect
 from equipoise.peer.errors import NoDaemon, Refused
@@ -134,3 +138,74 @@ def test_a_member_revoked_during_rounds_is_out_everywhere_and_stays_out(swarm: S
     back = guest(swarm, "back", lines[-1])
     eventually(lambda: "was revoked" in back.output, "its refusal")
     assert bad.json("status")["swarm"]["connected"] == []
+
+
+class Wire:
+    """Listens to all that crosses loopback, in a thread, until the context ends."""
+
+    def __init__(self) -> None:
+        self.heard = bytearray()
+
+    def __enter__(self) -> Wire:
+        try:
+            self._socket = socket.socket(socket.AF_PACKET, socket.SOCK_DGRAM, socket.htons(0x0800))
+        except (AttributeError, PermissionError):
+            pytest.skip("to listen on a wire takes Linux and the right to")
+        self._socket.bind(("lo", 0))
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**26)
+        self._socket.settimeout(0.2)
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._listen)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self._ended.set()
+        self._thread.join()
+        self._socket.close()
+
+    def _listen(self) -> None:
+        while not self._ended.is_set():
+            with contextlib.suppress(TimeoutError):
+                self.heard += self._socket.recv(2**16)
+
+
+def told(heard: bytes, secrets: dict[str, list[bytes]]) -> set[str]:
+    """The kinds of secrets of which one was heard."""
+    return {kind for kind, words in secrets.items() if any(word in heard for word in words)}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("private", [True, False], ids=["private", "open"])
+def test_the_wire_and_a_foreign_node_learn_nothing_of_the_swarm(swarm: Swarm, private: bool) -> None:
+    """In an open swarm wire and node learn what the test looks for: it would notice."""
+    with Wire() as wire:
+        first = founder(swarm) if private else swarm.daemon("founder", args=LISTEN)
+        second = (
+            guest(swarm, "second", line_of(first))
+            if private
+            else swarm.daemon("second", [first.address], args=LISTEN)
+        )
+        outsider = swarm.daemon("outsider", [first.address], args=LISTEN)
+        with connect(first.home) as one, connect(second.home) as two, connect(outsider.home) as foreign:
+            runs = [client.join("hidden-run", {"w": normal(1, 1000)[0]}) for client in (one, two)]
+            assert all(
+                result.result().ok for result in [run.average(timeout=60.0, wait=False) for run in runs]
+            )
+            other, places = two.peer_id, second.json("status")["swarm"]["addresses"]
+            # It takes part in a run of that name, and so asks everybody that it knows for the records.
+            foreign.join("hidden-run", {"w": normal(1, 1000)[0]}).average(timeout=10.0)
+    secrets = {
+        "run": [b"hidden-run"],
+        "address": [place.partition("/p2p/")[0].encode() for place in places],
+        "PeerID": [other.encode(), public_key_of(other)],
+    }
+    assert told(bytes(wire.heard), secrets) == (set() if private else {"PeerID"}), (
+        "direct channels name peers"
+    )
+    known = (outsider.home / "swarm.json").read_bytes() + outsider.cli(
+        "status", "--all", "--json"
+    ).stdout.encode()
+    learned = told(known, {kind: secrets[kind] for kind in ("address", "PeerID")})
+    assert learned == (set() if private else {"address", "PeerID"})
