@@ -63,11 +63,6 @@ RoleOf = Callable[[str], str]
 with this peer."""
 
 
-def everybody_trains(peer: str) -> str:
-    """Return the role of a peer in a swarm without roles."""
-    return "trainer"
-
-
 class Identity(Protocol):
     """Signs what this peer says, and checks what others say."""
 
@@ -225,7 +220,7 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
         spec: str,
         needs: Needs,
         own: Join | None,
-        role: RoleOf = everybody_trains,
+        role: RoleOf = lambda peer: "trainer",
     ) -> None:
         """Refuse a manifest that this peer must not act on.
 

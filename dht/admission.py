@@ -14,7 +14,7 @@ import contextlib
 import hashlib
 import time
 from collections.abc import Collection, Sequence
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal, TypeVar, get_args
 
 import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -47,6 +47,7 @@ UNPRESENTED = "it has presented no token to this daemon"
 _CHECKSUM_BYTES = 6
 _ID_BYTES = 16
 
+_T = TypeVar("_T")
 Key = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 Id = Annotated[str, msgspec.Meta(pattern=rf"\A[0-9a-f]{{{2 * _ID_BYTES}}}\Z")]
 """The name of an invitation or a peer, by which it is revoked: the first half of its key."""
@@ -56,6 +57,14 @@ class Refused(ConnectionError):
     """A token, an invitation or a peer is refused; the message says why, in one line, `why` its category."""
 
     why = "not a member"
+
+
+def read(decoder: msgspec.msgpack.Decoder[_T], data: bytes, limit: int, what: str) -> _T:
+    """Decode a value as `sanitize.decode`; raises Refused if it is malformed."""
+    try:
+        return decode(decoder, data, limit, what)
+    except Malformed as error:
+        raise Refused(f"{error}; ask for a new one") from None
 
 
 class Link(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -112,10 +121,7 @@ class Token(msgspec.Struct, frozen=True):
     @classmethod
     def decode(cls, swarm: bytes, peer: str, data: bytes) -> Token:
         """Read the token that `peer` presents in a swarm, without verifying it; raises Refused if it is malformed."""
-        try:
-            return cls(swarm, peer, *decode(chains, data, MAX_TOKEN_BYTES, "token"))
-        except Malformed as error:
-            raise Refused(str(error)) from None
+        return cls(swarm, peer, *read(chains, data, MAX_TOKEN_BYTES, "token"))
 
     def check(self, now: float, revoked: Collection[str]) -> None:
         """Verify the token; raises Refused, which says why, if it is no good now.
@@ -217,10 +223,7 @@ class Revocations(msgspec.Struct, frozen=True, order=True, array_like=True, forb
     @classmethod
     def decode(cls, data: bytes, swarm: bytes) -> Revocations:
         """Read and verify a list; raises Refused if the swarm's key has not signed it."""
-        try:
-            found = decode(lists, data, MAX_LIST_BYTES, "list of the revoked")
-        except Malformed as error:
-            raise Refused(str(error)) from None
+        found = read(lists, data, MAX_LIST_BYTES, "list of the revoked")
         if not found.number:
             return cls()
         body = swarm + cls(found.number, found.ids).encode()
@@ -248,10 +251,7 @@ def parse_invitation(line: str) -> Invitation:
     if len(line) > MAX_LINE or _checksum(data) != checksum:
         damage = "a character is wrong or missing"
         raise Refused(f"the invitation's line is damaged: {damage}; copy the whole line again")
-    try:
-        return decode(invitations, data, MAX_LINE, "invitation")
-    except Malformed as error:
-        raise Refused(f"{error}; ask for a new one") from None
+    return read(invitations, data, MAX_LINE, "invitation")
 
 
 def public_half(seed: bytes) -> bytes:
@@ -297,11 +297,6 @@ class Admission:
         self._admitted: LruDict[str, Token] = LruDict(MAX_ADMITTED)
         self._limit = RateLimit(PRESENTATIONS_PER_SECOND, PRESENTATIONS_BURST)
 
-    @property
-    def swarm(self) -> bytes:
-        """The public key of the private swarm; empty in the open one."""
-        return b"" if self.token is None else self.token.swarm
-
     def admit(self, peer: str, data: bytes, now: float, host: str | None = None, tick: float = 0.0) -> None:
         """Admit `peer`, whose PeerID is proved, until its token ends; raises Refused.
 
@@ -313,7 +308,7 @@ class Admission:
             return
         if host is not None and not self._limit.allow(host, tick):
             raise Refused("too many tokens from this address; wait some seconds")
-        token = Token.decode(self.swarm, peer, data)
+        token = Token.decode(b"" if self.token is None else self.token.swarm, peer, data)
         token.check(now, self.revocations.ids)
         self._admitted[peer] = token
 

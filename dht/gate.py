@@ -27,9 +27,10 @@ from equipoise.dht.admission import (
     Admission,
     Refused,
     Revocations,
+    read,
 )
 from equipoise.dht.identity import peer_of, public_key_of
-from equipoise.dht.sanitize import Malformed, decode, printable
+from equipoise.dht.sanitize import printable
 from equipoise.limits import LruDict
 from equipoise.tasks import TaskSet
 
@@ -80,7 +81,8 @@ class Gate:
         self.host: Callable[[str], Awaitable[str]]
         self.on_expelled: Callable[[list[str]], None] = lambda peers: None
         self.keep: Callable[[Revocations], None] = lambda news: None
-        self.swarm = self.admission.swarm
+        token = self.admission.token
+        self.swarm, self._token = (b"", b"") if token is None else (token.swarm, token.encode())
         self._secret = os.urandom(32)
         self._guests: LruDict[bytes, str] = LruDict(MAX_ADMITTED)
         self._cookies: LruDict[str, bytes] = LruDict(MAX_ADMITTED)
@@ -124,9 +126,8 @@ class Gate:
             try:
                 async with asyncio.timeout(PRESENT_SECONDS):
                     await self.reach(peer)
-                    self._take(
-                        peer, await self.call(peer, self.scoped(PRESENT), self._own(), PRESENT_SECONDS)
-                    )
+                    answer = await self.call(peer, self.scoped(PRESENT), self._token, PRESENT_SECONDS)
+                self._take(peer, answer)
             except TimeoutError:
                 raise ConnectionError(f"{peer} does not answer within {PRESENT_SECONDS:.0f} s") from None
             except ConnectionError as error:
@@ -176,10 +177,6 @@ class Gate:
                 _log.info("%s is not admitted any more", peer)
             self.on_expelled(out)
 
-    def _own(self) -> bytes:
-        assert self.admission.token is not None, "only a private swarm presents"
-        return self.admission.token.encode()
-
     async def _presented(self, peer: str, request: bytes) -> bytes:
         """The one call of strangers."""
         try:
@@ -189,15 +186,12 @@ class Gate:
             return _NO + str(refusal).encode()
         cookie = hmac.digest(self._secret, peer.encode(), "sha512")
         self._guests[cookie] = peer
-        return msgspec.msgpack.encode((self._own(), cookie, self.admission.revocations.encode()))
+        return msgspec.msgpack.encode((self._token, cookie, self.admission.revocations.encode()))
 
     def _take(self, peer: str, answer: bytes) -> None:
         if answer.startswith(_NO):
             raise Refused(printable(answer[len(_NO) :].decode(errors="replace")))
-        try:
-            token, cookie, news = decode(answers, answer, MAX_ANSWER_BYTES, "answer")
-        except Malformed as error:
-            raise Refused(str(error)) from None
+        token, cookie, news = read(answers, answer, MAX_ANSWER_BYTES, "answer")
         self.admission.admit(peer, token, time.time())
         self._cookies[peer] = cookie
         self.adopt(news)

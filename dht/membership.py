@@ -21,9 +21,10 @@ from equipoise.dht.admission import (
     id_of,
     parse_invitation,
     public_half,
+    read,
 )
 from equipoise.dht.identity import load_or_create, public_key_of, read_private, write_private
-from equipoise.dht.sanitize import Malformed, decode, printable
+from equipoise.dht.sanitize import printable
 
 FOLDER = "swarms"
 BANS_FILE = "banned.json"
@@ -91,8 +92,8 @@ class Membership(msgspec.Struct, array_like=True):
     def _read(cls, home: Path, name: str) -> Membership:
         path = home / FOLDER / name
         try:
-            return decode(memberships, read_private(path, MAX_FILE_BYTES), MAX_FILE_BYTES, "membership")
-        except (OSError, Malformed) as error:
+            return read(memberships, read_private(path, MAX_FILE_BYTES), MAX_FILE_BYTES, "membership")
+        except OSError as error:
             raise Refused(f"{path}: {error}; restore it from a backup, or remove it and join again") from None
 
     def save(self, home: Path) -> None:

@@ -287,9 +287,13 @@ class Swarm:
         token, member = self.gate.admission.token, self.membership
         if token is None or member is None:
             return {}
-        others = tuple(sorted(one.peer for one in self.gate.admission.members(time.time())))
-        told = {"name": member.invitation.name, "key": token.swarm.hex(), "role": token.role}
-        return {**told, "until": float(token.end), "members": others}
+        told = {
+            "name": member.invitation.name,
+            "key": token.swarm.hex(),
+            "role": token.role,
+            "until": token.end,
+        }
+        return told | {"members": tuple(sorted(one.peer for one in self.gate.admission.members(time.time())))}
 
     def _ended(self) -> list[str]:
         """Return why this member is one no longer, if so."""

@@ -245,11 +245,8 @@ def _expected(key: str) -> str:
     if TYPES[key] is Tags:
         word = f"1 to {MAX_TAG_CHARACTERS} letters, digits, dots, dashes or underscores"
         return f'a list of at most {MAX_TAGS} words of {word}, such as ["gpu"]'
-    if key == "swarm":
-        return "the name of a swarm that this home has joined"
-    if key == "invite":
-        return "an invitation, one line"
-    return "1 to 64 printable characters"
+    told = {"swarm": "the name of a swarm that this home has joined", "invite": "an invitation, one line"}
+    return told.get(key, "1 to 64 printable characters")
 
 
 def _shown(value: Any) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from equipoise.averaging.manifest import Join, RoleOf, Sign, Verify, everybody_trains
+from equipoise.averaging.manifest import Join, RoleOf, Sign, Verify
 from equipoise.averaging.matchmaking import messages as wire
 from equipoise.averaging.matchmaking.events import Action, Send
 from equipoise.averaging.matchmaking.group_builder import StragglerWait
@@ -48,7 +48,7 @@ class Context:
     needs: Needs
     sign: Sign
     verify: Verify
-    role: RoleOf = everybody_trains
+    role: RoleOf = field(default=lambda peer: "trainer")
     membership: Membership = field(init=False)
     straggler_wait: StragglerWait = field(default_factory=StragglerWait)
     next_round: NextRound = field(init=False)

@@ -115,12 +115,22 @@ def revoke(target: str, name: str | None, home: str | None) -> None:
 def show(name: str | None, home: str | None, as_json: bool) -> None:
     """Show the private swarms of this home: key, role, end, and who was revoked."""
 
-    found = [_told(home, one) for one in ([name] if name else names(_home(home)))]
+    found = []
+    for one in [name] if name else names(_home(home)):
+        member = _membership(home, one)
+        link = member.invitation.links[-1]
+        told = {
+            "name": one,
+            "key": member.invitation.swarm.hex(),
+            "founder": bool(member.key),
+            "role": link.role,
+        }
+        found.append({**told, "until": link.end, "invitation": link.id, "revoked": member.revocations.ids})
     if as_json:
         output.print_json(found)
         return
-    for one in found or [{"swarms": "none; make one with equipoise swarm create NAME, or join one"}]:
-        click.echo("\n".join(f"{key}: {value}" for key, value in one.items()))
+    for shown in found or [{"swarms": "none; make one with equipoise swarm create NAME, or join one"}]:
+        click.echo("\n".join(f"{key}: {value}" for key, value in shown.items()))
 
 
 @click.command(short_help="Join a private swarm by an invitation.")
@@ -188,14 +198,6 @@ def _membership(home: str | None, name: str | None) -> Membership:
     if name is None and len(known) > 1:
         raise ConfigError(f"this home is in the swarms {', '.join(known)}", "say which with --swarm NAME")
     return Membership.load(_home(home), name or known[0], time.time())
-
-
-def _told(home: str | None, name: str) -> dict[str, Any]:
-    member = _membership(home, name)
-    link = member.invitation.links[-1]
-    told = {"name": name, "key": member.invitation.swarm.hex(), "founder": bool(member.key)}
-    told |= {"role": link.role, "until": link.end, "invitation": link.id}
-    return told | {"revoked": member.revocations.ids}
 
 
 def _print_qr(line: str) -> None:

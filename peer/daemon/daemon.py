@@ -156,14 +156,6 @@ class Daemon:
             warnings=self._loaded.warnings + swarm.warnings,
         )
 
-    def revoke(self, target: str) -> tuple[str, ...]:
-        """Revoke a PeerID or an invitation of the private swarm; returns what the signed list names for it."""
-        return tuple(self._swarm.revoke(target))
-
-    def ban(self, peer: str, reason: str | None) -> None:
-        """Refuse a peer, in rounds too, or with None as reason no longer."""
-        self._swarm.ban(peer, reason)
-
     async def _start(self) -> None:
         failures.set(self._failures)
         self._home = self._given or Home.take(Path(self._config.home))

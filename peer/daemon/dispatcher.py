@@ -30,12 +30,6 @@ class Host(Protocol):
     def request_stop(self, reason: str) -> None:
         """Begin to stop."""
 
-    def revoke(self, target: str) -> tuple[str, ...]:
-        """Revoke a PeerID or an invitation of the private swarm."""
-
-    def ban(self, peer: str, reason: str | None) -> None:
-        """Refuse a peer, or with None as reason no longer."""
-
     def welcome(self) -> messages.Welcome:
         """Return the answer to a greeting."""
 
@@ -98,9 +92,9 @@ class Dispatcher:
             case messages.AskRounds(limit):
                 return self._daemon.history.last(min(max(limit, 1), MAX_ROUNDS_LISTED))[-MAX_ROUNDS_LISTED:]
             case messages.Revoke(target):
-                return self._daemon.revoke(target)
+                return service.swarm.revoke(target)
             case messages.Ban(peer, reason):
-                self._daemon.ban(peer, reason)
+                service.swarm.ban(peer, reason)
                 return None
             case messages.StopDaemon():
                 self._daemon.request_stop(f"asked by {self.client}")

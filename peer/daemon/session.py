@@ -385,12 +385,13 @@ class Service:
 
     Attributes:
         kernels: What encodes and decodes.
+        swarm: The daemon's swarm.
     """
 
     def __init__(self, router: Router, swarm: Swarm, reducer: DeviceReducer | None = None) -> None:
         self.kernels = NUMPY
         self._router = router
-        self._swarm = swarm
+        self.swarm = swarm
         self._reducer = reducer
         self._sessions: dict[str, Session] = {}
         self._loading = asyncio.Lock()
@@ -413,7 +414,7 @@ class Service:
         region = Region.attach(fd, request.size)
         await self._load_kernels(request, say)
         await self._make_room(request.run)
-        session = self._sessions[request.run] = Session(self._router, self._swarm, request, region, client)
+        session = self._sessions[request.run] = Session(self._router, self.swarm, request, region, client)
         return session
 
     async def leave(self, session: Session, reason: str) -> None:

@@ -113,6 +113,30 @@ def test_roles_hold(swarm: Swarm) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+def test_a_banned_peer_is_in_no_group_with_this_daemon(swarm: Swarm) -> None:
+    first, second, third = swarm.daemons(3, LISTEN)
+    with Fleet([first, second, third], normal(3, 1000), codec="fp32") as fleet:
+        assert all(pending.result().ok for pending in fleet.start([1.0] * 3))
+        banned, other = (client.peer_id for client in fleet.clients[1:])
+        assert first.cli("ban", banned, "--reason", "noise").returncode == 0
+        rows = {row["peer"]: row for row in first.json("peers")}
+        assert (rows[banned]["banned"], rows[banned]["why"]) == (True, "banned here: noise")
+        assert (rows[other]["banned"], rows[other]["role"]) == (False, "trainer")
+        # The third takes whom it knows, so this daemon declines some of its groups.
+        runs = [fleet.runs[0], fleet.runs[2]]
+        pending = [run.average(timeout=60.0, wait=False) for run in runs]
+        assert all(set(one.result().contributors) == {fleet.clients[0].peer_id, other} for one in pending)
+        assert first.cli("allow", banned).returncode == 0
+        assert first.cli("allow", banned).stderr.count("\n") == 1
+        eventually(
+            lambda: len(first.json("peers")) == 3 and not any(row["banned"] for row in first.json("peers")),
+            "it",
+        )
+        assert all(pending.result().ok for pending in fleet.start([1.0] * 3))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_a_member_revoked_during_rounds_is_out_everywhere_and_stays_out(swarm: Swarm) -> None:
     first = founder(swarm)
     lines = [line_of(first) for _ in range(7)]

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from equipoise.dht.identity import peer_of
+from equipoise.dht.membership import bans
 from equipoise.peer.cli.program import run
 from equipoise.peer.errors import ExitStatus
 
@@ -51,3 +54,17 @@ def test_a_plan_names_what_it_cannot_read(
     told = capsys.readouterr().err
     assert said in told
     assert told.count("\n") == 1
+
+
+def test_a_ban_is_kept_without_a_daemon_until_it_is_lifted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    peer, place = peer_of(bytes(32)), ["--home", str(tmp_path)]
+    assert run(["ban", peer, "--reason", "noise", *place]) == ExitStatus.OK
+    assert bans(tmp_path) == {peer: "noise"}
+    assert run(["allow", peer, *place]) == ExitStatus.OK
+    assert bans(tmp_path) == {}
+    for wrong in (["allow", peer], ["ban", "12D3"], ["swarm", "revoke", "x"]):
+        capsys.readouterr()
+        assert run([*wrong, *place]) != ExitStatus.OK
+        assert capsys.readouterr().err.count("\n") == 1
