@@ -59,12 +59,14 @@ class Refused(ConnectionError):
     why = "not a member"
 
 
-def read(decoder: msgspec.msgpack.Decoder[_T], data: bytes, limit: int, what: str) -> _T:
-    """Decode a value as `sanitize.decode`; raises Refused if it is malformed."""
+def read(
+    decoder: msgspec.msgpack.Decoder[_T], data: bytes, limit: int, what: str, hint: str = "ask for a new one"
+) -> _T:
+    """Decode a value as `sanitize.decode`; raises Refused, which ends with the hint, if it is malformed."""
     try:
         return decode(decoder, data, limit, what)
     except Malformed as error:
-        raise Refused(f"{error}; ask for a new one") from None
+        raise Refused(f"{error}; {hint}") from None
 
 
 class Link(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

@@ -46,7 +46,7 @@ class Membership(msgspec.Struct, array_like=True):
     revocations: Revocations = Revocations()
 
     @classmethod
-    def create(cls, home: Path, name: str, now: float) -> Membership:
+    def create(cls, home: Path, name: str) -> Membership:
         """Make a swarm, whose first member this home is; raises Refused if it has one of that name."""
         if re.match(NAME_PATTERN, name) is None:
             form = "1 to 32 letters, digits, dots, dashes or underscores"
@@ -90,11 +90,12 @@ class Membership(msgspec.Struct, array_like=True):
 
     @classmethod
     def _read(cls, home: Path, name: str) -> Membership:
-        path = home / FOLDER / name
+        path, hint = home / FOLDER / name, "restore it, or remove it and join again"
         try:
-            return read(memberships, read_private(path, MAX_FILE_BYTES), MAX_FILE_BYTES, "membership")
+            data = read_private(path, MAX_FILE_BYTES)
         except OSError as error:
-            raise Refused(f"{path}: {error}; restore it from a backup, or remove it and join again") from None
+            raise Refused(f"{path}: {error}; {hint}") from None
+        return read(memberships, data, MAX_FILE_BYTES, f"file {path}", hint)
 
     def save(self, home: Path) -> None:
         """Keep it in the home."""

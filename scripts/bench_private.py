@@ -43,7 +43,7 @@ FLOOD_SECONDS = 10.0
 
 def join(homes: list[Path]) -> None:
     """Make the homes members of one private swarm, whose daemons need no flag for it."""
-    founder = Membership.create(homes[0], NAME, time.time())
+    founder = Membership.create(homes[0], NAME)
     line = founder.invite(Link(bytes(32), "trainer", int(time.time()) + 86_400), SEED, ()).line
     for home in homes[1:]:
         Membership.redeem(home, line, time.time())

@@ -48,7 +48,7 @@ def swarm() -> None:
 def create(name: str, home: str | None) -> None:
     """Make the key of a swarm in this home, whose daemon is its first member."""
 
-    made = Membership.create(_home(home), name, time.time())
+    made = Membership.create(_home(home), name)
     place = _home(home) / FOLDER / name
     click.echo(f"made swarm {name} ({made.invitation.swarm.hex()}); its key is in {place}: keep a copy")
     click.echo(f"next: equipoise daemon --swarm {name}, then: equipoise swarm invite")

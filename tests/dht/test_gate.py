@@ -50,7 +50,7 @@ CASES = ("no token", "expired", "other swarm", "revoked", "another peer's", "cha
 
 
 def founded(home: Path) -> Membership:
-    return Membership.create(home, "friends", time.time())
+    return Membership.create(home, "friends")
 
 
 def invited(founder: Membership, home: Path, **changes) -> Membership:
