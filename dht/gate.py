@@ -111,14 +111,12 @@ class Gate:
 
             return handle
 
-        if self.swarm:
-            handlers = {**handlers, REVOKE: self._heard}
-        found = {self.scoped(name): behind(handler) for name, handler in handlers.items()}
         self.ways.update(handlers)
         if self.swarm:
-            self.ways.add(PRESENT)
-            found[self.scoped(PRESENT)] = self._presented
-        return found
+            self.ways.update((PRESENT, REVOKE))
+            handlers = {**handlers, REVOKE: self._heard}
+        found = {self.scoped(name): behind(handler) for name, handler in handlers.items()}
+        return {**found, self.scoped(PRESENT): self._presented} if self.swarm else found
 
     async def present(self, peer: str) -> None:
         """See to it that this peer and `peer` have admitted each other; raises ConnectionError."""

@@ -47,7 +47,6 @@ def swarm() -> None:
 @home_option
 def create(name: str, home: str | None) -> None:
     """Make the key of a swarm in this home, whose daemon is its first member."""
-
     made = Membership.create(_home(home), name)
     place = _home(home) / FOLDER / name
     click.echo(f"made swarm {name} ({made.invitation.swarm.hex()}); its key is in {place}: keep a copy")
@@ -73,7 +72,6 @@ def invite(
 
     Nobody is asked when it is used. Everybody who has the line may come in by it until it ends or is revoked.
     """
-
     addresses, issuer = _addresses(home, name), _membership(home, name)
     end = int(time.time()) + days * DAY_SECONDS
     link = Link(bytes(32), role, end, public_key_of(guest) if guest else b"", may_invite)

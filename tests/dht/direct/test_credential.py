@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import random
-
 import msgspec
 import pytest
 
@@ -14,7 +11,6 @@ from equipoise.dht.direct.listener import endpoints
 from equipoise.limits import MAX_CREDENTIAL_BYTES
 
 PLACES = (("192.0.2.1", 4000), ("2001:db8::1", 4001))
-MUTANTS = 3000
 
 
 def test_an_issued_credential_is_taken() -> None:
@@ -57,25 +53,6 @@ def test_nonsense_is_refused(told) -> None:
         parse(msgspec.msgpack.encode(told))
     assert caught.value.why == "malformed credential"
     assert "\n" not in str(caught.value)
-
-
-def test_an_altered_credential_is_refused_or_names_addresses() -> None:
-    rng, genuine = random.Random(7), issue(PLACES)
-    for _ in range(MUTANTS):
-        altered = bytearray(genuine)
-        for _ in range(rng.randrange(1, 4)):
-            at = rng.randrange(len(altered))
-            kind = rng.randrange(4)
-            if kind == 0:
-                altered[at] ^= 1 << rng.randrange(8)
-            elif kind == 1 and len(altered) > 9:
-                del altered[at : at + rng.randrange(1, 9)]
-            elif kind == 2:
-                altered[at:at] = rng.randbytes(rng.randrange(1, 9))
-            else:
-                altered = altered[: at + 1]
-        with contextlib.suppress(Refused):
-            assert all(host and 1 <= port <= 65535 for host, port in parse(bytes(altered)))
 
 
 @pytest.mark.parametrize(
