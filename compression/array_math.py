@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from equipoise.compression import nf4, sparse
 from equipoise.compression.blockwise import (
     LEVELS,
     MAX_SCALE,
@@ -26,9 +28,6 @@ from equipoise.compression.blockwise import (
 )
 from equipoise.compression.chunks import F32_MAX
 from equipoise.compression.errors import CodecError, NonFiniteError
-from equipoise.compression.nf4 import LEVELS as NF4_LEVELS
-from equipoise.compression.nf4 import MAX_SCALE as NF4_MAX_SCALE
-from equipoise.compression.nf4 import ZEROS, dequantise, quantise
 
 CHUNK_VALUES = 32 * 1024
 """Values per piece: its intermediate results stay in the second-level cache, in memory that is used again."""
@@ -43,7 +42,7 @@ class BlockMath(ABC):
     most_scale: float
 
     def __init__(self, spec: str, blocks: Blocks) -> None:
-        self._spec, self.blocks = spec, blocks
+        self.spec, self.blocks = spec, blocks
 
     def encode(self, values: Values, payload: Bytes) -> int:
         """Fill `payload`; return how many values were clamped.
@@ -84,7 +83,7 @@ class BlockMath(ABC):
             if faulty.any():
                 index = int(faulty.argmax())
                 raise CodecError(
-                    f"{self._spec}: the scale of block {span.start // block + index} of {blocks}"
+                    f"{self.spec}: the scale of block {span.start // block + index} of {blocks}"
                     f" is {float(values[index, 0])};"
                     f" expected 0, or {self.least_scale:.4g} to {self.most_scale:.4g}"
                 )
@@ -131,32 +130,41 @@ class Int8Math(BlockMath):
     def _check_codes(self, scales: Any, codes: Any, span: slice, count: int) -> None:
         if codes.min() == -128:
             index = span.start + int(codes.argmin())
-            raise CodecError(f"{self._spec}: code {index} of {count} is -128; expected -127 to 127")
+            raise CodecError(f"{self.spec}: code {index} of {count} is -128; expected -127 to 127")
 
 
-class NF4Math(BlockMath):
-    """nf4, as `nf4` defines it."""
+class CoarseMath(BlockMath):
+    """nf4 or sparse, as the module `arithmetic` defines it; their scales are bf16."""
 
-    least_scale, most_scale = MIN_ABSMAX, NF4_MAX_SCALE
+    least_scale, most_scale = MIN_ABSMAX, nf4.MAX_SCALE
+
+    def __init__(self, spec: str, blocks: Blocks, arithmetic: ModuleType, levels: Values) -> None:
+        super().__init__(spec, blocks)
+        self.arithmetic, self.levels = arithmetic, levels
 
     def _encode(self, rows: Values, scales: Any, codes: Any) -> None:
-        quantise(rows, scales, codes, np)
+        self.arithmetic.quantise(rows, scales, codes, self.blocks, np)
 
     def _decode(self, scales: Any, codes: Any, out: Values) -> None:
         with np.errstate(invalid="ignore"):  # A scale that no encoder writes may be an infinity.
-            dequantise(scales, codes, out, NF4_LEVELS, np)
+            self.arithmetic.dequantise(scales, codes, out, self.blocks, self.levels, np)
 
     def _scales(self, scales: NDArray[np.int16]) -> Values:
-        return (scales.astype(np.int32) << 16).view(np.float32)
+        return nf4.widened(scales, np)  # type: ignore[no-any-return]
 
     def _check_codes(self, scales: Any, codes: Any, span: slice, count: int) -> None:
-        wrong = (scales == 0) & (codes != ZEROS)
-        if wrong.any():
-            index = span.start // self.blocks.block + int(wrong.any(1).argmax())
-            raise CodecError(f"{self._spec}: block {index} has scale 0 and a code other than 7; expected 7")
-        spare = int(codes[-1, -1]) >> 4
-        if (span.stop - span.start) % 2 and spare != 7:
-            raise CodecError(f"{self._spec}: the nibble behind value {count} is {spare}; expected 7")
+        if fault := self.arithmetic.fault(scales, codes, self.blocks, span, count):
+            raise CodecError(f"{self.spec}: {fault}")
+
+
+def nf4_math() -> CoarseMath:
+    """The arithmetic of nf4."""
+    return CoarseMath(f"nf4:block={nf4.NF4.block}", nf4.NF4, nf4, nf4.LEVELS)
+
+
+def sparse_math(group: int) -> CoarseMath:
+    """The arithmetic of sparse, for one of `sparse.GROUPS`."""
+    return CoarseMath(f"sparse:group={group}", sparse.GROUPS[group], sparse, sparse.LEVELS[group])
 
 
 class Format(NamedTuple):

@@ -1,13 +1,14 @@
-"""The codecs int8 and nf4: codes of 8 or 4 bits, with one scale per block."""
+"""The codecs int8, nf4 and sparse: codes of 8 or 4 bits, or one byte for many values, with one scale per block."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
-from equipoise.compression import array_math
-from equipoise.compression.array_math import ArrayMath, Int8Math, NF4Math
+from equipoise.compression import array_math, nf4, sparse
+from equipoise.compression.array_math import ArrayMath, CoarseMath, Int8Math, nf4_math, sparse_math
 from equipoise.compression.blockwise import (
     LEVELS,
     MAX_SCALE,
@@ -16,14 +17,12 @@ from equipoise.compression.blockwise import (
     Kind,
     pieces,
 )
-from equipoise.compression.buffers import Buffer, Values, plain, raw
+from equipoise.compression.buffers import Buffer, Values, contiguous, plain, raw
 from equipoise.compression.choice import compiled
 from equipoise.compression.chunks import CHUNK_VALUES, F32_MAX, first_non_finite, scratch
-from equipoise.compression.codec import Codec
+from equipoise.compression.codec import Codec, check_weight
 from equipoise.compression.errors import CodecError, NonFiniteError
-from equipoise.compression.late_torch import torch
-from equipoise.compression.nf4 import LEVELS as NF4_LEVELS
-from equipoise.compression.nf4 import NF4, dequantise, quantise
+from equipoise.compression.late_torch import is_tensor, torch
 
 MIN_BLOCK = 32
 """Values of the smallest block: below it the scales exceed an eighth of the codes, and the error hardly falls."""
@@ -172,30 +171,113 @@ class Int8Codec(BlockCodec):
             out[span].view(codes.shape).copy_(codes).mul_(scales)
 
 
-class NF4Codec(BlockCodec):
-    """4-bit codes of the quantiles of a normal distribution; the format and the arithmetic are defined in `nf4`."""
+class CoarseCodec(BlockCodec):
+    """A codec of few bits and bf16 scales; its format and arithmetic are defined in a module, `nf4` or `sparse`."""
 
     chunk = array_math.CHUNK_VALUES  # Pieces of many results between, as numpy's.
+    math: CoarseMath
 
-    def __init__(self, block: int = NF4.block) -> None:
-        """Make the codec; there is one `block`.
-
-        Raises:
-            CodecError: It is another one.
-        """
-        if block != NF4.block:
-            raise CodecError(f"nf4: block is {NF4.block}, not {block}")
-        spec = f"nf4:block={block}"
-        super().__init__(spec, NF4, NF4Math(spec, NF4))
+    def __init__(self, math: CoarseMath) -> None:
+        super().__init__(math.spec, math.blocks, math)
 
     def _encode(self, values: torch.Tensor, out: torch.Tensor) -> int:
         if first_non_finite(values) is not None:
             raise self._non_finite(values)
         for span, scales, codes in self._pieces(out, values):
-            quantise(values[span].view(len(scales), -1), scales, codes, torch)
+            rows = values[span].view(len(scales), -1)
+            self.math.arithmetic.quantise(rows, scales, codes, self.blocks, torch)
         return 0
 
     def _decode(self, payload: torch.Tensor, out: torch.Tensor) -> None:
-        levels = torch.tensor(NF4_LEVELS, device=out.device)
+        levels = torch.tensor(self.math.levels, device=out.device)
         for span, scales, codes in self._pieces(payload, out):
-            dequantise(scales, codes, out[span].view(len(scales), -1), levels, torch)
+            rows = out[span].view(len(scales), -1)
+            self.math.arithmetic.dequantise(scales, codes, rows, self.blocks, levels, torch)
+
+
+class NF4Codec(CoarseCodec):
+    """4-bit codes of the quantiles of a normal distribution; the format and the arithmetic are defined in `nf4`."""
+
+    def __init__(self, block: int = nf4.NF4.block) -> None:
+        """Make the codec; there is one `block`.
+
+        Raises:
+            CodecError: It is another one.
+        """
+        if block != nf4.NF4.block:
+            raise CodecError(f"nf4: block is {nf4.NF4.block}, not {block}")
+        super().__init__(nf4_math())
+
+
+class SparseCodec(CoarseCodec):
+    """One value of each group, in one byte; the format and the arithmetic are defined in `sparse`.
+
+    The mean of contributions is the contributions themselves, one payload behind the other: encoded again, it would
+    lose most of them. `accumulate` leaves alone what a payload does not hold, so a value of -0 stays -0.
+    """
+
+    needs_feedback = True
+
+    def __init__(self, group: int = 64) -> None:
+        """Make the codec; `group` is 64 or 32.
+
+        Raises:
+            CodecError: It is neither.
+        """
+        if group not in sparse.GROUPS:
+            raise CodecError(f"sparse: group is {' or '.join(map(str, sparse.GROUPS))}, not {group}")
+        super().__init__(sparse_math(group))
+        self.most_members = sparse.MOST_MEMBERS[group]
+
+    def reduce(
+        self, payloads: Sequence[Buffer], weights: Sequence[float], mean: Buffer, scratch: Values
+    ) -> int:
+        """Join the payloads in `mean`; see `Codec.reduce`."""
+        parts, target = [contiguous(payload) for payload in payloads], contiguous(mean, written=True)
+        sizes = [part.size for part in parts]
+        if len(weights) != len(parts) or target.size != sum(sizes):
+            told = f"{len(parts)} weights and room for {sizes} bytes"
+            raise CodecError(f"{self.spec}: expected {told}, got {len(weights)} and {target.size}")
+        np.concatenate(parts, out=target)
+        return 0
+
+    def mean_size(self, count: int, contributors: int) -> int:
+        """Return the bytes of so many contributions; see `Codec.mean_size`."""
+        return contributors * self.encoded_size(count)
+
+    def check_mean(self, mean: Buffer, count: int, contributors: int) -> None:
+        """Verify each contribution; see `Codec.check_mean`."""
+        for payload in self._contributions(mean, count, contributors):
+            self.check(payload, count)
+
+    def decode_mean(self, mean: Buffer, weights: Sequence[float], out: Values) -> None:
+        """Add up the contributions in turn, each times its weight in f32; see `Codec.decode_mean`."""
+        payloads = self._contributions(mean, len(out), len(weights))
+        for payload, weight in zip(payloads, weights, strict=True):
+            check_weight(weight)
+            self.check(payload, len(out))
+        out[:] = 0
+        for payload, weight in zip(payloads, weights, strict=True):
+            self.accumulate(payload, weight, out)
+
+    def begin_decode_mean(self, mean: torch.Tensor, weights: Sequence[float], out: torch.Tensor) -> None:
+        """Start to add them up; see `Codec.begin_decode_mean`."""
+        payloads, decoded = self._contributions(mean, len(out), len(weights)), torch.empty_like(out)
+        out.zero_()
+        for payload, weight in zip(payloads, weights, strict=True):
+            self.begin_decode(self._aligned(payload), decoded)
+            out.add_(decoded.mul_(weight))
+
+    def _contributions(self, mean: Buffer, count: int, contributors: int) -> list[Any]:
+        """The contributions of which a mean consists.
+
+        Raises:
+            CodecError: It is a mean of another number of them.
+        """
+        content, size = mean if is_tensor(mean) else contiguous(mean), self.encoded_size(count)
+        if len(content) != contributors * size:
+            told = (
+                f"the mean of {contributors} contributions of {count} values is {contributors * size} bytes"
+            )
+            raise CodecError(f"{self.spec}: {told}, not {len(content)}")
+        return [content[size * at : size * (at + 1)] for at in range(contributors)]

@@ -10,7 +10,7 @@ A block of values x with a = max |x| is stored as a scale and one code per value
     decoded = f32(f32(code) * scale)
 
 A payload is the blocks, one after another: the scale, f32, and the codes, int8. Only the last may be short. `nf4`
-defines the other format of blocks.
+and `sparse` define the other formats of blocks.
 
 Every operation is one IEEE-754 single-precision operation: a true division (no multiplication by a reciprocal), no
 fused multiply-add. All intermediate results that matter are normal numbers, so that hardware which flushes
@@ -52,20 +52,21 @@ class Blocks(NamedTuple):
 
     Attributes:
         block: Values of a block.
-        bits: Of a code: 8 of int8, whose scales are f32, or 4 of nf4, whose scales are bf16.
+        per_byte: Values of a byte of codes: 1 of int8, whose scales are f32; 2 of nf4, or the group of sparse, whose
+            scales are bf16.
     """
 
     block: int
-    bits: int = 8
+    per_byte: int = 1
 
     @property
     def scale_bytes(self) -> int:
         """Length of a scale."""
-        return self.bits // 2
+        return 4 if self.per_byte == 1 else 2
 
     def size(self, count: int) -> int:
         """Return the bytes of `count` encoded values."""
-        return -(-count // self.block) * self.scale_bytes + -(-count * self.bits // 8)
+        return -(-count // self.block) * self.scale_bytes + -(-count // self.per_byte)
 
 
 def pieces(
@@ -82,10 +83,10 @@ def pieces(
 
     Yields:
         The slice of the values, their scales, [r, 1], and their codes, [r, bytes of a block]: f32 and int8 of int8, i16
-        and u8 of nf4.
+        and u8 of the others.
     """
     whole, length = count - count % blocks.block, blocks.size(blocks.block)
-    types = (kinds.float32, kinds.int8) if blocks.bits == 8 else (kinds.int16, kinds.uint8)
+    types = (kinds.float32, kinds.int8) if blocks.per_byte == 1 else (kinds.int16, kinds.uint8)
     for start in range(0, whole, step):
         stop = min(start + step, whole)
         rows = payload[blocks.size(start) : blocks.size(stop)].reshape(-1, length)
@@ -105,17 +106,17 @@ class ArrayKernels:
 
     A wrong size or alignment, a value that is not finite, or a payload that no encoder wrote makes them return False,
     with all content undefined; numpy's or torch's operations then find out which it was. values, out, scratch: f32 [n];
-    payload: uint8; weights: f64 [m]; block, bits: those of `Blocks`.
+    payload: uint8; weights: f64 [m]; block, per_byte: those of `Blocks`.
 
     Attributes:
-        encode: `(values, payload, block, bits)`: fill `payload`.
-        decode: `(payload, out, block, bits, past_cache)`: fill `out`, if an encoder could have written `payload`. Past
-            the cache, a processor need not read the memory that it overwrites; what reads `out` next does.
-        sound: `(payload, n, block, bits)`: whether an encoder could have written it.
-        accumulate: `(payload, weight, into, block, bits)`: add f32(f32(weight) * decoded) to `into`, f32 [n].
-        reduce: `(addresses, weights, payload, scratch, block, bits)`: add up payloads in turn, each times its weight in
-            f32, and encode the sum into `payload`. addresses, int64 [m >= 1]: where the payloads begin, each as large
-            as `payload`, kept alive by the caller.
+        encode: `(values, payload, block, per_byte)`: fill `payload`.
+        decode: `(payload, out, block, per_byte, past_cache)`: fill `out`, if an encoder could have written `payload`.
+            Past the cache, a processor need not read the memory that it overwrites; what reads `out` next does.
+        sound: `(payload, n, block, per_byte)`: whether an encoder could have written it.
+        accumulate: `(payload, weight, into, block, per_byte)`: add f32(f32(weight) * decoded) to `into`, f32 [n].
+        reduce: `(addresses, weights, payload, scratch, block, per_byte)`: add up payloads in turn, each times its
+            weight in f32, and encode the sum into `payload`. addresses, int64 [m >= 1]: where the payloads begin, each
+            as large as `payload`, kept alive by the caller.
         widen: By format, fp16 and bf16, `(words, bits)`: decode words, u16 [n], to the bits of f32 values, u32 [n].
         narrow: By format, `(bits, words, limit)`: encode, and return the number of values that were clamped to the
             limit, bits of an f32; -1 if one is not finite.

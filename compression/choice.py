@@ -14,7 +14,16 @@ from importlib import import_module
 import numpy as np
 from numpy.typing import NDArray
 
-from equipoise.compression.array_math import FORMATS, ArrayMath, BlockMath, FloatMath, Int8Math, NF4Math
+from equipoise.compression import sparse
+from equipoise.compression.array_math import (
+    FORMATS,
+    ArrayMath,
+    BlockMath,
+    FloatMath,
+    Int8Math,
+    nf4_math,
+    sparse_math,
+)
 from equipoise.compression.blockwise import (
     LEVELS,
     ArrayKernels,
@@ -39,11 +48,15 @@ them takes 0.7 s of a processor and 130 MB, which is much for 32 daemons of one 
 INTERPRETER = "TRITON_INTERPRET"
 """Name of Triton's own variable: with "1" its kernels run on CPU tensors, for tests."""
 
-_COUNT = 64 * 128 + 4
+_COUNT = 64 * 128 + 100
 """Values of a row; payloads of so many lie one behind the other, each aligned."""
 
 _BLOCKS = (32, 128)
-_MATHS: list[BlockMath] = [*(Int8Math("int8", Blocks(block)) for block in _BLOCKS), NF4Math("nf4", NF4)]
+_MATHS: list[BlockMath] = [
+    *(Int8Math("int8", Blocks(block)) for block in _BLOCKS),
+    nf4_math(),
+    *map(sparse_math, sparse.GROUPS),
+]
 _WEIGHTS = (0.3, 1 / 3, 0.2, 0.7, 0.1)
 
 

@@ -43,12 +43,16 @@ class Codec(ABC):
         granule: Values that are encoded together: a payload is the encoded granules, one after another. So, cut at
             multiples of it, a vector is encoded to the same bytes whatever the cut.
         math: The arithmetic on arrays; None if the underscored methods are for arrays, too.
+        needs_feedback: Whether payloads leave most values out, so that contributions need error feedback.
+        most_members: Members of the largest group that it serves; None if it serves any.
     """
 
     spec: str
     alignment: int = 4
     granule: int = 1
     math: ArrayMath | None = None
+    needs_feedback: bool = False
+    most_members: int | None = None
 
     @property
     def kind(self) -> Kind:
@@ -125,6 +129,32 @@ class Codec(ABC):
         fused = self._fused(out)
         fused.decode(payload, out, self.kind) if fused else self._decode(payload, out)
 
+    # A mean is one payload, unless a codec says otherwise.
+
+    def mean_size(self, count: int, contributors: int) -> int:
+        """Return the exact size in bytes of the mean that `reduce` makes of so many payloads of `count` values."""
+        return self.encoded_size(count)
+
+    def check_mean(self, mean: Buffer, count: int, contributors: int) -> None:
+        """Verify that `mean` is the mean of so many payloads of `count` values, all of which decode to finite ones.
+
+        Raises:
+            CodecError: See `check`; or it is the mean of another number of contributors.
+        """
+        self.check(mean, count)
+
+    def decode_mean(self, mean: Buffer, weights: Sequence[float], out: Values) -> None:
+        """Decode what `reduce` has made of payloads with these weights into `out`, f32 [n], contiguous, on any device.
+
+        Raises:
+            CodecError: See `decode` and `check_mean`.
+        """
+        self.decode(mean, out)
+
+    def begin_decode_mean(self, mean: torch.Tensor, weights: Sequence[float], out: torch.Tensor) -> None:
+        """Start to decode such a mean, which was checked before, on its device; see `begin_decode`."""
+        self.begin_decode(mean, out)
+
     def accumulate(self, payload: Buffer, weight: float, into: Values) -> None:
         """Add `weight` times the decoded `payload` to `into`, f32 [n], contiguous, on any device.
 
@@ -134,7 +164,7 @@ class Codec(ABC):
         Raises:
             CodecError: `weight` is no finite f32, or `payload` or `into` has another dtype, shape or size.
         """
-        _check_weight(weight)
+        check_weight(weight)
         if self.math is not None and isinstance(into, np.ndarray) and not is_tensor(payload):
             array = _array(into)
             self.math.accumulate(self._bytes(payload, array.size), weight, array)
@@ -148,12 +178,12 @@ class Codec(ABC):
         """Encode the weighted sum of payloads into `mean`; return how many values were clamped.
 
         The bytes equal those of `accumulate` of each payload in turn into zeros, then `encode`. Some codecs do all in
-        one pass.
+        one pass; of one that joins the payloads, `decode_mean` adds them up.
 
         Args:
             payloads: `encoded_size(n)` bytes each.
             weights: One per payload.
-            mean: Writable, `encoded_size(n)` bytes, apart from the payloads in memory.
+            mean: Writable, `mean_size(n, payloads)` bytes, apart from the payloads in memory.
             scratch: f32 [n], contiguous, on the device that computes; its content is undefined afterwards.
 
         Raises:
@@ -207,7 +237,7 @@ class Codec(ABC):
         if not (fused := self._fused(scratch)):
             return None
         for weight in weights:
-            _check_weight(weight)
+            check_weight(weight)
         sources = [self._source(payload, scratch) for payload in payloads]
         with self._staged(mean, scratch) as target:
             return clamped(fused.reduce(sources, weights, target, scratch.numel(), self.kind))
@@ -264,7 +294,8 @@ class Codec(ABC):
         target.copy_(staged)
 
 
-def _check_weight(weight: float) -> None:
+def check_weight(weight: float) -> None:
+    """Raise CodecError unless the weight is a finite f32."""
     if not math.isfinite(weight) or abs(weight) > F32_MAX:
         raise CodecError(f"a weight is a finite f32, not {weight}")
 

@@ -22,7 +22,7 @@ import numpy as np
 
 from equipoise.compression.blockwise import MIN_ABSMAX, Blocks
 
-NF4 = Blocks(64, 4)
+NF4 = Blocks(64, 2)
 """The only format."""
 
 LEVELS = np.array(
@@ -52,15 +52,24 @@ ZEROS = 0x77
 """A byte of two codes of 0."""
 
 
-def quantise(rows: Any, scales: Any, codes: Any, kinds: Any) -> None:
+def coarse_scales(top: Any, scales: Any, kinds: Any) -> Any:
+    """Fill scales, i16 [r, 1], from the bits of the absmax of each block, i32 [r, 1]; return the bounds, f32 [r, 1]."""
+    words = kinds.clip((top + 0x7FFF + ((top >> 16) & 1)) >> 16, None, MAX_WORD) * (top >= MIN_BITS)
+    scales[...] = words
+    return (kinds.where(words == 0, INFINITY, words) << 16).view(kinds.float32)
+
+
+def widened(scales: Any, kinds: Any) -> Any:
+    """Return scales, i16, as f32."""
+    return (kinds.asarray(scales, dtype=kinds.int32) << 16).view(kinds.float32)
+
+
+def quantise(rows: Any, scales: Any, codes: Any, blocks: Blocks, kinds: Any) -> None:
     """Encode finite values, f32 [r, m <= 64], to scales, i16 [r, 1], and codes, u8 [r, ceil(m / 2)].
 
     They are arrays or tensors; `kinds` is numpy or torch, whichever has made them.
     """
-    top = kinds.amax(abs(rows).view(kinds.int32), 1)[:, None]
-    words = kinds.clip((top + 0x7FFF + ((top >> 16) & 1)) >> 16, None, MAX_WORD) * (top >= MIN_BITS)
-    scales[...] = words
-    bounds = (kinds.where(words == 0, INFINITY, words) << 16).view(kinds.float32)
+    bounds = coarse_scales(kinds.amax(abs(rows).view(kinds.int32), 1)[:, None], scales, kinds)
     found = kinds.zeros_like(rows, dtype=kinds.uint8)
     for threshold in THRESHOLDS.tolist():
         found += rows > bounds * threshold
@@ -71,10 +80,22 @@ def quantise(rows: Any, scales: Any, codes: Any, kinds: Any) -> None:
     codes[:, high:] |= ZEROS & 0xF0
 
 
-def dequantise(scales: Any, codes: Any, out: Any, levels: Any, kinds: Any) -> None:
+def dequantise(scales: Any, codes: Any, out: Any, blocks: Blocks, levels: Any, kinds: Any) -> None:
     """Decode such scales and codes into `out`, f32 [r, m]; `levels` are LEVELS on their device."""
-    scale = (kinds.asarray(scales, dtype=kinds.int32) << 16).view(kinds.float32)
+    scale = widened(scales, kinds)
     low = codes.shape[1]
     high = out.shape[1] - low
     out[:, :low] = levels[kinds.asarray(codes & 15, dtype=kinds.int64)] * scale
     out[:, low:] = levels[kinds.asarray(codes[:, :high] >> 4, dtype=kinds.int64)] * scale
+
+
+def fault(scales: Any, codes: Any, blocks: Blocks, span: slice, count: int) -> str:
+    """Say what no encoder writes in the codes of `span` of `count` values; empty if it is sound."""
+    wrong = (scales == 0) & (codes != ZEROS)
+    if wrong.any():
+        index = span.start // blocks.block + int(wrong.any(1).argmax())
+        return f"block {index} has scale 0 and a code other than 7; expected 7"
+    spare = int(codes[-1, -1]) >> 4
+    if (span.stop - span.start) % 2 and spare != 7:
+        return f"the nibble behind value {count} is {spare}; expected 7"
+    return ""

@@ -1,4 +1,4 @@
-"""Blockwise int8 and nf4, fp16 and bf16, compiled by numba, for CPUs. Importing this module imports numba.
+"""Blockwise int8, nf4 and sparse, fp16 and bf16, compiled by numba, for CPUs. Importing this module imports numba.
 
 Compiled code is kept in numba's cache beside this file (or in the user's cache directory where that is read-only),
 so that only a machine's first process compiles; it is trusted like a .pyc.
@@ -15,7 +15,7 @@ import numpy as np
 from llvmlite import ir
 from numba.extending import intrinsic
 
-from equipoise.compression import blockwise, nf4
+from equipoise.compression import blockwise, nf4, sparse
 from equipoise.compression.blockwise import ArrayKernels
 
 _LEVELS = np.float32(blockwise.LEVELS)
@@ -27,6 +27,9 @@ _MAGNITUDE = np.int32(0x7FFF_FFFF)
 _EXPONENT = np.int32(0x7F80_0000)
 _FLOAT_BYTES = 4
 _NF4_LEVELS, _THRESHOLDS, _ZEROS = nf4.LEVELS, nf4.THRESHOLDS, nf4.ZEROS
+_ONE_THRESHOLD = np.float32(sparse.THRESHOLDS[64][0])
+_THREE_THRESHOLDS = np.array(sparse.THRESHOLDS[32], np.float32)
+_LEVELS_64, _LEVELS_32 = sparse.LEVELS[64], sparse.LEVELS[32]
 _MIN_BITS, _MIN_WORD, _MAX_WORD, _INFINITY = nf4.MIN_BITS, nf4.MIN_WORD, nf4.MAX_WORD, nf4.INFINITY
 _SIGN, _LOW_HALF = np.uint32(0x8000), np.uint32(0x7FFF)
 _REBIAS, _INFINITE_HALF = np.uint32(112 << 23), np.uint32(0x7C00)
@@ -120,20 +123,25 @@ def _bytes(base, count):  # type: ignore[no-untyped-def]
     return numba.carray(_byte_pointer(base), (count,))
 
 
+@numba.njit(**_compiled)
+def _scale_bytes(per_byte):  # type: ignore[no-untyped-def]
+    return 4 if per_byte == 1 else 2
+
+
 @numba.njit(numba.boolean(_U8, numba.int64, numba.int64, numba.int64), **_compiled)
-def _fits(payload, count, block, bits):  # type: ignore[no-untyped-def]
-    size = -(-count // block) * (bits // 2) + (count * bits + 7) // 8
-    return payload.size == size and payload.ctypes.data % (bits // 2) == 0
+def _fits(payload, count, block, per_byte):  # type: ignore[no-untyped-def]
+    size = -(-count // block) * _scale_bytes(per_byte) + -(-count // per_byte)
+    return payload.size == size and payload.ctypes.data % _scale_bytes(per_byte) == 0
 
 
 @numba.njit(**_compiled)
-def _stride(block, bits):  # type: ignore[no-untyped-def]
-    return bits // 2 + block * bits // 8
+def _stride(block, per_byte):  # type: ignore[no-untyped-def]
+    return _scale_bytes(per_byte) + block // per_byte
 
 
 @numba.njit(**_compiled)
-def _scale(at, bits):  # type: ignore[no-untyped-def]
-    if bits == 4:
+def _scale(at, per_byte):  # type: ignore[no-untyped-def]
+    if per_byte > 1:
         return np.uint32(np.uint32(_word(at)[0]) << 16).view(np.float32)
     return _floats(at, 0, 1)[0]
 
@@ -186,10 +194,16 @@ def _lowest(codes):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(**_compiled)
-def _write_nf4(values, top, at, codes):  # type: ignore[no-untyped-def]
+def _write_scale(top, at):  # type: ignore[no-untyped-def]
+    """Write the scale, bf16, of a block of that absmax; return the bound of its codes."""
     word = min((top + 0x7FFF + ((top >> 16) & 1)) >> 16, _MAX_WORD) if top >= _MIN_BITS else 0
     _word(at)[0] = word
-    bound = np.int32((word if word else _INFINITY) << 16).view(np.float32)
+    return np.int32((word if word else _INFINITY) << 16).view(np.float32)
+
+
+@numba.njit(**_compiled)
+def _write_nf4(values, top, at, codes):  # type: ignore[no-untyped-def]
+    bound = _write_scale(top, at)
     for i in range(values.size):
         code = np.int32(0)
         for k in range(_THRESHOLDS.size):
@@ -204,7 +218,7 @@ def _write_nf4(values, top, at, codes):  # type: ignore[no-untyped-def]
 
 @numba.njit(**_compiled)
 def _add_nf4(at, weight, into, count, first, table):  # type: ignore[no-untyped-def]
-    scale = _scale(at, 4)
+    scale = _scale(at, 2)
     for k in range(table.size):
         table[k] = weight * (_NF4_LEVELS[k] * scale)
     half = (count + 1) // 2
@@ -219,6 +233,82 @@ def _add_nf4(at, weight, into, count, first, table):  # type: ignore[no-untyped-
         high[i] += table[nibbles[i] >> 4]
     if high.size < half:
         low[half - 1] += table[nibbles[half - 1] & 15]
+
+
+@numba.njit(inline="always", **_compiled)
+def _first_of(values, top):  # type: ignore[no-untyped-def]
+    first = np.int32(values.size)
+    for i in range(values.size):
+        is_top = np.int32(values[i] & _MAGNITUDE) == top
+        first = min(first, np.int32(i) if is_top else np.int32(values.size))
+    return first
+
+
+@numba.njit(inline="always", **_compiled)
+def _write_sparse(values, count, at, group, tops):  # type: ignore[no-untyped-def]
+    """Encode the block at an address; say whether all values are finite. All groups but the last are of one size."""
+    groups, top = -(-count // group), np.int32(0)
+    for g in range(count // group):
+        tops[g] = _absmax_bits(_bits(values, g * group, group))
+        top = max(top, tops[g])
+    if count % group:
+        tops[groups - 1] = _absmax_bits(_bits(values, count - count % group, count % group))
+        top = max(top, tops[groups - 1])
+    if top >= _EXPONENT:
+        return False
+    bound, codes = _write_scale(top, at), _bytes(at + 2, groups)
+    for g in range(groups):
+        found = np.int32(0)
+        for k in range(1 if group == 64 else 3):
+            threshold = _ONE_THRESHOLD if group == 64 else _THREE_THRESHOLDS[k]
+            found += np.int32(np.int32(tops[g]).view(np.float32) > threshold * bound)
+        code = np.int32(0)
+        if found:
+            if (g + 1) * group <= count:
+                index = _first_of(_bits(values, g * group, group), tops[g])
+            else:
+                index = _first_of(_bits(values, g * group, count - g * group), tops[g])
+            below = np.int32(_bits(values, g * group + index, 1)[0] < 0)
+            code = index + group * (below + 2 * found)
+        codes[g] = np.uint8(code)
+    return True
+
+
+@numba.njit(**_compiled)
+def _write_64(values, count, at, tops):  # type: ignore[no-untyped-def]
+    return _write_sparse(values, count, at, 64, tops)
+
+
+@numba.njit(**_compiled)
+def _write_32(values, count, at, tops):  # type: ignore[no-untyped-def]
+    return _write_sparse(values, count, at, 32, tops)
+
+
+@numba.njit(**_compiled)
+def _add_sparse(at, weight, into, count, group, first):  # type: ignore[no-untyped-def]
+    scale, groups = _scale(at, group), -(-count // group)
+    codes, values = _bytes(at + 2, groups), _floats(into, 0, count)
+    if first:
+        for i in range(count):
+            values[i] = _ZERO
+    for g in range(groups):
+        level = _LEVELS_64[codes[g] // 64] if group == 64 else _LEVELS_32[codes[g] // 32]
+        place = g * group + codes[g] % group
+        if level != _ZERO and place < count:
+            values[place] += weight * (level * scale)
+
+
+@numba.njit(**_compiled)
+def _sound_sparse(at, count, group):  # type: ignore[no-untyped-def]
+    word, groups = _word(at)[0], -(-count // group)
+    codes, any_code = _bytes(at + 2, groups), np.uint8(0)
+    if word == 0:
+        for g in range(groups):
+            any_code |= codes[g]
+        return any_code == 0
+    return (
+        word >= _MIN_WORD and word <= _MAX_WORD and (groups - 1) * group + codes[groups - 1] % group < count
+    )
 
 
 @numba.njit(**_compiled)
@@ -242,12 +332,16 @@ def _sound_int8(at, count):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(inline="always", **_compiled)
-def _write(values, count, at, bits, codes):  # type: ignore[no-untyped-def]
+def _write(values, count, at, per_byte, codes):  # type: ignore[no-untyped-def]
     """Encode the block of values at an address; say whether all are finite."""
+    if per_byte == 64:
+        return _write_64(values, count, at, codes)
+    if per_byte == 32:
+        return _write_32(values, count, at, codes)
     top = _absmax_bits(_bits(values, 0, count))
     if top >= _EXPONENT:
         return False
-    if bits == 4:
+    if per_byte == 2:
         _write_nf4(_floats(values, 0, count), top, at, codes)
     else:
         _floats(at, 0, 1)[0], inverse = _scale_and_inverse(top)
@@ -256,20 +350,22 @@ def _write(values, count, at, bits, codes):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(inline="always", **_compiled)
-def _add(at, bits, weight, into, count, first, table):  # type: ignore[no-untyped-def]
+def _add(at, per_byte, weight, into, count, first, table):  # type: ignore[no-untyped-def]
     """Add a weighted block to the values at an address; the `first` is written there."""
     # Not added to zeros: what differs is the sign of zeros, which no code has.
-    if bits == 4:
+    if per_byte == 2:
         _add_nf4(at, weight, into, count, first, table)
+    elif per_byte > 2:
+        _add_sparse(at, weight, into, count, per_byte, first)
     elif first:
-        _set_codes(_codes(at + _FLOAT_BYTES, 0, count), _scale(at, bits), weight, _floats(into, 0, count))
+        _set_codes(_codes(at + _FLOAT_BYTES, 0, count), _scale(at, per_byte), weight, _floats(into, 0, count))
     else:
-        _add_codes(_codes(at + _FLOAT_BYTES, 0, count), _scale(at, bits), weight, _floats(into, 0, count))
+        _add_codes(_codes(at + _FLOAT_BYTES, 0, count), _scale(at, per_byte), weight, _floats(into, 0, count))
 
 
 @numba.njit(**_compiled)
 def _scratch():  # type: ignore[no-untyped-def]
-    """The codes of a block of nf4 and one more, and its weighted levels."""
+    """The codes of a block of nf4 and one more, or the absmax of groups, and the weighted levels of a block of nf4."""
     return np.empty(65, np.int32), np.empty(16, np.float32)
 
 
@@ -277,52 +373,61 @@ def _scratch():  # type: ignore[no-untyped-def]
 
 
 @numba.njit(inline="always", **_compiled)
-def _write_all(values, at, block, bits):  # type: ignore[no-untyped-def]
-    from_values, stride, (codes, _) = values.ctypes.data, _stride(block, bits), _scratch()
+def _write_all(values, at, block, per_byte):  # type: ignore[no-untyped-def]
+    from_values, stride, (codes, _) = values.ctypes.data, _stride(block, per_byte), _scratch()
     for start in range(0, values.size, block):
-        if not _write(from_values + _FLOAT_BYTES * start, min(block, values.size - start), at, bits, codes):
+        if not _write(
+            from_values + _FLOAT_BYTES * start, min(block, values.size - start), at, per_byte, codes
+        ):
             return False
         at += stride
     return True
 
 
 @numba.njit(numba.boolean(_F32, _U8, numba.int64, numba.int64), **_compiled)
-def _encode(values, payload, block, bits):  # type: ignore[no-untyped-def]
-    if not _fits(payload, values.size, block, bits):
+def _encode(values, payload, block, per_byte):  # type: ignore[no-untyped-def]
+    if not _fits(payload, values.size, block, per_byte):
         return False
-    if bits == 4:  # In one loop for both, int8 takes 12 % longer.
-        return _write_all(values, payload.ctypes.data, block, 4)
-    return _write_all(values, payload.ctypes.data, block, 8)
+    if per_byte == 1:  # In one loop for all, int8 takes 12 % longer.
+        return _write_all(values, payload.ctypes.data, block, 1)
+    if per_byte == 2:
+        return _write_all(values, payload.ctypes.data, block, 2)
+    if per_byte == 64:
+        return _write_all(values, payload.ctypes.data, block, 64)
+    return _write_all(values, payload.ctypes.data, block, 32)
 
 
 @numba.njit(numba.boolean(_U8, numba.int64, numba.int64, numba.int64), **_compiled)
-def _sound(payload, count, block, bits):  # type: ignore[no-untyped-def]
-    if not _fits(payload, count, block, bits):
+def _sound(payload, count, block, per_byte):  # type: ignore[no-untyped-def]
+    if not _fits(payload, count, block, per_byte):
         return False
-    at, stride, bad = payload.ctypes.data, _stride(block, bits), False
+    at, stride, bad = payload.ctypes.data, _stride(block, per_byte), False
     for start in range(0, count, block):
         here = min(block, count - start)
-        bad |= not (_sound_nf4(at, here) if bits == 4 else _sound_int8(at, here))
+        if per_byte == 1:
+            bad |= not _sound_int8(at, here)
+        else:
+            bad |= not (_sound_nf4(at, here) if per_byte == 2 else _sound_sparse(at, here, per_byte))
         at += stride
     return not bad
 
 
 @numba.njit(numba.boolean(_U8, _F32, numba.int64, numba.int64, numba.boolean), **_compiled)
-def _decode(payload, out, block, bits, past_cache):  # type: ignore[no-untyped-def]
+def _decode(payload, out, block, per_byte, past_cache):  # type: ignore[no-untyped-def]
     # Two passes, of which the second finds in the second-level cache what the first has read.
-    if not _sound(payload, out.size, block, bits):
+    if not _sound(payload, out.size, block, per_byte):
         return False
     from_out, at, (_, table) = out.ctypes.data, payload.ctypes.data, _scratch()
-    stride = _stride(block, bits)
-    past_cache &= bits == 8 and from_out % (_FLOAT_BYTES * LANES) == 0
+    stride = _stride(block, per_byte)
+    past_cache &= per_byte == 1 and from_out % (_FLOAT_BYTES * LANES) == 0
     for start in range(0, out.size, block):
         count = min(block, out.size - start)
         if past_cache and count == block:
-            scale = _scale(at, bits)
+            scale = _scale(at, per_byte)
             for i in range(0, block, LANES):
                 _stream(at + _FLOAT_BYTES + i, scale, from_out + _FLOAT_BYTES * (start + i))
         else:
-            _add(at, bits, np.float32(1), from_out + _FLOAT_BYTES * start, count, True, table)
+            _add(at, per_byte, np.float32(1), from_out + _FLOAT_BYTES * start, count, True, table)
         at += stride
     if past_cache:
         _streamed()
@@ -330,33 +435,38 @@ def _decode(payload, out, block, bits, past_cache):  # type: ignore[no-untyped-d
 
 
 @numba.njit(numba.boolean(_U8, numba.float64, _F32, numba.int64, numba.int64), **_compiled)
-def _accumulate(payload, weight, into, block, bits):  # type: ignore[no-untyped-def]
+def _accumulate(payload, weight, into, block, per_byte):  # type: ignore[no-untyped-def]
     share = np.float32(weight)
-    if not _fits(payload, into.size, block, bits) or not np.isfinite(share):
+    if not _fits(payload, into.size, block, per_byte) or not np.isfinite(share):
         return False
     from_into, at, (_, table) = into.ctypes.data, payload.ctypes.data, _scratch()
-    stride = _stride(block, bits)
+    stride = _stride(block, per_byte)
     for start in range(0, into.size, block):
         count = min(block, into.size - start)
-        _add(at, bits, share, from_into + _FLOAT_BYTES * start, count, False, table)
+        _add(at, per_byte, share, from_into + _FLOAT_BYTES * start, count, False, table)
         at += stride
     return True
 
 
 @numba.njit(numba.boolean(_I64, _F64, _U8, _F32, numba.int64, numba.int64), **_compiled)
-def _reduce(addresses, weights, payload, scratch, block, bits):  # type: ignore[no-untyped-def]
-    if not _fits(payload, scratch.size, block, bits):
+def _reduce(addresses, weights, payload, scratch, block, per_byte):  # type: ignore[no-untyped-def]
+    if not _fits(payload, scratch.size, block, per_byte):
         return False
     shares, (codes, table) = weights.astype(np.float32), _scratch()
     for m in range(shares.size):
-        if not np.isfinite(shares[m]) or addresses[m] % (bits // 2):
+        if not np.isfinite(shares[m]) or addresses[m] % _scale_bytes(per_byte):
             return False
-    from_scratch, from_payload, at, stride = scratch.ctypes.data, payload.ctypes.data, 0, _stride(block, bits)
+    from_scratch, from_payload, at, stride = (
+        scratch.ctypes.data,
+        payload.ctypes.data,
+        0,
+        _stride(block, per_byte),
+    )
     for start in range(0, scratch.size, block):
         count = min(block, scratch.size - start)
         for m in range(shares.size):
-            _add(addresses[m] + at, bits, shares[m], from_scratch, count, m == 0, table)
-        if not _write(from_scratch, count, from_payload + at, bits, codes):
+            _add(addresses[m] + at, per_byte, shares[m], from_scratch, count, m == 0, table)
+        if not _write(from_scratch, count, from_payload + at, per_byte, codes):
             return False
         at += stride
     return True

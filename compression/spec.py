@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from equipoise.compression.block_codecs import DEFAULT_BLOCK, Int8Codec, NF4Codec
+from equipoise.compression.block_codecs import DEFAULT_BLOCK, Int8Codec, NF4Codec, SparseCodec
 from equipoise.compression.codec import Codec
 from equipoise.compression.errors import CodecError
 from equipoise.compression.floats import FloatCodec
@@ -18,10 +18,12 @@ CODECS.register("fp16", lambda: FloatCodec("fp16"))
 CODECS.register("bf16", lambda: FloatCodec("bf16"))
 CODECS.register("int8", Int8Codec, block=whole(DEFAULT_BLOCK))
 CODECS.register("nf4", NF4Codec, block=whole(NF4.block))
+CODECS.register("sparse", SparseCodec, group=whole(64))
 
 
 def parse_codec(spec: str) -> Codec:
-    """Return the codec that `spec` names, such as "fp32", "fp16", "bf16", "int8", "int8:block=256" or "nf4".
+    """Return the codec that `spec` names, such as "fp32", "fp16", "bf16", "int8", "int8:block=256", "nf4" or
+    "sparse:group=32".
 
     Raises:
         CodecError: No such codec, option or value; names what came, what is known, and the nearest known name.

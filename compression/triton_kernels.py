@@ -2,7 +2,7 @@
 
 With TRITON_INTERPRET=1 in the environment before that import, the same kernels run on CPU tensors, slowly.
 
-The bytes are those of `blockwise`, `nf4` and `floats`. Five things would change them, and are avoided here:
+The bytes are those of `blockwise`, `nf4`, `sparse` and `floats`. Five things would change them, and are avoided here:
 
 - `enable_fp_fusion`, which Triton sets by default, contracts a product and a sum: OPTIONS turns it off.
 - `/` is an approximate division, and by a constant a multiplication: `tl.math.div_rn` divides.
@@ -22,7 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
-from equipoise.compression import blockwise, nf4
+from equipoise.compression import blockwise, nf4, sparse
 from equipoise.compression.blockwise import Blocks, Kind, TensorKernels
 
 OPTIONS = {"enable_fp_fusion": False, "num_warps": 4}
@@ -43,6 +43,11 @@ _INFINITY = tl.constexpr(nf4.INFINITY)
 _THRESHOLDS = tl.constexpr(tuple(nf4.THRESHOLDS.tolist()))
 _LEVELS_NF4 = tl.constexpr(tuple(nf4.LEVELS.tolist()))
 
+_THRESHOLDS_64 = tl.constexpr(sparse.THRESHOLDS[64])
+_THRESHOLDS_32 = tl.constexpr(sparse.THRESHOLDS[32])
+_LEVELS_64 = tl.constexpr(tuple(sparse.LEVELS[64].tolist()))
+_LEVELS_32 = tl.constexpr(tuple(sparse.LEVELS[32].tolist()))
+
 _WIRE = {torch.bfloat16: torch.int16}
 """How kernels see the values of formats that they convert themselves: Triton's interpreter does not round to bf16."""
 
@@ -60,12 +65,35 @@ def _quantise_int8(x):
 
 
 @triton.jit
+def _coarse_scale(top):
+    """Return scales, the bits of bf16, and the bounds of codes, f32, of blocks of that absmax."""
+    word = tl.minimum((top + 0x7FFF + ((top >> 16) & 1)) >> 16, _MAX_WORD)
+    word = tl.where(top < _MIN_BITS, 0, word)
+    return word, (tl.where(word == 0, _INFINITY, word) << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _quantise_sparse(x, PER_BYTE: tl.constexpr):
+    """Return such scales int16 [r], codes int8 [r, groups], and whether, of x f32 [r, groups, group]."""
+    magnitude, at = x.to(tl.int32, bitcast=True) & _MAGNITUDE, tl.arange(0, PER_BYTE)[None, None, :]
+    tops = tl.max(magnitude, 2)
+    top = tl.max(tops, 1)
+    word, bound = _coarse_scale(top)
+    index = tl.min(tl.where(magnitude == tops[:, :, None], at, PER_BYTE), 2)
+    below = tl.max(((at == index[:, :, None]) & (x < 0.0)).to(tl.int32), 2)
+    found = tl.zeros(tops.shape, tl.int32)
+    for k in tl.static_range(1 if PER_BYTE == 64 else 3):
+        threshold = _THRESHOLDS_64[k] if PER_BYTE == 64 else _THRESHOLDS_32[k]
+        found += (tops.to(tl.float32, bitcast=True) > threshold * bound[:, None]).to(tl.int32)
+    code = tl.where(found == 0, 0, index + PER_BYTE * (below + 2 * found))
+    return word.to(tl.int16), code.to(tl.int8), top >= _EXPONENT
+
+
+@triton.jit
 def _quantise_nf4(x):
     """Return such scales int16 [r], codes int8 [r, block / 2], and whether, of x f32 [r, 2, block / 2]."""
     top = tl.max(tl.max(x.to(tl.int32, bitcast=True) & _MAGNITUDE, 2), 1)
-    word = tl.minimum((top + 0x7FFF + ((top >> 16) & 1)) >> 16, _MAX_WORD)
-    word = tl.where(top < _MIN_BITS, 0, word)
-    bound = (tl.where(word == 0, _INFINITY, word) << 16).to(tl.float32, bitcast=True)
+    word, bound = _coarse_scale(top)
     code = tl.zeros(x.shape, tl.int32)
     for k in tl.static_range(15):
         code += (x > _THRESHOLDS[k] * bound[:, None, None]).to(tl.int32)
@@ -74,9 +102,19 @@ def _quantise_nf4(x):
 
 
 @triton.jit
-def _places(left, BLOCK: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr):
-    """Return where this tile's values lie, [r, block], of nf4 [r, 2, block / 2], and whether they are in the vector."""
-    if BITS == 8:
+def _places(left, BLOCK: tl.constexpr, PER_BYTE: tl.constexpr, ROWS: tl.constexpr):
+    """Return where this tile's values lie, and whether they are in the vector.
+
+    [r, block] of int8, [r, 2, block / 2] of nf4, [r, groups, group] of sparse.
+    """
+    if PER_BYTE > 2:
+        row, groups = (
+            tl.arange(0, ROWS)[:, None, None] * BLOCK,
+            tl.arange(0, BLOCK // PER_BYTE)[None, :, None],
+        )
+        at = row + groups * PER_BYTE + tl.arange(0, PER_BYTE)[None, None, :]
+        return at, at < left
+    elif PER_BYTE == 1:
         at = tl.arange(0, ROWS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
         return at, at < left
     else:
@@ -89,21 +127,23 @@ def _places(left, BLOCK: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr):
 
 @triton.jit
 def _encode_blocks(
-    values, count, scales, codes, notes, BLOCK: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr
+    values, count, scales, codes, notes, BLOCK: tl.constexpr, PER_BYTE: tl.constexpr, ROWS: tl.constexpr
 ):
     tile = tl.program_id(0).to(tl.int64)
     left = count - tile * (ROWS * BLOCK)
-    at, inside = _places(left, BLOCK, BITS, ROWS)
+    at, inside = _places(left, BLOCK, PER_BYTE, ROWS)
     x = tl.load(values + tile * (ROWS * BLOCK) + at, mask=inside, other=0.0)
-    _store(x, scales, codes, notes, left, BLOCK, BITS, ROWS)
+    _store(x, scales, codes, notes, left, BLOCK, PER_BYTE, ROWS)
 
 
 @triton.jit
-def _decode_blocks(out, count, scales, codes, BLOCK: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr):
+def _decode_blocks(
+    out, count, scales, codes, BLOCK: tl.constexpr, PER_BYTE: tl.constexpr, ROWS: tl.constexpr
+):
     tile = tl.program_id(0).to(tl.int64)
     left = count - tile * (ROWS * BLOCK)
-    at, inside = _places(left, BLOCK, BITS, ROWS)
-    tl.store(out + tile * (ROWS * BLOCK) + at, _load(scales, codes, left, BLOCK, BITS, ROWS), mask=inside)
+    at, inside = _places(left, BLOCK, PER_BYTE, ROWS)
+    tl.store(out + tile * (ROWS * BLOCK) + at, _load(scales, codes, left, BLOCK, PER_BYTE, ROWS), mask=inside)
 
 
 @triton.jit(do_not_specialize=["members"])
@@ -116,43 +156,57 @@ def _reduce_blocks(
     scales,
     codes,
     BLOCK: tl.constexpr,
-    BITS: tl.constexpr,
+    PER_BYTE: tl.constexpr,
     ROWS: tl.constexpr,
 ):
     tile = tl.program_id(0).to(tl.int64)
     left = count - tile * (ROWS * BLOCK)
-    total = tl.zeros([ROWS, BLOCK] if BITS == 8 else [ROWS, 2, BLOCK // 2], tl.float32)
+    if PER_BYTE == 1:
+        total = tl.zeros([ROWS, BLOCK], tl.float32)
+    elif PER_BYTE == 2:
+        total = tl.zeros([ROWS, 2, BLOCK // 2], tl.float32)
+    else:
+        total = tl.zeros([ROWS, BLOCK // PER_BYTE, PER_BYTE], tl.float32)
     for member in range(members):
-        address = tl.multiple_of(tl.load(addresses + member), BITS // 2)
+        address = tl.multiple_of(tl.load(addresses + member), 4 if PER_BYTE == 1 else 2)
         theirs = address.to(tl.pointer_type(scales.dtype.element_ty)), address.to(tl.pointer_type(tl.int8))
-        total += tl.load(weights + member) * _load(theirs[0], theirs[1], left, BLOCK, BITS, ROWS)
-    _store(total, scales, codes, notes, left, BLOCK, BITS, ROWS)
+        total += tl.load(weights + member) * _load(theirs[0], theirs[1], left, BLOCK, PER_BYTE, ROWS)
+    _store(total, scales, codes, notes, left, BLOCK, PER_BYTE, ROWS)
 
 
 @triton.jit
-def _bytes(left, BLOCK: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr):
+def _bytes(left, BLOCK: tl.constexpr, PER_BYTE: tl.constexpr, ROWS: tl.constexpr):
     """Return where this tile's scales lie in a payload, [r], and whether they do; and its codes, [r, bytes]."""
-    size: tl.constexpr = BITS // 2 + BLOCK * BITS // 8
+    scale: tl.constexpr = 4 if PER_BYTE == 1 else 2
+    size: tl.constexpr = scale + BLOCK // PER_BYTE
     tile = tl.program_id(0).to(tl.int64) * ROWS
-    row, column = tl.arange(0, ROWS), tl.arange(0, BLOCK * BITS // 8)[None, :]
-    scales = tile * (size // (BITS // 2)) + row * (size // (BITS // 2))
-    codes = tile * size + BITS // 2 + row[:, None] * size + column
-    return scales, row * BLOCK < left, codes, row[:, None] * BLOCK + column * (8 // BITS) < left
+    row, column = tl.arange(0, ROWS), tl.arange(0, BLOCK // PER_BYTE)[None, :]
+    scales = tile * (size // scale) + row * (size // scale)
+    codes = tile * size + scale + row[:, None] * size + column
+    return scales, row * BLOCK < left, codes, row[:, None] * BLOCK + column * PER_BYTE < left
 
 
 @triton.jit
-def _load(scales, codes, left, BLOCK: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr):
+def _load(scales, codes, left, BLOCK: tl.constexpr, PER_BYTE: tl.constexpr, ROWS: tl.constexpr):
     """Return this program's values of a payload, f32, in `_places`; `left` are in it or in those behind it.
 
     `scales` and `codes` are two views of the payload: each block begins with its scale.
     """
-    of_scales, scaled, of_codes, inside = _bytes(left, BLOCK, BITS, ROWS)
+    of_scales, scaled, of_codes, inside = _bytes(left, BLOCK, PER_BYTE, ROWS)
     scale, code = (
         tl.load(scales + of_scales, mask=scaled, other=0),
         tl.load(codes + of_codes, mask=inside, other=0),
     )
-    if BITS == 8:
+    if PER_BYTE == 1:
         return code.to(tl.float32) * scale[:, None]
+    elif PER_BYTE > 2:
+        code = code.to(tl.int32) & 255
+        level = tl.zeros(code.shape, tl.float32)
+        for k in tl.static_range(2, 256 // PER_BYTE):
+            level = tl.where(code // PER_BYTE == k, (_LEVELS_64 if PER_BYTE == 64 else _LEVELS_32)[k], level)
+        value = level * (scale.to(tl.int32) << 16).to(tl.float32, bitcast=True)[:, None]
+        chosen = tl.arange(0, PER_BYTE)[None, None, :] == (code % PER_BYTE)[:, :, None]
+        return tl.where(chosen, value[:, :, None], 0.0)
     else:
         code = (code.to(tl.int32)[:, None, :] >> (4 * tl.arange(0, 2)[None, :, None])) & 15
         level = tl.full(code.shape, _LEVELS_NF4[0], tl.float32)
@@ -162,13 +216,15 @@ def _load(scales, codes, left, BLOCK: tl.constexpr, BITS: tl.constexpr, ROWS: tl
 
 
 @triton.jit
-def _store(x, scales, codes, notes, left, BLOCK: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr):
+def _store(x, scales, codes, notes, left, BLOCK: tl.constexpr, PER_BYTE: tl.constexpr, ROWS: tl.constexpr):
     """Encode values, f32, in `_places`, to such a payload, and note whether all are finite."""
-    if BITS == 8:
+    if PER_BYTE == 1:
         scale, code, faulty = _quantise_int8(x)
+    elif PER_BYTE > 2:
+        scale, code, faulty = _quantise_sparse(x, PER_BYTE)
     else:
         scale, code, faulty = _quantise_nf4(x)
-    of_scales, scaled, of_codes, inside = _bytes(left, BLOCK, BITS, ROWS)
+    of_scales, scaled, of_codes, inside = _bytes(left, BLOCK, PER_BYTE, ROWS)
     tl.store(scales + of_scales, scale, mask=scaled)
     tl.store(codes + of_codes, code, mask=inside)
     tl.store(notes + tl.program_id(0), -tl.max(faulty.to(tl.int32), 0))
@@ -289,7 +345,9 @@ def _tile(kind: Kind) -> int:
 def _views(payload: torch.Tensor, blocks: Blocks) -> tuple[torch.Tensor, torch.Tensor]:
     """A payload of blocks as scales and as codes."""
     words = payload.numel() // blocks.scale_bytes * blocks.scale_bytes
-    return payload[:words].view(torch.float32 if blocks.bits == 8 else torch.int16), payload.view(torch.int8)
+    return payload[:words].view(torch.float32 if blocks.per_byte == 1 else torch.int16), payload.view(
+        torch.int8
+    )
 
 
 def _there(host: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -63,7 +63,9 @@ def measure(call: Callable[[], object], repeats: int) -> dict[str, float]:
 def bench_codec(codec: Codec, count: int, repeats: int, arrays: bool) -> dict[str, dict[str, float]]:
     source, target = torch.randn(count), torch.zeros(count)
     values, out = (source.numpy(), target.numpy()) if arrays else (source, target)
-    payload, mean = (memoryview(bytearray(codec.encoded_size(count))) for _ in range(2))
+    payload, mean = (
+        memoryview(bytearray(size)) for size in (codec.encoded_size(count), codec.mean_size(count, 4))
+    )
     four, weights = [payload] * 4, [0.25] * 4
     return {
         "copy": measure(lambda: target.copy_(source), repeats),
@@ -72,6 +74,7 @@ def bench_codec(codec: Codec, count: int, repeats: int, arrays: bool) -> dict[st
         "decode": measure(lambda: codec.decode(payload, out), repeats),
         "accumulate": measure(lambda: codec.accumulate(payload, 0.25, out), repeats),
         "reduce 4": measure(lambda: codec.reduce(four, weights, mean, out), repeats),
+        "mean of 4": measure(lambda: codec.decode_mean(mean, weights, out), repeats),
     }
 
 
@@ -231,7 +234,9 @@ def device_of(text: str) -> torch.device:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("specs", nargs="*", default=["fp32", "fp16", "bf16", "int8", "nf4"], metavar="CODEC")
+    parser.add_argument(
+        "specs", nargs="*", default=["fp32", "fp16", "bf16", "int8", "nf4", "sparse"], metavar="CODEC"
+    )
     parser.add_argument("--device", type=device_of, default="cpu", help="cpu, or cuda[:n] (%(default)s)")
     parser.add_argument("--values", type=int, default=16 * 2**20, help="values per vector (%(default)s)")
     parser.add_argument("--repeats", type=int, default=15, help="timed calls of each kind (%(default)s)")

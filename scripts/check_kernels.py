@@ -27,7 +27,17 @@ from equipoise.compression import Codec, parse_codec, triton_kernels
 FORBIDDEN = re.compile(r"(?:fma|mad)\S*\.f32\S*|div\.full\S*|\S*\.approx\S*|\S*\.ftz\S*")
 """Instructions of single precision that are not one correctly rounded operation on all numbers."""
 
-SPECS = ("fp32", "fp16", "bf16", "int8:block=32", "int8", "int8:block=4096", "nf4")
+SPECS = (
+    "fp32",
+    "fp16",
+    "bf16",
+    "int8:block=32",
+    "int8",
+    "int8:block=4096",
+    "nf4",
+    "sparse",
+    "sparse:group=32",
+)
 WARP = 32
 TYPES = {
     torch.float32: "*fp32",

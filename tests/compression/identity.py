@@ -16,7 +16,17 @@ import torch
 
 from equipoise.compression import Codec, CodecError, Values, kernels, parse_codec
 
-SPECS = ("fp32", "fp16", "bf16", "int8:block=32", "int8", "int8:block=4096", "nf4")
+SPECS = (
+    "fp32",
+    "fp16",
+    "bf16",
+    "int8:block=32",
+    "int8",
+    "int8:block=4096",
+    "nf4",
+    "sparse",
+    "sparse:group=32",
+)
 MAGNITUDES = (1e-44, 1e-37, 2.0**-116, 1e-3, 1.0, 3e4, 1e20, torch.finfo(torch.float32).max)
 COUNTS = (1, 300, 4501)
 WEIGHTS = (1 / 3, 0.0, 2.0**-30)
@@ -65,9 +75,10 @@ def encoded(codec: Codec, values: torch.Tensor) -> tuple[memoryview, int]:
 
 def reduced(codec: Codec, payloads: list[memoryview], count: int) -> str:
     weights = [WEIGHTS[index % len(WEIGHTS)] for index in range(len(payloads))]
-    mean = room(codec, count)
+    mean, out = memoryview(bytearray(codec.mean_size(count, len(payloads)))), torch.empty(count)
     clamped = codec.reduce(payloads, weights, mean, given(torch.empty(count)))
-    return digest(mean, clamped)
+    codec.decode_mean(mean, weights, given(out))
+    return digest(mean, clamped, out)
 
 
 def digests() -> dict[str, str]:
@@ -100,6 +111,8 @@ def refusals(codec: Codec) -> dict[str, str]:
             encoded(codec, values)
         except CodecError as error:
             found[f"{codec.spec} of {wrong}"] = str(error)
+    if codec.needs_feedback:  # Its sum is made where it is decoded.
+        return found
     payload = encoded(codec, torch.full((300,), 6e4))[0]
     try:
         codec.reduce([payload] * 2, [3e38] * 2, room(codec, 300), given(torch.empty(300)))

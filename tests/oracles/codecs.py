@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import struct
+from fractions import Fraction
 
 import numpy as np
 import numpy.typing as npt
@@ -83,6 +84,39 @@ def nf4_decode(payload: bytes, count: int) -> Floats:
     return np.array(found, dtype=np.float32)
 
 
+SPARSE = {64: (["3/8"], ["0", "3/4"]), 32: (["1/8", "3/8", "3/4"], ["0", "1/4", "1/2", "1"])}
+"""Thresholds and levels, by the group."""
+
+
+def sparse_encode(values: Floats, group: int) -> bytes:
+    """The scale of each 512 values, and a byte of each group: index, sign, magnitude."""
+    payload = b""
+    for start in range(0, len(values), 512):
+        x = values[start : start + 512]
+        absmax = np.float32(max(abs(value) for value in x))
+        word = bf16_encode(np.array([absmax])) if absmax >= TINY else bytes(2)
+        scale, codes = float_decode("bf16", word)[0], []
+        for chosen in (x[at : at + group] for at in range(0, len(x), group)):
+            index = max(range(len(chosen)), key=lambda i: (abs(chosen[i]), -i))
+            m = sum(abs(chosen[index]) > np.float32(Fraction(one)) * scale for one in SPARSE[group][0])
+            codes.append(index + group * int(chosen[index] < 0) + 2 * group * m if m and scale else 0)
+        payload += word + bytes(codes)
+    return payload
+
+
+def sparse_decode(payload: bytes, count: int, group: int) -> Floats:
+    """Sign times level times scale, at the index of each group; 0 elsewhere."""
+    found, size = np.zeros(count, np.float32), 2 + 512 // group
+    for block, at in enumerate(range(0, len(payload), size)):
+        scale = float_decode("bf16", payload[at : at + 2])[0]
+        for number, code in enumerate(payload[at + 2 : at + size]):
+            level = np.float32(Fraction(SPARSE[group][1][code // (2 * group)]))
+            if level:
+                sign = np.float32(-1 if code // group % 2 else 1)
+                found[512 * block + group * number + code % group] = sign * (level * scale)
+    return found
+
+
 def largest_scale() -> np.float32:
     """The greatest f32 whose product with 127 is finite."""
     scale = F32_MAX / np.float32(127)
@@ -120,6 +154,8 @@ def encode(spec: str, values: Floats) -> bytes:
     """What the codec of the canonical `spec` makes of `values`."""
     if spec.startswith("int8:block="):
         return int8_encode(values, int(spec.removeprefix("int8:block=")))
+    if spec.startswith("sparse:group="):
+        return sparse_encode(values, int(spec.removeprefix("sparse:group=")))
     encoders = {"fp32": _raw, "fp16": fp16_encode, "bf16": bf16_encode, "nf4:block=64": nf4_encode}
     return encoders[spec](values)
 
@@ -128,6 +164,8 @@ def decode(spec: str, payload: bytes, count: int) -> Floats:
     """What the codec of the canonical `spec` makes of `payload`."""
     if spec.startswith("int8:block="):
         return int8_decode(payload, count, int(spec.removeprefix("int8:block=")))
+    if spec.startswith("sparse:group="):
+        return sparse_decode(payload, count, int(spec.removeprefix("sparse:group=")))
     return nf4_decode(payload, count) if spec == "nf4:block=64" else float_decode(spec, payload)
 
 
