@@ -110,6 +110,32 @@ class Layout:
         """The bytes of the encoded vector that hold values `start`, of a granule the first or padding, to `stop`."""
         return slice(self._begin(start), self._begin(stop))
 
+    # A mean, where the codec joins contributions, is their first regions one after another, and then the second region.
+
+    def mean_size(self, contributors: int) -> int:
+        """Bytes of the encoded mean of so many contributors."""
+        return self.encoded_size + (self._copies(contributors) - 1) * self._begin(self.coded)
+
+    def mean(self, start: int, stop: int, contributors: int) -> list[slice]:
+        """The bytes of the encoded mean that hold values `start` to `stop`, of one region; see `encoded`.
+
+        One slice for each contribution where the codec joins them, else one.
+        """
+        place, copies, region = self.encoded(start, stop), self._copies(contributors), self._begin(self.coded)
+        steps = range(copies) if start < self.coded else (copies - 1,)
+        return [slice(place.start + step * region, place.stop + step * region) for step in steps]
+
+    def put_mean(self, part: Part, contributors: int, payload: memoryview, into: memoryview) -> None:
+        """Write the encoded mean of a part to its places in the encoded mean."""
+        at = 0
+        for place in self.mean(part.start, part.stop, contributors):
+            into[place] = payload[at : at + place.stop - place.start]
+            at += place.stop - place.start
+
+    def _copies(self, contributors: int) -> int:
+        granule = self.codec.granule
+        return self.codec.mean_size(granule, contributors) // self.codec.encoded_size(granule)
+
     def _begin(self, index: int) -> int:
         """The byte at which value `index` begins if it is the first of a granule, else the byte of its code."""
         exact = max(index - self.coded, 0)
@@ -121,12 +147,13 @@ class Layout:
 
 
 class Vectors(NamedTuple):
-    """The two encoded vectors of a round, u8 [`Layout.encoded_size`] each.
+    """The two encoded vectors of a round.
 
     Attributes:
-        contribution: This peer's. It may be memory of another process, which may write at any time: what is used of it
-            is copied first, and then checked.
-        mean: Takes the mean, part by part as it comes: undefined until the round has succeeded.
+        contribution: This peer's, u8 [`Layout.encoded_size`]. It may be memory of another process, which may write at
+            any time: what is used of it is copied first, and then checked.
+        mean: Takes the mean, u8, at least [`Layout.mean_size`], part by part as it comes: undefined until the round has
+            succeeded.
         clamped: How many values of the contribution were clamped when it was encoded.
     """
 

@@ -7,7 +7,7 @@ import math
 import msgspec
 
 from equipoise.averaging.state import StateId, group_state
-from equipoise.averaging.weights import ATTENDANCE_LIMIT
+from equipoise.averaging.weights import ATTENDANCE_LIMIT, shares
 
 SHOWN_CHARS = 8
 """Characters of a PeerID, and of a digest, that tell them apart in a line for people."""
@@ -122,6 +122,11 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     def givers(self) -> tuple[str, ...]:
         """PeerIDs of the contributors that count: not of those that only attend, to meet others or to catch up."""
         return tuple(peer for peer, weight in self.contributors.items() if weight > ATTENDANCE_LIMIT)
+
+    @property
+    def shares(self) -> list[float]:
+        """The shares of the contributors in the mean, in member order, without those of weight 0."""
+        return [share for share in shares(self.contributors.values()) if share]
 
     @property
     def tally(self) -> str:

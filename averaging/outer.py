@@ -116,6 +116,23 @@ class Average(OuterStep):
         parameter.sub_(mean)
 
 
+class Descent(OuterStep):
+    """theta <- theta - lr D, with D the mean of theta - theta_i, as SparseLoCo (Sarfi 2025, 2508.15706) does."""
+
+    def __init__(self, lr: float = 1.0) -> None:
+        """`lr` is above 0.
+
+        Raises:
+            ValueError: It is not.
+        """
+        self.lr = above_zero("lr", lr)
+        super().__init__("descent", lr=self.lr)
+
+    def move(self, parameter: torch.Tensor, mean: torch.Tensor, moments: Sequence[torch.Tensor]) -> None:
+        """See `OuterStep`."""
+        parameter.sub_(mean * self.lr)
+
+
 class MomentumStep(OuterStep):
     """An outer step with a rate and a momentum."""
 
@@ -286,6 +303,7 @@ OUTER_STEPS: Registry[OuterStep] = Registry(
 package."""
 
 OUTER_STEPS.register("average", Average)
+OUTER_STEPS.register("descent", Descent, lr=decimal(1.0))
 OUTER_STEPS.register("nesterov", Nesterov, lr=decimal(0.7), momentum=decimal(0.9))
 OUTER_STEPS.register("fedavgm", FedAvgM, lr=decimal(1.0), momentum=decimal(0.9))
 OUTER_STEPS.register("fedadagrad", FedAdagrad, eta=decimal(0.1), tau=decimal(1e-3))

@@ -24,7 +24,7 @@ from equipoise.averaging.options import (
     RunOptions,
     Terms,
 )
-from equipoise.averaging.rules import Rule, parse_rule
+from equipoise.averaging.rules import Mean, Rule, parse_rule
 from equipoise.averaging.schema import Schema
 from equipoise.averaging.strategy import Strategy, parse_strategy
 from equipoise.averaging.weights import cap_of
@@ -148,6 +148,13 @@ def checked(options: RunOptions) -> RunOptions:
         strategy, rule = parse_strategy(options.strategy), parse_rule(options.rule)
     except ValueError as error:
         raise SpecError(str(error)) from None
+    if codec.most_members is not None and options.group_size > codec.most_members:
+        raise SpecError(
+            f"expected a group size of at most {codec.most_members} with codec {codec.spec}, got {options.group_size}: "
+            "its mean is all contributions, so in larger groups nf4 sends fewer bytes"
+        )
+    if codec.needs_feedback and rule.spec != Mean.spec:
+        raise SpecError(f"expected the rule mean with codec {codec.spec}, got {rule.spec}")
     if strategy.quorum > options.group_size:
         raise SpecError(
             f"expected a quorum of at most the group size {options.group_size}, got {strategy.quorum}"

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated
 
 import msgspec
@@ -81,3 +81,11 @@ def counted_weights(
     given = [one for at, one in enumerate(weights) if expected >> at & 1 and one > ATTENDANCE_LIMIT]
     most = cap * statistics.median_low(given) if given else math.inf
     return tuple(min(weight, most) if contributors >> at & 1 else 0.0 for at, weight in enumerate(weights))
+
+
+def shares(counted: Iterable[float]) -> list[float]:
+    """Return the share of each counted weight in their sum: the same in every order, and beside any zeros."""
+    counted = list(counted)
+    # `sum` rounds otherwise from Python 3.12 on, and all members must get the same shares.
+    total = math.fsum(counted)
+    return [weight / total if total else 0.0 for weight in counted]

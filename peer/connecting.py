@@ -134,7 +134,7 @@ class Client:
         return self._join(options, name, tensors)
 
     def _join(self, options: RunOptions, name: str, tensors: Tensors, carrier: Tensors | None = None) -> Run:
-        binding = Binding(tensors, parse_codec(options.codec), carrier)
+        binding = Binding(tensors, parse_codec(options.codec), carrier, options.group_size)
         options = RunSpec.create(swarm_name(name, AVERAGE), binding.schema, options).options
         request = JoinRun(name, options, binding.schema, binding.gradients, binding.size)
         link, key = self._link, (self.peer_id, name)

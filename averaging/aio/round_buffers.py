@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -58,21 +57,22 @@ class RoundBuffers:
         self._group = group
         self._me = me
         self._vectors = vectors
+        self._layout = layout
         self._places = [layout.encoded(part.start, part.stop) for part in group.parts]
         self._counts = [part.size for part in group.parts]
         self._codecs = [layout.codec_of(part) for part in group.parts]
-        self._sizes = [len(vectors.mean[place]) for place in self._places]
+        self._sizes: list[int] = [place.stop - place.start for place in self._places]
         self._kept: list[dict[int, memoryview]] = [{} for _ in group.parts]
-        self._shares: tuple[int, list[float]] = (0, [])
+        self._shares: tuple[int, dict[int, float]] = (0, {})
         self._means: dict[int, tuple[int, memoryview]] = {}
 
     def size(self, part: int) -> int:
-        """Bytes of an encoded contribution to `part`, or of its encoded mean."""
+        """Bytes of an encoded contribution to `part`."""
         return self._sizes[part]
 
-    def take(self, part: int) -> memoryview:
-        """Memory to receive an encoded contribution to `part`, or its encoded mean, into."""
-        return self._pool.take(self._sizes[part])
+    def mean_size(self, part: int, contributors: int) -> int:
+        """Bytes of the encoded mean of `part` over `contributors`."""
+        return self._codecs[part].mean_size(self._counts[part], len(self._shares_of(contributors)))
 
     def contribution(self, part: int) -> memoryview:
         """This member's encoded contribution to `part`, checked as if it came from a stranger.
@@ -97,9 +97,9 @@ class RoundBuffers:
         """Keep a mean that came from its owner; returns its BLAKE3.
 
         Raises:
-            CodecError: It does not decode to finite values.
+            CodecError: It does not decode to finite values, or is no mean of so many contributors.
         """
-        self._codecs[part].check(payload, self._counts[part])
+        self._codecs[part].check_mean(payload, self._counts[part], len(self._shares_of(contributors)))
         self._keep(part, contributors, payload)
         return blake3(payload).digest()
 
@@ -122,8 +122,8 @@ class RoundBuffers:
         the mean the codec does all in one pass: in fp32, in member order, times the share of the weight. Other
         rules may ignore weights, so they do not get the zeros of contributors that only attend.
         """
-        weights = {member: weight for member, weight in enumerate(self._weights(contributors)) if weight}
-        mean, own = (self._pool.take(self._sizes[part]) for _ in range(2))
+        weights = self._shares_of(contributors)
+        mean, own = map(self._pool.take, (self.mean_size(part, contributors), self._sizes[part]))
         kept = self._kept[part]
         payloads = {member: own if member == self._me else kept[member] for member in weights}
         scratch = np.frombuffer(self._pool.take(self._counts[part] * VALUE_BYTES), np.float32)
@@ -151,10 +151,10 @@ class RoundBuffers:
     def apart(self) -> tuple[float, float]:
         """The 2-norms of this member's contribution less the mean, and of the mean; of a round that has succeeded."""
         squares, scratch = np.zeros(2), np.empty((2, max(self._counts)), np.float32)
-        for part, (_, payload) in self._means.items():
+        for part, (over, payload) in self._means.items():
             own, mean = scratch[:, : self._counts[part]]
             self._codecs[part].decode(self.contribution(part), own)
-            self._codecs[part].decode(payload, mean)
+            self._codecs[part].decode_mean(payload, list(self._shares_of(over).values()), mean)
             own -= mean
             squares += own.dot(own), mean.dot(mean)
         apart, norm = np.sqrt(squares).tolist()
@@ -162,7 +162,8 @@ class RoundBuffers:
 
     def _keep(self, part: int, contributors: int, payload: memoryview) -> None:
         self._means[part] = (contributors, payload)
-        self._vectors.mean[self._places[part]] = payload
+        givers = len(self._shares_of(contributors))
+        self._layout.put_mean(self._group.parts[part], givers, payload, self._vectors.mean)
 
     def _read_own(self, part: int, payload: memoryview) -> None:
         # It is copied before it is checked: the script may write to its memory at any time.
@@ -200,14 +201,11 @@ class RoundBuffers:
             told = " ".join(f"{type(error).__name__}: {error}".split())[:200]
             raise RuleError(f"the rule {rule.spec} failed: {told}") from error
 
-    def _weights(self, contributors: int) -> list[float]:
-        """Each member's share of the weight; mostly asked of the same contributors for part after part."""
+    def _shares_of(self, contributors: int) -> dict[int, float]:
+        """Member -> its share of the weight; mostly asked of the same contributors for part after part."""
         over, shares = self._shares
         if over != contributors:
-            counted = self._group.counted(contributors)
-            # `sum` rounds otherwise from Python 3.12 on, and all that reduce must get the same bytes.
-            total = math.fsum(counted)
-            shares = [weight / total for weight in counted]
+            shares = self._group.shares(contributors)
             self._shares = (contributors, shares)
         return shares
 

@@ -82,20 +82,24 @@ def group_of(spec: RunSpec, manifest: Manifest) -> events.Group:
     dialable = [join.dialable for join in members]
     uplinks = settle([join.bandwidth for join in members])
     downlinks = settle([join.download or join.bandwidth for join in members])
-    fractions = balance(list(zip(uplinks, downlinks, strict=True)), dialable)
+    weights = tuple(join.weight for join in members)
+    givers = contributing(weights, spec.strategy.least).bit_count()
+    mean_size = spec.layout.mean_size(max(givers, 1))
+    growth = mean_size / spec.layout.encoded_size
+    fractions = balance(list(zip(uplinks, downlinks, strict=True)), dialable, growth)
     leaders = [index for index, join in enumerate(members) if join.dialable]
     convening = [index for index in leaders if members[index].peer == manifest.coordinator]
     return events.Group(
         round_id=manifest.id,
         names=tuple(join.peer[-SHOWN_CHARS:] for join in members),
-        weights=tuple(join.weight for join in members),
+        weights=weights,
         dialable=sum(1 << index for index in leaders),
         parts=spec.layout.cut(fractions, spec.options.part_values),
         first_leader=(convening or leaders)[0],
         cap=spec.cap,
         quorum=spec.strategy.quorum,
         least=spec.strategy.least,
-        encoded_size=spec.layout.encoded_size,
+        encoded_size=mean_size,
     )
 
 
@@ -243,10 +247,14 @@ class RoundDriver:
         message = _message(header)
         if not isinstance(message, wire.Contribution | wire.Mean) or message.part >= len(self.group.parts):
             raise FrameRefused(f"a {type(message).__name__} has no body of {size} bytes in this round")
-        expected = self._store.size(message.part)
+        part = message.part
+        if isinstance(message, wire.Mean):
+            expected = self._store.mean_size(part, message.contributors)
+        else:
+            expected = self._store.size(part)
         if size != expected:
-            raise FrameRefused(f"expected {expected} bytes for part {message.part}, got {size}")
-        return self._store.take(message.part), partial(self._hear, member, message, header)
+            raise FrameRefused(f"expected {expected} bytes for part {part}, got {size}")
+        return self._sessions.pool.take(size), partial(self._hear, member, message, header)
 
     def frame(self, peer: str, header: bytes) -> None:
         """Take a frame without a body; one of a peer that is no member, or that neither end could dial, is passed over.

@@ -120,18 +120,21 @@ class RunDriver:
         """Take part in one round; `Join` describes the other arguments.
 
         Args:
-            vectors: The encoded contribution, which should not be changed until this returns, and the memory for the
-                mean, which holds it if the outcome is ok. What no encoder writes fails the round here, when it is met:
-                to look for it before would read the vector twice.
+            vectors: The encoded contribution, which should not be changed until this returns, and memory for the mean
+                of a full group, which holds it if the outcome is ok. What no encoder writes fails the round here, when
+                it is met: to look for it before would read the vector twice.
             timeout: Seconds for everything; the outcome fails with a reason when they are over.
             compared: Whether a contribution that equals another peer's is worth a warning.
 
         Raises:
             ValueError: The weight, the metrics, or a vector's size, is not valid, or a round is going on already.
         """
-        size = self.spec.layout.encoded_size
-        if len(vectors.contribution) != size or len(vectors.mean) != size:
-            raise ValueError(f"expected two vectors of {size} bytes, got {list(map(len, vectors[:2]))}")
+        layout, got = self.spec.layout, tuple(map(len, vectors[:2]))
+        sizes = layout.encoded_size, layout.mean_size(self.spec.options.group_size)
+        if got != sizes:
+            raise ValueError(
+                f"expected vectors of {sizes[0]} and {sizes[1]} bytes, got {got[0]} and {got[1]}"
+            )
         began, started = self._loop.time(), time.time()
         join = Join(
             peer=self._sessions.peer,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+import itertools
 import logging
 import mmap
 from collections import Counter
@@ -227,11 +228,6 @@ class Transfer:
         return self._donor.wanted
 
     @property
-    def size(self) -> int:
-        """Bytes of an encoded vector of this run."""
-        return self._spec.layout.encoded_size
-
-    @property
     def standing(self) -> str:
         """The state that is being fetched or served, and the reason, in one line; empty if none."""
         fetching = self._download.machine.standing if self._download is not None else ""
@@ -323,7 +319,7 @@ class Transfer:
                 mean, found = await self._loop.run_in_executor(None, unpack, *args)
                 if own is None:
                     self.keep(mean, got.age)
-                got = msgspec.structs.replace(got, reason=found.reason, size=self.size, round=found)
+                got = msgspec.structs.replace(got, reason=found.reason, size=mean.size, round=found)
             except (ValueError, FrameRefused) as error:
                 unheard = len(got.sources)  # They have it still.
                 got = FetchOutcome(ok=False, reason=str(error), sources=got.sources, unheard=unheard)
@@ -349,7 +345,7 @@ class Transfer:
             circle |= drawn
         elif follows:  # The others of its circle follow the state as it does.
             circle = circle & membership.holders or circle
-        limit = spec.layout.encoded_size + MAX_MANIFEST_BYTES
+        limit = spec.layout.mean_size(spec.options.group_size) + MAX_MANIFEST_BYTES
         wish = msgspec.structs.replace(wish, circle=circle, limit=limit)
         return Request(spec.name, spec.hash, ticket, wish, quorum, follows)
 
@@ -530,7 +526,7 @@ def unpack(
     Args:
         after: The state that the mean must lead on from.
         verify: Checks the signatures of the members' joins.
-        room: Makes room for the encoded mean, u8 [`encoded_size`]; its content is undefined if this raises.
+        room: Makes room for the encoded mean, u8 [`mean_size`]; its content is undefined if this raises.
         how: What its outcome's reason begins with.
 
     Raises:
@@ -542,13 +538,17 @@ def unpack(
     if manifest.before != after:
         raise ValueError(f"expected the mean after epoch {after.epoch}, got one after {manifest.before}")
     group = group_of(spec, manifest)
-    layout, places = spec.layout, [spec.layout.encoded(part.start, part.stop) for part in group.parts]
-    if len(payload) != layout.encoded_size:
-        raise ValueError(f"expected {layout.encoded_size} bytes of encoded values, got {len(payload)}")
-    mean = EncodedMean(manifest, contributors, tuple(payload[place] for place in places))
-    result = room(layout.encoded_size)
-    for part, place, encoded in zip(group.parts, places, mean.parts, strict=True):
-        layout.codec_of(part).check(encoded, part.size)
-        result[place] = encoded
+    layout, givers = spec.layout, len(group.shares(contributors))
+    if len(payload) != (size := layout.mean_size(givers)):
+        raise ValueError(f"expected {size} bytes of encoded values, got {len(payload)}")
+    sizes = [layout.codec_of(part).mean_size(part.size, givers) for part in group.parts]
+    stops = list(itertools.accumulate(sizes, initial=0))
+    mean = EncodedMean(
+        manifest, contributors, tuple(payload[slice(*ends)] for ends in itertools.pairwise(stops))
+    )
+    result = room(size)
+    for part, encoded in zip(group.parts, mean.parts, strict=True):
+        layout.codec_of(part).check_mean(encoded, part.size, givers)
+        layout.put_mean(part, givers, encoded, result)
     outcome = mean_outcome(spec, group, mean, mean.digest(), how)
     return mean, msgspec.structs.replace(outcome, bytes_received=mean.size)

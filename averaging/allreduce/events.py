@@ -15,7 +15,7 @@ import msgspec
 
 from equipoise.averaging.allreduce.messages import Decision, RoundMessage
 from equipoise.averaging.partition import Part
-from equipoise.averaging.weights import contributing, counted_weights
+from equipoise.averaging.weights import contributing, counted_weights, shares
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Group:
         cap: Most weight of one contributor that counts, in lower medians of all contributors' weights.
         quorum: Fewest contributors of a mean.
         least: Least weight of a contributor; see `weights.contributing`.
-        encoded_size: Bytes of an encoded vector; 0 if no member is slow.
+        encoded_size: Bytes of an encoded mean; 0 if no member is slow.
     """
 
     round_id: bytes
@@ -60,6 +60,11 @@ class Group:
     def contributors(self) -> int:
         """Bitmask of the members that contribute; the others observe."""
         return contributing(self.weights, self.least)
+
+    def shares(self, contributors: int) -> dict[int, float]:
+        """Member -> its share of the mean over `contributors`, in member order, without those of weight 0."""
+        of_members = enumerate(shares(self.counted(contributors)))
+        return {member: share for member, share in of_members if share}
 
     def counted(self, contributors: int) -> tuple[float, ...]:
         """The part of each member's weight that counts in the mean over `contributors`; 0 for the others."""

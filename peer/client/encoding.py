@@ -7,7 +7,7 @@ memory, many at a time, as do tensors that no codec takes as they are.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -125,17 +125,24 @@ class Encoder:
             part.start + whole, part.stop, part.owner
         )
 
-    def decode(self, stored: memoryview, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Decode an encoded vector, u8 [`encoded_size`], into checked tensors in place, all of the schema.
+    def decode(
+        self, stored: memoryview, tensors: Mapping[str, torch.Tensor], shares: Sequence[float] = (1.0,)
+    ) -> None:
+        """Decode an encoded mean, u8 [`mean_size`], into checked tensors in place, all of the schema.
 
         On a GPU this only queues: `stored` must not change before `settle`.
+
+        Args:
+            stored: The mean of contributions with these `shares`; by default one contribution.
+            tensors: By name, all of the schema.
+            shares: In member order, above 0.
 
         Raises:
             CodecError: No encoder writes such a vector, and the host decodes it; its tensors are then undefined. A GPU
                 decodes any vector: this peer's daemon has checked each part of a mean.
         """
         given = {name: tensor.detach() for name, tensor in tensors.items()}
-        lanes = self._lanes(self._plan(given), given, stored, aside=False)
+        lanes = self._lanes(self._plan(given), given, stored, False, shares)
         try:
             for lane, spans in lanes:
                 for span in spans:
@@ -178,7 +185,12 @@ class Encoder:
         return self._planned[1]
 
     def _lanes(
-        self, plan: Plan, tensors: Mapping[str, torch.Tensor], stored: memoryview, aside: bool
+        self,
+        plan: Plan,
+        tensors: Mapping[str, torch.Tensor],
+        stored: memoryview,
+        aside: bool,
+        shares: Sequence[float] = (1.0,),
     ) -> Lanes:
         """A lane for each device that has spans; the host's is the last, so that the others work meanwhile."""
         lanes: Lanes = []
@@ -188,7 +200,7 @@ class Encoder:
                 dense = max(
                     (one.numel() for one in alone if one is not None and not _is_dense(one)), default=0
                 )
-                given = self.layout, stored, [span.part for span in spans], dense
+                given = self.layout, stored, [span.part for span in spans], dense, shares
                 lanes.append((DeviceLane(*given, device, aside) if device else Lane(*given), spans))
         return lanes
 

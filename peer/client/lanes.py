@@ -9,7 +9,7 @@ import contextlib
 import functools
 import os
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -40,19 +40,26 @@ class Lane:
     room: torch.Tensor
     dense: torch.Tensor
 
-    def __init__(self, layout: Layout, stored: memoryview, parts: Iterable[Part], dense: int) -> None:
-        """Take an encoded vector to write or to read.
+    def __init__(
+        self,
+        layout: Layout,
+        stored: memoryview,
+        parts: Collection[Part],
+        dense: int,
+        shares: Sequence[float] = (1.0,),
+    ) -> None:
+        """Take an encoded vector to write, or a mean of contributions with these shares to read.
 
         Args:
-            stored: u8 [`encoded_size`].
+            stored: u8 [`encoded_size`], or [`mean_size`].
             parts: What is encoded or decoded together, at least one part.
             dense: Most values of a tensor that needs `dense`.
+            shares: In member order.
         """
-        self._layout, self._stored = layout, stored
+        self._layout, self._stored, self._shares = layout, stored, shares
         self._notes: list[int | torch.Tensor] = []
-        places = [(part.size, self._place(part)) for part in parts]
-        codes = max(place.stop - place.start for _, place in places)
-        self._allocate(max(values for values, _ in places), codes, dense)
+        codes = max(sum(place.stop - place.start for place in self._places(part)) for part in parts)
+        self._allocate(max(part.size for part in parts), codes, dense)
 
     def _allocate(self, values: int, codes: int, dense: int) -> None:
         self.room, self.dense = (torch.from_numpy(np.empty(n, np.float32)) for n in (values, dense))
@@ -83,10 +90,15 @@ class Lane:
 
     def decode(self, part: Part, out: torch.Tensor) -> None:
         """Decode a part into `out`, f32 [n]."""
-        self._layout.codec_of(part).decode(self._stored[self._place(part)], out)
+        pieces = [self._stored[place] for place in self._places(part)]
+        mean = pieces[0] if len(pieces) == 1 else bytearray().join(pieces)
+        self._layout.codec_of(part).decode_mean(mean, self._shares, out)
 
     def _place(self, part: Part) -> slice:
         return self._layout.encoded(part.start, part.stop)
+
+    def _places(self, part: Part) -> list[slice]:
+        return self._layout.mean(part.start, part.stop, len(self._shares))
 
 
 class DeviceLane(Lane):
@@ -96,8 +108,9 @@ class DeviceLane(Lane):
         self,
         layout: Layout,
         stored: memoryview,
-        parts: Iterable[Part],
+        parts: Collection[Part],
         dense: int,
+        shares: Sequence[float],
         device: torch.device,
         aside: bool,
     ) -> None:
@@ -105,7 +118,7 @@ class DeviceLane(Lane):
         self.device = device
         self._enter(aside)
         self._host = torch.frombuffer(stored, dtype=torch.uint8)
-        super().__init__(layout, stored, parts, dense)
+        super().__init__(layout, stored, parts, dense, shares)
 
     def _enter(self, aside: bool) -> None:
         self._stream = torch.cuda.current_stream(self.device)
@@ -152,10 +165,11 @@ class DeviceLane(Lane):
 
     def decode(self, part: Part, out: torch.Tensor) -> None:
         """See `Lane.decode`; codes that no encoder writes are not told."""
-        host = self._host[self._place(part)]
-        codes = self._codes[: host.numel()]
-        self._move(codes, host)
-        self._layout.codec_of(part).begin_decode(codes, out)
+        stop = 0
+        for place in self._places(part):
+            start, stop = stop, stop + place.stop - place.start
+            self._move(self._codes[start:stop], self._host[place])
+        self._layout.codec_of(part).begin_decode_mean(self._codes[:stop], self._shares, out)
 
     def _move(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Queue a copy over the link."""

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Literal, Self, overload
+from typing import Any, Literal, Protocol, Self, overload
 
 import torch
 from msgspec import structs
@@ -66,6 +66,16 @@ SETTLE_SECONDS = 1.0
 log = logging.getLogger(__name__)
 
 
+class Watcher(Protocol):
+    """Watches what a run sends with `step`."""
+
+    def sends(self, weight: float, contribution: memoryview) -> None:
+        """Take note of an encoded contribution, u8 [bytes], which changes with the next one."""
+
+    def ended(self, outcome: Outcome) -> None:
+        """Take note of a round's outcome, before its mean is decoded."""
+
+
 class RunCore:
     """What the trainers of a run need of it, and users do not.
 
@@ -83,6 +93,7 @@ class RunCore:
         branches: Runs that are a part of this one.
         is_branch: Whether this run is a part of another.
         left: Whether the script has left the run.
+        watcher: Watches the contributions, if error feedback needs them.
     """
 
     def __init__(
@@ -99,6 +110,7 @@ class RunCore:
         self.agreed: messages.AgreeRun | None = None
         self.replicated = self.is_branch = self.left = False
         self.trained_by = ""
+        self.watcher: Watcher | None = None
         self.accumulated: float | None = None
         self.finishing: list[Callable[[], None]] = []
         self.branches: list[JoinedRun] = []
@@ -158,7 +170,7 @@ class RunCore:
             ValueError: The timeout is out of range.
             Refused: The limit is too large for this machine; or, when `result` is called, a download was going on.
         """
-        size = wish.limit if wish.after is None else self.binding.steps.layout.encoded_size
+        size = wish.limit if wish.after is None else self.binding.mean_size
         return Download(self.link, messages.Fetch(self.request.run, size, timeout, wish))
 
     def branch(self, name: str, tensors: Tensors, **changes: Any) -> JoinedRun:
@@ -176,8 +188,18 @@ class RunCore:
             self.branches.append(branch)
         return branch
 
-    def refuse_if_trained(self) -> None:
-        """Raise `Refused` if an optimizer or loop steps the run already."""
+    def refuse_without_feedback(self) -> None:
+        """Raise `Refused` if the run's codec leaves most values out, so that only loops with error feedback fit it."""
+        if self.binding.steps.layout.codec.needs_feedback:
+            with_codec = f"with codec {self.request.options.codec}"
+            told = f"run {self.request.run!r} sends few values, {with_codec}, and would lose the others"
+            hint = "use SparseLoCo(run, every) or DiLoCo(run, every, feedback=0.95), or join with codec='nf4'"
+            raise Refused(told, hint)
+
+    def refuse_if_trained(self, feedback: bool = False) -> None:
+        """Raise `Refused` if an optimizer or loop steps the run already, or the codec needs one with `feedback`."""
+        if not feedback:
+            self.refuse_without_feedback()
         if self.trained_by:
             hint = "end that with run.leave() and join again, or join another run for this one"
             raise Refused(f"run {self.request.run!r} is stepped by {self.trained_by} already", hint)
@@ -405,6 +427,9 @@ class JoinedRun:
             self.core.binding.carried()  # A buffer that has changed is told before the round, also to an observer.
             if accumulated is not None and weight > 0 and self.core.link.lost is None:
                 clamped = self.core.binding.write_step(accumulated, region.contribution)
+                if self.core.watcher is not None:
+                    size = self.core.binding.steps.layout.encoded_size
+                    self.core.watcher.sends(weight, region.contribution[:size])
             self._contributed, self._accumulated = accumulated, None
             settle = partial(self._stepped, tensors=stepped, region=region, me=self.peer)
             try:
@@ -592,6 +617,7 @@ class JoinedRun:
 
     def _start_average(self, weight: float, timeout: float, moves: bool) -> PendingRound:
         """Contribute the tensors; if the round is ok, they become the mean, or move by its difference."""
+        self.core.refuse_without_feedback()
         deadline = self.core.clock() + check_timeout(timeout)
         weight = check_weight(weight)
         with uninterrupted(), self.core.lock:
@@ -629,6 +655,8 @@ class JoinedRun:
     ) -> None:
         with self.core.lock:
             self._collected(outcome)
+            if outcome is not None and self.core.watcher is not None:
+                self.core.watcher.ended(outcome)
             if outcome is not None and me in outcome.contributors:  # Also where the script has cancelled it.
                 self._spare, self._contributed = self._contributed, None  # Its memory serves again.
                 if self._spare is not None:
@@ -636,7 +664,8 @@ class JoinedRun:
             else:
                 self._keep()
             if outcome is not None and outcome.ok:
-                self.core.binding.read_step(region.mean, tensors, self.mean, not self.core.trained_by)
+                hand_back, shares = not self.core.trained_by, outcome.shares
+                self.core.binding.read_step(region.mean, tensors, self.mean, hand_back, shares)
             self.core.report(self.accumulated)
 
     def _keep(self) -> None:

@@ -49,13 +49,18 @@ class Binding:
         devices: The GPUs that encode and decode, as the tensors lay at first.
     """
 
-    def __init__(self, tensors: Tensors, codec: Codec, carrier: Tensors | None = None) -> None:
+    def __init__(
+        self, tensors: Tensors, codec: Codec, carrier: Tensors | None = None, group_size: int = 1
+    ) -> None:
         """Bind the tensors of a run; those of a branch with the tensors of its run, the `carrier`.
+
+        Means are of up to `group_size` contributors.
 
         Raises:
             SchemaError: There are no tensors, or one cannot be averaged; names it.
         """
         self.source: Tensors = unwrapped(tensors)
+        self._group_size = group_size
         tensors = self.source
         self.carrier = tensors if carrier is None else carrier
         buffers = persistent_buffers(tensors) if isinstance(tensors, torch.nn.Module) else ()
@@ -76,10 +81,10 @@ class Binding:
 
     @property
     def size(self) -> int:
-        """Bytes of the longer of the two encoded vectors, with all buffers that may travel, in whole cache lines."""
+        """Bytes of the longest encoded vector or mean, with all buffers that may travel, in whole cache lines."""
         carried = _buffers_of(self.averaged_buffers())
         steps = Layout(Schema((*self.gradients.tensors, *carried.tensors)), self.steps.layout.codec)
-        longer = max(self.averages.layout.encoded_size, steps.encoded_size)
+        longer = max(one.mean_size(self._group_size) for one in (self.averages.layout, steps))
         return longer + -longer % CACHE_LINE
 
     def prepare(self) -> None:
@@ -190,6 +195,11 @@ class Binding:
                 else:
                     tensor.add_(copies[name])
 
+    @property
+    def mean_size(self) -> int:
+        """Bytes of the longest encoded mean of `step`."""
+        return self.steps.layout.mean_size(self._group_size)
+
     def write_step(self, accumulated: Accumulator, contribution: memoryview) -> int:
         """Encode the contribution of `step`, u8 [`size`]: mean gradients, then buffers; returns how many were clamped.
 
@@ -199,14 +209,26 @@ class Binding:
         tensors = {**accumulated.sums, **self.carried()}
         return self.steps.encode(tensors, contribution, accumulated.weight)
 
+    def decoded(self, contribution: memoryview, like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The values of an encoded contribution of `step`: by name, fp32, on the devices of the tensors `like`."""
+        found = {name: uninitialised(one.shape, one.device) for name, one in like.items()}
+        host = torch.device("cpu")
+        buffers = {one.name: uninitialised(one.shape, host) for one in self.buffers.tensors}
+        self.steps.decode(contribution, {**found, **buffers})
+        self.steps.settle()
+        return found
+
     def read_step(
         self,
         result: memoryview,
         stepped: Mapping[str, torch.Tensor],
         mean: dict[str, torch.Tensor],
         hand_back: bool = True,
+        shares: Sequence[float] = (1.0,),
     ) -> None:
         """Decode the result of a step, u8 [`size`], into `mean`: by name, fp32, on the tensors' devices.
+
+        `shares` are the contributors', in member order.
 
         The gradients were those of the tensors `stepped`; `hand_back` overwrites the `.grad` of a module's parameters.
 
@@ -217,7 +239,7 @@ class Binding:
         for name, tensor in stepped.items():
             if name not in mean or mean[name].device != tensor.device:
                 mean[name] = uninitialised(tensor.shape, tensor.device)
-        self.steps.decode(result, {**mean, **carried})
+        self.steps.decode(result, {**mean, **carried}, shares)
         if hand_back and isinstance(self.source, torch.nn.Module):
             for name, tensor in stepped.items():
                 _hand_back(tensor, mean[name], name in self.sparse)

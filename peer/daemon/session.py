@@ -350,8 +350,9 @@ class Session:
             transfer.reach(state.epoch)
         if self._stopped:  # `stop_round` was called before the search began.
             return self._failed(self._stopped)
-        size = self._specs[request.purpose].layout.encoded_size
-        vectors = Vectors(region.contribution[:size], region.mean[:size], request.clamped)
+        spec = self._specs[request.purpose]
+        sizes = spec.layout.encoded_size, spec.layout.mean_size(spec.options.group_size)
+        vectors = Vectors(region.contribution[: sizes[0]], region.mean[: sizes[1]], request.clamped)
         reported = request.metrics, request.evaluation, request.purpose == STEP
         weight = 0.0 if self._role == "observer" else request.weight
         self._claimed |= weight < request.weight
@@ -364,8 +365,9 @@ class Session:
         return Outcome(ok=False, reason=reason, run=self.name)
 
     def _require_room(self, spec: RunSpec) -> None:
-        if self._region is not None and spec.layout.encoded_size > self._region.size:
-            needed, room = spec.layout.encoded_size, self._region.size
+        needed = spec.layout.mean_size(spec.options.group_size)
+        if self._region is not None and needed > self._region.size:
+            room = self._region.size
             raise Refused(f"expected shared memory of {needed} bytes for run {spec.name!r}, it holds {room}")
 
     async def _leave(self, reason: str) -> None:

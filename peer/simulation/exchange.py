@@ -27,7 +27,7 @@ class Exchanged(NamedTuple):
 
     Attributes:
         outcome: As the members see it, without times and bytes.
-        mean: The encoded mean, u8 [`Layout.encoded_size`], if the outcome is ok.
+        mean: The encoded mean, u8 [`Layout.mean_size`], if the outcome is ok.
         before: The state that the mean changes, if any.
     """
 
@@ -45,7 +45,7 @@ def exchange(
         contributions: The encoded vector of each member with a weight above 0, by PeerID.
     """
     group = group_of(spec, manifest)
-    mean = memoryview(bytearray(spec.layout.encoded_size))
+    mean = memoryview(bytearray(spec.layout.mean_size(group.size)))
     stores = {
         at: RoundBuffers(
             group, at, spec.layout, Vectors(contributions[manifest.peers[at]], mean), pool, spec.rule
@@ -68,7 +68,8 @@ def exchange(
         return Exchanged(structs.replace(failed_outcome(spec, manifest, str(error)), events=events), mean)
     encoded = EncodedMean(manifest, sum(1 << at for at in payloads), means)
     done = mean_outcome(spec, group, encoded, encoded.digest())
-    return Exchanged(structs.replace(done, events=events), mean, encoded.before)
+    given = mean[: spec.layout.mean_size(len(done.shares))]
+    return Exchanged(structs.replace(done, events=events), given, encoded.before)
 
 
 def _reduced(

@@ -103,8 +103,9 @@ class Part:
         if objection := self._swarm.objection(spec):
             raise Refused(f"run {self._name!r}: {objection}", "give the same, or use another name")
         run = self._swarm.run(spec)
-        size = run.spec.layout.encoded_size
-        vectors = self._region.contribution[:size], self._region.mean[:size]
+        layout = run.spec.layout
+        mean = self._region.mean[: layout.mean_size(run.spec.options.group_size)]
+        vectors = self._region.contribution[: layout.encoded_size], mean
         member = Member(self._peer, *vectors, self._tags, self._observes)
         run.join(member)
         self.runs[purpose] = run, member

@@ -403,20 +403,21 @@ class SimulatedRun:
             if member.dead:
                 continue
             if outcome.ok:
-                member.result[:] = mean
+                member.result[: len(mean)] = mean
             search.reply.set_result(self._measured(outcome, going, peer, search.began))
         self.serve()
 
     def _measured(self, outcome: Outcome, going: Exchange, peer: str, began: float) -> Outcome:
         """Add the times of one member, and the bytes of a butterfly in which all members own equal shares."""
-        members = len(outcome.group)
-        share = self.spec.layout.encoded_size * (members - 1) // members
+        members, layout = len(outcome.group), self.spec.layout
+        share = layout.encoded_size * (members - 1) // members
+        gathered = layout.mean_size(len(outcome.shares) or 1) * (members - 1) // members
         gives = peer in outcome.contributors
-        scattered = self.spec.layout.encoded_size * (len(outcome.contributors) - gives) // members
+        scattered = layout.encoded_size * (len(outcome.contributors) - gives) // members
         return structs.replace(
             outcome,
-            bytes_sent=share * (1 + gives),
-            bytes_received=share + scattered,
+            bytes_sent=share * gives + gathered,
+            bytes_received=gathered + scattered,
             seconds={
                 "matchmaking": going.closed - began,
                 "exchange": self._time.now - going.closed,

@@ -559,7 +559,7 @@ class Member:
         self._applied(mean.before, mean.outcome)
         if isinstance(mean.values, memoryview):
             binding = self._run.core.binding
-            binding.read_step(mean.values, binding.stepped(), self._run.mean, hand_back=False)
+            binding.read_step(mean.values, binding.stepped(), self._run.mean, False, mean.outcome.shares)
             if mean.outcome.counted(self._run.peer):
                 self._run.take()  # This contribution, to a round that failed here, is in the mean.
         self._update(self._run.mean)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from random import Random
 
 import pytest
@@ -16,7 +17,9 @@ from fakes.vectors import encoded
 from oracles import codecs as oracle
 
 INT8 = parse_codec("int8")
-CODECS = tuple(map(parse_codec, ("fp32", "fp16", "bf16", "int8:block=32", "int8", "int8:block=4096", "nf4")))
+CODECS = tuple(
+    map(parse_codec, ("fp32", "fp16", "bf16", "int8:block=32", "int8", "int8:block=4096", "nf4", "sparse"))
+)
 
 
 def mixed() -> dict[str, torch.Tensor]:
@@ -84,7 +87,7 @@ def test_places_cover_every_tensor_once_and_no_block_holds_two(codec, sizes: lis
 def test_a_vector_is_encoded_to_the_same_bytes_whatever_the_cut() -> None:
     named = {"large": torch.randn(10_000, generator=torch.Generator().manual_seed(1)), **mixed()}
     random = Random(7)
-    for spec in ("int8:block=32", "int8", "int8:block=4096", "nf4"):
+    for spec in ("int8:block=32", "int8", "int8:block=4096", "nf4", "sparse"):
         codec = parse_codec(spec)
         layout = Layout(Schema.of(named, buffers={"statistics"}), codec)
         flat = torch.zeros(layout.size)
@@ -93,7 +96,7 @@ def test_a_vector_is_encoded_to_the_same_bytes_whatever_the_cut() -> None:
         expected = oracle.encode(codec.spec, flat[: layout.coded].numpy())
         expected += flat[layout.coded :].numpy().tobytes()
         unit = max(codec.granule, 256)
-        for _ in range(1000 if spec in ("int8", "nf4") else 50):
+        for _ in range(1000 if spec in ("int8", "nf4", "sparse") else 50):
             fractions = [random.random() ** 4 for _ in range(random.randint(1, 16))]
             parts = layout.cut(fractions, unit * random.randint(1, 64))
             assert [part.start for part in parts] == [0, *(part.stop for part in parts[:-1])]
@@ -103,6 +106,21 @@ def test_a_vector_is_encoded_to_the_same_bytes_whatever_the_cut() -> None:
                 place = layout.encoded(part.start, part.stop)
                 layout.codec_of(part).encode(flat[part.start : part.stop], memoryview(stored)[place])
             assert stored == expected
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=repr)
+def test_the_parts_of_a_mean_cover_it_once(codec) -> None:
+    layout = Layout(Schema.of({**mixed(), "odd": torch.zeros(257)}, buffers={"statistics"}), codec)
+    size = layout.mean_size(3)
+    mean, covered = memoryview(bytearray(size)), Counter[int]()
+    for number, part in enumerate(layout.cut([1.0, 2.0], max(codec.granule, 256)), 1):
+        payload = memoryview(bytes([number]) * layout.codec_of(part).mean_size(part.size, 3))
+        layout.put_mean(part, 3, payload, mean)
+        places = layout.mean(part.start, part.stop, 3)
+        assert b"".join(mean[place] for place in places) == payload
+        covered.update(at for place in places for at in range(place.start, place.stop))
+    assert covered == Counter(range(size))
+    assert size == layout.encoded_size + (2 * codec.encoded_size(layout.coded) if codec.needs_feedback else 0)
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=repr)

@@ -55,6 +55,15 @@ def test_terms_have_no_order() -> None:
         ({"group_size": 1}, "a group size of 2 to 64, got 1"),
         ({"part_values": 1000}, "a multiple of 256"),
         ({"part_values": 1024, "codec": "int8:block=4096"}, "a multiple of 4096"),
+        (
+            {"group_size": 33, "codec": "sparse"},
+            "at most 32 with codec sparse:group=64, got 33: .* nf4 sends fewer bytes",
+        ),
+        ({"group_size": 17, "codec": "sparse:group=32"}, "at most 16 with codec sparse:group=32, got 17"),
+        (
+            {"rule": "median", "codec": "sparse"},
+            "expected the rule mean with codec sparse:group=64, got median",
+        ),
     ],
 )
 def test_options_out_of_range_are_refused(options: dict, message: str) -> None:

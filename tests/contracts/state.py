@@ -113,7 +113,9 @@ class StateContract:
         found = download.result()
         assert found.round.digest == outcome.digest
         assert found.round.contributors == outcome.contributors
-        late.core.binding.read_step(download.content, late.core.binding.stepped(), late.mean)
+        late.core.binding.read_step(
+            download.content, late.core.binding.stepped(), late.mean, shares=found.round.shares
+        )
         assert {name: value.tolist() for name, value in late.mean.items()} == {"0": [1.0, 1.0]}
         assert found.sources
         again = members[0].core.fetch(Wish(after=state_of(4)), SOON).result()

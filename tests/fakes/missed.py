@@ -59,11 +59,18 @@ async def recovered(
     transfer: Transfer, after: StateId, circle: Iterable[str] = ""
 ) -> tuple[Outcome, torch.Tensor, dict[str, int]]:
     """What comes of the mean after that state."""
-    stored = memoryview(bytearray(transfer.size))
+    layout, stored = transfer._spec.layout, memoryview(b"")
+
+    def room(size: int) -> memoryview:
+        nonlocal stored
+        stored = memoryview(bytearray(size))
+        return stored
+
     wish = Wish(after=after, circle=frozenset(circle))
-    got = await transfer.fetch(wish, 20.0, lambda size: stored)
+    got = await transfer.fetch(wish, 20.0, room)
     outcome = got.round or Outcome(ok=False, reason=got.reason)
-    return outcome, decoded(transfer._spec.layout, stored), got.sources
+    mean = decoded(layout, stored, outcome.shares) if outcome else torch.zeros(layout.size)
+    return outcome, mean, got.sources
 
 
 def round_of(names: str, state: StateId, spec: RunSpec = SPEC) -> Manifest:

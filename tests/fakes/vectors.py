@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,20 +25,20 @@ def encoded(layout: Layout, flat: torch.Tensor) -> memoryview:
     return stored
 
 
-def decoded(layout: Layout, stored: memoryview) -> torch.Tensor:
-    """The values, decoded."""
+def decoded(layout: Layout, stored: memoryview, shares: Sequence[float] = (1.0,)) -> torch.Tensor:
+    """The values of the mean of contributions with these shares, or of one contribution."""
     flat = torch.zeros(layout.size)
     for part in layout.cut([1.0], max(layout.size, 1)):
-        payload = stored[layout.encoded(part.start, part.stop)]
-        layout.codec_of(part).decode(payload, flat[part.start : part.stop])
+        mean = bytearray().join(stored[one] for one in layout.mean(part.start, part.stop, len(shares)))
+        layout.codec_of(part).decode_mean(mean, shares, flat[part.start : part.stop])
     return flat
 
 
 async def averaged(run: RunDriver, values: torch.Tensor, result: torch.Tensor, *rest: Any) -> Outcome:
     """Take part in a round; `result` changes if it is ok."""
     layout = run.spec.layout
-    mean = memoryview(bytearray(layout.encoded_size))
+    mean = memoryview(bytearray(layout.mean_size(run.spec.options.group_size)))
     outcome = await run.average(Vectors(encoded(layout, values), mean), *rest)
     if outcome.ok:
-        result.copy_(decoded(layout, mean))
+        result.copy_(decoded(layout, mean, outcome.shares))
     return outcome

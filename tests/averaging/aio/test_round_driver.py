@@ -13,8 +13,10 @@ import torch
 from equipoise.averaging.aio.round_buffers import Reduction
 from equipoise.averaging.aio.round_driver import RoundDriver
 from equipoise.averaging.aio.router import Router
+from equipoise.averaging.allreduce import messages as wire
 from equipoise.averaging.options import RunOptions
 from equipoise.averaging.outcome import Outcome
+from equipoise.averaging.ports import FrameRefused
 from equipoise.averaging.schema import Schema
 from equipoise.averaging.spec import RunSpec
 from equipoise.compression.device_reduce import DeviceReducer
@@ -55,10 +57,9 @@ class Pair:
         self.routers: list[Router] = []
         self.outcomes: list[asyncio.Task[Outcome]] = []
 
-    async def begin(self) -> None:
-        spec = RunSpec.create(
-            "run", Schema.of({"w": torch.zeros(SIZE)}), RunOptions(codec="fp32", part_values=PART)
-        )
+    async def begin(self, codec: str = "fp32", part: int = PART) -> None:
+        schema = Schema.of({"w": torch.zeros(SIZE)})
+        spec = RunSpec.create("run", schema, RunOptions(codec=codec, part_values=part))
         net = Net()
         for name in "ab":
             reducer = DeviceReducer(torch.device("cpu"))
@@ -116,7 +117,7 @@ async def test_a_job_over_contributors_that_count_no_more_replaces_no_mean(
     means = []
     for driver in drivers:
         for part in range(len(driver.group.parts)):
-            payload = driver._store.take(part)
+            payload = memoryview(bytearray(driver._store.size(part)))
             payload[:] = bytes(len(payload))
             driver._store.keep_mean(part, FIRST, payload)
         monkeypatch.setattr(driver._machine, "wants_mean", lambda member, part, over: over == FIRST)
@@ -124,3 +125,30 @@ async def test_a_job_over_contributors_that_count_no_more_replaces_no_mean(
     await pair.slow.finish()
     assert [kept(driver) for driver in drivers] == [{FIRST}, {FIRST}]
     assert [bytes(driver.task.vectors.mean) for driver in drivers] == means
+
+
+async def test_a_mean_of_a_size_that_its_contributors_do_not_imply_gets_no_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pair = Pair()
+    await pair.begin("sparse", 512)
+    driver = pair.drivers[0]
+    (other,) = driver._members
+    size = driver._store.size(0)
+    taken: list[int] = []
+
+    def take(size: int) -> memoryview:
+        taken.append(size)
+        return memoryview(b"")
+
+    monkeypatch.setattr(driver._sessions.pool, "take", take)
+    for contributors, copies in ((BOTH, 1), (BOTH, 3), (FIRST, 2), (0, 1), (1 << 60, 1)):
+        header = driver._header + wire.encode(wire.Mean(0, contributors))
+        with pytest.raises(FrameRefused, match=rf"\Aexpected \d+ bytes for part 0, got {copies * size}\Z"):
+            driver.place(other, header, copies * size)
+    assert not taken
+    driver.place(other, driver._header + wire.encode(wire.Mean(0, BOTH)), 2 * size)
+    assert taken == [2 * size]
+    monkeypatch.undo()
+    await pair.slow.finish()
+    await asyncio.gather(*(router.stop() for router in pair.routers))

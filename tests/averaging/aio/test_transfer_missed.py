@@ -9,6 +9,7 @@ import torch
 
 from equipoise.averaging.aio.transfer import unpack
 from equipoise.averaging.manifest import ManifestError
+from equipoise.averaging.options import RunOptions
 from equipoise.averaging.ports import FrameRefused
 from equipoise.averaging.replication.answers import LONE_SECONDS, Request, UpdateQuery, Wish
 from equipoise.averaging.replication.chunks import ImageId
@@ -64,6 +65,17 @@ async def test_one_that_missed_a_round_gets_its_mean_bit_by_bit_from_all(cluster
     assert found.state == BEFORE
     assert torch.equal(result, mean)
     assert len(sources) > 1
+
+
+async def test_a_missed_mean_of_joined_contributions_is_recovered(cluster: Cluster) -> None:
+    spec = RunSpec.create("run/step", Schema.of({"w": torch.zeros(70_000)}), RunOptions(codec="sparse"))
+    await cluster.add("a", "b", "c", spec=spec)
+    (outcome, mean), *_ = await rounds(cluster, "abc", BEFORE, spec, boast="b")
+    (late,) = await cluster.add("d", spec=spec)
+    found, result, _ = await recovered(late, BEFORE, "abc")
+    assert (found.digest, found.contributors) == (outcome.digest, outcome.contributors)
+    assert torch.equal(result, mean)
+    assert late._means[BEFORE].size == 3 * spec.layout.encoded_size == found.bytes_received
 
 
 async def test_members_have_it_too_and_see_whether_they_contributed(cluster: Cluster) -> None:

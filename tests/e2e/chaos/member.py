@@ -210,7 +210,7 @@ class Member:
             if self._run is None or self._client is None:
                 call.lost = "the connection was given up"
             else:
-                client, outcome = self._client, self._run.average(call.contribution.weight, call.timeout)
+                client, outcome = self._client, self._mean(self._run, call)
                 if outcome or not client.lost:
                     call.outcome = outcome
                 else:
@@ -221,6 +221,18 @@ class Member:
         call.ended = time.monotonic()
         call.print = blake3.blake3(memoryview(self.tensor.numpy()).cast("B")).hexdigest()
         call.done.set()
+
+    def _mean(self, run: Run, call: Call) -> Outcome:
+        """Let the tensor hold the mean, by `average`, or by `step` with a codec that `average` refuses."""
+        weight = call.contribution.weight
+        if not run.options.codec.startswith("sparse"):
+            return run.average(weight, call.timeout)
+        run.take()
+        run.accumulate({"w": self.tensor}, weight)
+        outcome = run.step(call.timeout)
+        if outcome.ok:
+            self.tensor.copy_(run.mean["w"])
+        return outcome
 
     def _joined(self) -> bool:
         assert self._client is not None

@@ -12,11 +12,14 @@ from dataclasses import dataclass
 
 import torch
 
+from equipoise.compression import parse_codec
+
 TILE = 1_000_003
 """A prime near 1M; shares and parts start at multiples of 256."""
 
-STEPS = {"fp32": 1e-6, "fp16": 2.0**-11, "bf16": 2.0**-8, "int8": 1 / 254, "nf4": 0.155}
-"""The most that rounding to a codec once puts a value off, relative to the largest of its block."""
+STEPS = {"fp32": 1e-6, "fp16": 2.0**-11, "bf16": 2.0**-8, "int8": 1 / 254, "nf4": 0.155, "sparse": 1e-6}
+"""The most that rounding to a codec once puts a value off, relative to the largest of its block. A mean of sparse is
+compared with that of what the contributions decode to."""
 
 SLACK = 1.01
 """fp32 arithmetic on top of the rounding."""
@@ -52,6 +55,7 @@ class Truth:
         self._seed = seed
         self._size = min(values, TILE)
         self._step = STEPS[codec.partition(":")[0]]
+        self._codec = parse_codec(codec)
 
     def fill(self, tensor: torch.Tensor, member: int, round: int) -> None:
         """Write a member's vector of a round into its tensor, f32 [D]."""
@@ -68,7 +72,7 @@ class Truth:
         mean = torch.zeros(self._size, dtype=torch.float64)
         largest = 0.0
         for one in contributions:
-            tile = self._tile(one.member, one.round).double()
+            tile = self._given(one).double()
             largest = max(largest, float(tile.abs().max()))
             mean += tile * (one.weight / total)
         worst, squares, norm = 0.0, 0.0, 0.0
@@ -81,6 +85,15 @@ class Truth:
         # Contributions are rounded, and their mean once more; no mean is larger than the largest contribution.
         bound = 2 * self._step * largest * SLACK
         return Error((squares / norm) ** 0.5, worst / bound)
+
+    def _given(self, one: Contribution) -> torch.Tensor:
+        """What a contribution holds: of `sparse`, what is left of its values."""
+        tile = self._tile(one.member, one.round)
+        if self._codec.needs_feedback:
+            payload = bytearray(self._codec.encoded_size(len(tile)))
+            self._codec.encode(tile.mul_(one.weight).div_(torch.tensor(one.weight)), payload)
+            self._codec.decode(payload, tile)
+        return tile
 
     def _tile(self, member: int, round: int) -> torch.Tensor:
         text = f"{self._seed}/{member}/{round}".encode()
