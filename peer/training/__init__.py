@@ -18,7 +18,7 @@ from equipoise.peer.training.federated import Federated, Task
 from equipoise.peer.training.gossip import Gossip
 from equipoise.peer.training.history import History, Record
 from equipoise.peer.training.image import Stateful
-from equipoise.peer.training.local import DiLoCo, LocalSGD
+from equipoise.peer.training.local import DiLoCo, LocalSGD, SparseLoCo
 from equipoise.peer.training.optimizer import SwarmOptimizer
 from equipoise.peer.training.options import FederatedOptions, LocalOptions, Options
 from equipoise.peer.training.safetensors_io import ImageError
@@ -38,6 +38,7 @@ __all__ = [
     "Nesterov",
     "Options",
     "Record",
+    "SparseLoCo",
     "StateId",
     "Stateful",
     "SwarmOptimizer",

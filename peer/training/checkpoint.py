@@ -36,6 +36,7 @@ from equipoise.peer.client.run import JoinedRun
 from equipoise.peer.config import RESUME_ENV
 from equipoise.peer.errors import EquipoiseError
 from equipoise.peer.home import CHECKPOINTS
+from equipoise.peer.training.feedback import Feedback
 from equipoise.peer.training.member import Member
 
 FORMAT = 1
@@ -43,6 +44,8 @@ FORMAT = 1
 
 MANIFEST_FILE = "manifest.json"
 IMAGE_FILE = "state.safetensors"
+RESIDUAL_FILE = "residual.safetensors"
+"""What error feedback keeps: this peer's own, and no part of the state."""
 
 PARTIAL = ".partial-"
 """Prefix of the name of a directory that is being written or removed."""
@@ -179,7 +182,13 @@ class Keeper:
     """
 
     def __init__(
-        self, member: Member, path: Path, subject: Subject, options: Checkpoints, resume: bool
+        self,
+        member: Member,
+        path: Path,
+        subject: Subject,
+        options: Checkpoints,
+        resume: bool,
+        residual: Feedback | None = None,
     ) -> None:
         """Make the directory `path` if need be, and lock it; nothing else should be kept in it.
 
@@ -193,6 +202,7 @@ class Keeper:
         self.recorded: StateId | None = None
         self.tell: Callable[[str], None] = lambda line: None
         self._member = member
+        self._residual = residual
         self._subject = subject
         self._every, self._keep = options.every, options.keep
         self._metric, self._mode = options.best, options.mode
@@ -255,12 +265,23 @@ class Keeper:
                 told = f"checkpoint {path} claims to be of {manifest.state}, and holds {image.id}"
                 raise Misfit(told, "remove it")
             image.load()
+            self._load_residual(path, manifest.state)
             why = f"the newest that is sound; passed over: {'; '.join(passed)}" if passed else "the newest"
             return manifest.state, f"{path}, epoch {manifest.state.epoch}: {why}"
         if not passed:
             return None
         older = f" ({len(passed) - 1} older ones are no better)" if passed[1:] else ""
         raise Damaged(passed[0] + older, f"remove {self.path} to start anew")
+
+    def _load_residual(self, path: Path, state: StateId) -> None:
+        if self._residual is None:
+            return
+        try:
+            why = self._residual.load(_content(path / RESIDUAL_FILE, self._member.limit), state)
+        except Damaged as error:
+            why = str(error)
+        if why:
+            self._say(logging.WARNING, f"the residual of error feedback starts at 0, not from {path}: {why}")
 
     def __call__(self, *_: object) -> None:
         """Write a checkpoint of the replica's state, if one is due; call it after each step, and once before the first.
@@ -311,7 +332,8 @@ class Keeper:
     def record(self, state: StateId, image: torch.Tensor) -> None:
         """Write this state's image in a thread, if one is `due`; the caller must not change the image afterwards."""
         self._last = state.epoch
-        self._thread = threading.Thread(target=self._write, args=(state, lambda: image), name="checkpoint")
+        args = state, lambda: image, self._own_files(state)
+        self._thread = threading.Thread(target=self._write, args=args, name="checkpoint")
         self._thread.start()
 
     def settle(self) -> None:
@@ -325,7 +347,7 @@ class Keeper:
         with contextlib.closing(self):
             self.settle()
             if self._member.whole and self._member.id != self.recorded:
-                self._write(self._member.id, self._member.image)
+                self._write(self._member.id, self._member.image, self._own_files(self._member.id))
 
     def close(self) -> None:
         """Let other processes write to the directory; idempotent."""
@@ -334,11 +356,20 @@ class Keeper:
             os.close(self._lock)
             self._lock = -1
 
-    def _write(self, state: StateId, image: Callable[[], torch.Tensor]) -> None:
+    def _own_files(self, state: StateId) -> dict[str, torch.Tensor]:
+        return {} if self._residual is None else {RESIDUAL_FILE: self._residual.image(state)}
+
+    def _write(
+        self,
+        state: StateId,
+        image: Callable[[], torch.Tensor],
+        own: Mapping[str, torch.Tensor] = MappingProxyType({}),
+    ) -> None:
         """Write a checkpoint, an image u8 [bytes] on the CPU; remove those that are too many."""
         path = self.path / f"epoch-{state.epoch:012d}-{secrets.token_hex(4)}"
         try:
-            write_checkpoint(path, self._subject, state, image().numpy().data)
+            beside = {name: content.numpy().data for name, content in own.items()}
+            write_checkpoint(path, self._subject, state, image().numpy().data, {}, beside)
             self._prune(path)
         except Exception as error:
             # Training goes on, and tries the next checkpoint.
@@ -403,11 +434,16 @@ class Keeper:
 
 
 def keep_checkpoints(
-    member: Member, run: JoinedRun, checkpoints: Checkpoints, scores: bool = False
+    member: Member,
+    run: JoinedRun,
+    checkpoints: Checkpoints,
+    scores: bool = False,
+    residual: Feedback | None = None,
 ) -> Keeper:
     """Start a replica from its newest sound checkpoint, if it should resume, and write others until the run is left.
 
     Args:
+        residual: Error feedback, which lies in the checkpoints too.
         scores: Whether the caller will tell the keeper how states are evaluated, which `Checkpoints.best` needs.
 
     Returns:
@@ -428,7 +464,7 @@ def keep_checkpoints(
         raise CheckpointError("cannot write checkpoints to a temporary home", hint)
     parent = Path(home) / CHECKPOINTS if checkpoints.directory is None else Path(checkpoints.directory)
     resume = os.environ.get(RESUME_ENV) == "1" if checkpoints.resume is None else checkpoints.resume
-    keeper = Keeper(member, parent / folder_name(run.name), subject_of(run), checkpoints, resume)
+    keeper = Keeper(member, parent / folder_name(run.name), subject_of(run), checkpoints, resume, residual)
     keeper.tell = partial(run.core.tell, "checkpoints")
     try:
         keeper.restore()
@@ -464,8 +500,9 @@ def write_checkpoint(
     state: StateId,
     image: memoryview,
     scores: Mapping[str, float] = MappingProxyType({}),
+    beside: Mapping[str, memoryview] = MappingProxyType({}),
 ) -> None:
-    """Write a checkpoint as the new directory `path`.
+    """Write a checkpoint as the new directory `path`, with the files `beside` it.
 
     Raises:
         OSError: The disk is full, say; nothing is at `path`.
@@ -477,6 +514,8 @@ def write_checkpoint(
         manifest = Manifest(FORMAT, subject, subject.spec, state, len(image), digest, dict(scores))
         text = msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n"
         _write(partial / MANIFEST_FILE, memoryview(text))
+        for name, content in beside.items():
+            _write(partial / name, content)
         _flush(partial)
         partial.rename(path)
         _flush(path.parent)

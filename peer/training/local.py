@@ -24,15 +24,17 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from equipoise.averaging.outcome import Outcome
-from equipoise.averaging.outer import Average, Nesterov, OuterStep, parse_outer
+from equipoise.averaging.outer import Average, Descent, Nesterov, OuterStep, parse_outer
 from equipoise.averaging.replication.follower import ATTENDANCE
 from equipoise.averaging.schema import SchemaError
+from equipoise.averaging.state import StateId
 from equipoise.peer.client.interrupts import frees_its_run
 from equipoise.peer.client.run import JoinedRun
 from equipoise.peer.client.tensors import copies_of, stepped_tensors
 from equipoise.peer.errors import Refused
 from equipoise.peer.training import image
 from equipoise.peer.training.checkpoint import Checkpoints, keep_checkpoints
+from equipoise.peer.training.feedback import Feedback
 from equipoise.peer.training.guard import is_probe, require_same_tensors
 from equipoise.peer.training.member import FINISH_SECONDS, Finished, Member, require_places, wait_for
 from equipoise.peer.training.options import LocalKeywords, LocalOptions, from_keywords, number
@@ -176,7 +178,7 @@ class DiLoCo(LocalTraining[Finished]):
         call, given = type(self).__name__, {"every": every, **options}
         self._options = from_keywords(call, LocalOptions, given, ("outer", "checkpoints"))
         outer = parse_outer(outer) if isinstance(outer, str) else outer or Nesterov()
-        run.core.refuse_if_trained()
+        run.core.refuse_if_trained(self._options.feedback > 0)
         require_places(run, self._options.wait_for)
         parameters = stepped_tensors(run.core.binding.source)
         super().__init__(run, parameters.values())
@@ -199,6 +201,7 @@ class DiLoCo(LocalTraining[Finished]):
             "delay": str(self._options.delay),
             "merge": number(self._options.merge),
             "buffers": "averaged" if self._options.buffers else "each peer's own",
+            **({"error feedback": number(self._options.feedback)} if self._options.feedback else {}),
             **image.frozen_term(run.core.binding.source),
         }
         for at, fragment in enumerate(self._fragments):
@@ -206,7 +209,10 @@ class DiLoCo(LocalTraining[Finished]):
         wait_for([fragment.run for fragment in self._fragments], self._options.wait_for)
         self._keepers: list[Callable[[], None]] = []
         if checkpoints:
-            self._keepers = [keep_checkpoints(one.member, one.run, checkpoints) for one in self._fragments]
+            self._keepers = [
+                keep_checkpoints(one.member, one.run, checkpoints, residual=one.feedback)
+                for one in self._fragments
+            ]
             self.steps = max(fragment.group_step for fragment in self._fragments)
 
     @property
@@ -235,6 +241,12 @@ class DiLoCo(LocalTraining[Finished]):
         """The outcome of the last round."""
         ended = [fragment for fragment in self._fragments if fragment.member.last is not None]
         return max(ended, key=lambda fragment: fragment.sent_at).member.last if ended else None
+
+    @property
+    def residual(self) -> dict[str, torch.Tensor]:
+        """What codecs have left out of this peer's contributions, fp32, by name; empty without `feedback`."""
+        kept = [fragment.feedback.residual for fragment in self._fragments if fragment.feedback]
+        return {name: one for part in kept for name, one in part.items()}
 
     @property
     def in_step(self) -> bool:
@@ -296,6 +308,27 @@ class LocalSGD(DiLoCo):
         super().__init__(run, every, Average(), checkpoints=checkpoints, **options)
 
 
+class SparseLoCo(DiLoCo):
+    """Local steps with error feedback and a plain outer step (Sarfi 2025, 2508.15706), for the codec `sparse`.
+
+    It is `DiLoCo` with `Descent(lr)` and `feedback=beta`.
+    """
+
+    def __init__(
+        self,
+        run: JoinedRun,
+        every: int = 0,
+        beta: float = 0.95,
+        lr: float = 1.0,
+        *,
+        checkpoints: Checkpoints | None = None,
+        **options: Unpack[LocalKeywords],
+    ) -> None:
+        """See `DiLoCo`; `beta` is its `feedback`, and `lr` the rate of the outer step."""
+        options["feedback"] = beta
+        super().__init__(run, every, Descent(lr), checkpoints=checkpoints, **options)
+
+
 class Fragment:
     """Some of the parameters, exchanged together.
 
@@ -305,6 +338,7 @@ class Fragment:
         sent_at: The step at which the last exchange began.
         own_steps: Steps that are in the local copy, and in no contribution.
         diverged: Whether local steps have just led to NaN or Inf, and were given up.
+        feedback: The error feedback; None without.
     """
 
     def __init__(
@@ -324,7 +358,8 @@ class Fragment:
         self.diverged = self._gave = self._caught_up = False
         self._model = image.ModelPart(self._agreed, buffers, self._follow_agreed, run.core.binding.counters)
         state = image.TrainingState(self._model, {"outer": image.OuterPart(outer, self._agreed)})
-        self.member = Member(run, state, options, self._update)
+        self.feedback = Feedback(run, options.feedback, self._agreed) if options.feedback else None
+        self.member = Member(run, state, options, self._update, self._applied)
 
     def tick(self, step: int) -> int | None:
         """Note an inner step, the group's `step`-th; return its true number if this peer has just learnt it."""
@@ -384,11 +419,19 @@ class Fragment:
 
     def _contribute(self) -> None:
         self._given_steps = self.own_steps
+        moved, weight = self._differences(), self._options.weight
+        differences: Named | dict[str, None] = moved
+        if self.feedback is not None and self.member.in_step:
+            differences = self.feedback.add(moved)
+        elif self.feedback is not None:  # These differences are from another state than the group's.
+            differences, weight = dict.fromkeys(self._local), ATTENDANCE
         try:
-            self.member.accumulate(self._differences(), self._options.weight)
+            self.member.accumulate(differences, weight)
         except SchemaError as error:
             log.warning("its local steps have led nowhere, and are given up: %s", error)
             self.diverged = True
+            if self.feedback is not None:
+                self.feedback.withdraw()
             self._write()
             self._model.restore()
             self.member.accumulate(dict.fromkeys(self._local), ATTENDANCE)
@@ -405,7 +448,7 @@ class Fragment:
         return max((self.member.id.epoch - 1) * self._options.every + self._offset, 0)
 
     @torch.no_grad()
-    def _differences(self) -> dict[str, torch.Tensor | None]:
+    def _differences(self) -> dict[str, torch.Tensor]:
         return {name: agreed - self._exact(name) for name, agreed in self._agreed.items()}
 
     def _exact(self, name: str) -> torch.Tensor:
@@ -413,8 +456,14 @@ class Fragment:
         written, local = self._merged.get(name, self._agreed[name]), self._local[name]
         return local if local.element_size() >= 4 else local + (written - written.to(local.dtype).float())
 
+    def _applied(self, before: StateId, outcome: Outcome) -> None:
+        if self.feedback is not None:
+            self.feedback.applied(outcome)
+
     def _update(self, mean: Mapping[str, torch.Tensor]) -> None:
         """Make the outer step, and merge its result into the local parameters."""
+        if self.feedback is not None:
+            self.feedback.alone()
         with torch.no_grad():
             self._outer.step(self._agreed, mean)
         self._write(self._options.merge)
@@ -422,6 +471,8 @@ class Fragment:
     def _follow_agreed(self) -> None:
         """Go on from the agreed parameters, which have come from another peer."""
         self._caught_up = True
+        if self.feedback is not None:
+            self.feedback.replaced()
         self._write()
 
     @torch.no_grad()

@@ -57,6 +57,7 @@ class LocalKeywords(_CommonKeywords, total=False):
     merge: float
     weight: float
     buffers: bool
+    feedback: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,6 +145,8 @@ class LocalOptions(CommonOptions):
         merge: Share, alpha, of those steps that a peer keeps: own <- agreed + alpha (own - agreed); equation 4.
         weight: Weight of this peer in the mean.
         buffers: As in `Options`; with fragments, the buffers travel with the first of them.
+        feedback: The factor of error feedback, from 0 to 1: a contribution is what this peer has moved by, and this
+            times what the codec has left out of earlier ones. Codecs of few bits need it, as `sparse`; 0 is without.
     """
 
     every: int
@@ -152,9 +155,11 @@ class LocalOptions(CommonOptions):
     merge: float = 0.0
     weight: float = 1.0
     buffers: bool = False
+    feedback: float = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        require_in_range("feedback", self.feedback, 0, math.nextafter(1, 2), "a number from 0 to 1")
         require_in_range("every", self.every, 1, math.inf, "a whole number of steps >= 1", int)
         most = min(MAX_FRAGMENTS, self.every)
         expected = f"1 to {most}, and no more than `every`"
