@@ -90,24 +90,28 @@ class Fleet:
 
 
 def compare(count: int, values: int, rounds: int, folder: Path) -> None:
-    """Print the seconds of rounds in both swarms: all of a round, and the search for its group."""
+    """Print what rounds cost in both swarms: seconds of all calls, of the search for the group, and of processors."""
     with Fleet(folder, count, values, False) as one, Fleet(folder, count, values, True) as other:
-        took: dict[tuple[str, str], list[float]] = defaultdict(list)
+        took: dict[str, dict[str, list[float]]] = {"open": defaultdict(list), "private": defaultdict(list)}
         for number in range(rounds):
             turns = [("open", one), ("private", other)]
             for name, fleet in turns if number % 2 else turns[::-1]:
+                used, began = sum(fleet.cpu()), time.perf_counter()
                 outcomes = fleet.round()
+                lasted = time.perf_counter() - began
                 if number > 2 and all(outcome.ok for outcome in outcomes):
-                    for phase in ("total", "matchmaking"):
-                        took[name, phase].append(min(each.seconds.get(phase, 0.0) for each in outcomes))
-        for phase in ("total", "matchmaking"):
-            known = {name: sorted(took[name, phase]) for name in ("open", "private")}
-            told = (
-                f"{name} {statistics.median(v) * 1e3:.1f} ms ({v[0] * 1e3:.1f} at least)"
-                for name, v in known.items()
-            )
-            share = statistics.median(known["private"]) / max(statistics.median(known["open"]), 1e-9) - 1
-            print(f"{count} peers, {values} values, {phase}: {', '.join(told)}, {share:+.1%}")
+                    took[name]["call"].append(lasted)
+                    took[name]["matchmaking"].append(min(each.seconds["matchmaking"] for each in outcomes))
+                    took[name]["processors"].append(sum(fleet.cpu()) - used)
+        for what in ("call", "matchmaking", "processors"):
+            for name, found in took.items():
+                least, middle, mean = (
+                    min(found[what]),
+                    statistics.median(found[what]),
+                    statistics.fmean(found[what]),
+                )
+                told = f"{least * 1e3:.1f} / {middle * 1e3:.1f} / {mean * 1e3:.1f} ms"
+                print(f"{count} peers, {values} values, {what}, {name}: {told} (min / median / mean)")
 
 
 def starts(times: int, folder: Path) -> None:
