@@ -14,8 +14,11 @@ from equipoise.averaging.outcome import Outcome
 from equipoise.averaging.partition import FAST, exchange_seconds
 from equipoise.compression import Codec, parse_codec
 
-CODECS = ("fp32", "fp16", "int8", "nf4")
-"""Codecs that a plan compares, unless one is named."""
+WHOLE = ("fp32", "fp16", "int8", "nf4")
+"""Codecs that carry every value, and so serve every way to train."""
+
+CODECS = (*WHOLE, "sparse")
+"""Codecs that a plan compares, unless one is named; `sparse` is for local steps with error feedback."""
 
 COMPUTING, RATIO = 0.95, 19
 """Share of the time for which a swarm should compute, and that time beside the time of its exchanges."""
@@ -64,7 +67,7 @@ def plan(
 ) -> tuple[Exchange, ...]:
     """Tell what exchanges of a model take where all peers have the same link.
 
-    Each of n peers sends and receives (n - 1) / n of its encoded contribution, and then as much of the means
+    Each of n peers sends and receives (n - 1) / n of its encoded contribution, and then of the means
     (`exchange_seconds`). Machines, and not links, set the pace above `FAST`.
 
     Args:
@@ -93,9 +96,9 @@ def plan(
     links = [(LINK_SHARE * min(upload, FAST), LINK_SHARE * min(download, FAST))] * peers
     found = []
     for codec in map(parse_codec, codecs):
-        size = codec.encoded_size(parameters)
-        moved = 2 * size * (peers - 1) // peers
-        seconds = size * exchange_seconds(links, [1 / peers] * peers)
+        size, mean_size = codec.encoded_size(parameters), codec.mean_size(parameters, peers)
+        moved = (size + mean_size) * (peers - 1) // peers
+        seconds = size * exchange_seconds(links, [1 / peers] * peers, mean_size / size)
         problem = _problem(codec, parameters, peers, memory)
         share, least = (
             seconds / (seconds + every * step),
@@ -127,7 +130,7 @@ def judge(outcomes: Collection[Outcome], values: int, codec: str, upload: float,
     if computes >= COMPUTING * period:
         return ""
     present, *others = plan(
-        values, len(rounds[-1].group), upload, download or upload, computes, (codec, *CODECS)
+        values, len(rounds[-1].group), upload, download or upload, computes, (codec, *WHOLE)
     )
     best = min(others, key=lambda one: one.seconds)
     advice = f"{math.ceil(RATIO * took / computes)} times as many steps between exchanges make that 5 %"
@@ -138,9 +141,10 @@ def judge(outcomes: Collection[Outcome], values: int, codec: str, upload: float,
 
 
 def _problem(codec: Codec, parameters: int, peers: int, memory: float) -> str:
-    if peers > MAX_GROUP_SIZE:
-        return f"a group holds at most {MAX_GROUP_SIZE} peers"
-    needed = 2 * 4 * parameters + 3 * codec.encoded_size(parameters)
+    most = codec.most_members or MAX_GROUP_SIZE
+    if peers > most:
+        return f"a group holds at most {most} peers"
+    needed = 2 * 4 * parameters + 2 * codec.encoded_size(parameters) + codec.mean_size(parameters, peers)
     if needed > memory:
         return f"a peer needs {needed / 1e9:.1f} GB beside its model and optimizer; {memory / 1e9:.1f} GB are free here"
     return ""

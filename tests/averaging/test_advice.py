@@ -32,12 +32,16 @@ def test_an_exchange_takes_what_its_bytes_need_on_the_slower_direction() -> None
 
 def test_codecs_are_compared_in_order_and_say_what_does_not_fit() -> None:
     found = plan(1_000_000_000, 8, **HOME, memory=10e9)
-    assert [one.codec.partition(":")[0] for one in found] == ["fp32", "fp16", "int8", "nf4"]
-    assert found[0].seconds > found[1].seconds > found[2].seconds > found[3].seconds
+    assert [one.codec.partition(":")[0] for one in found] == ["fp32", "fp16", "int8", "nf4", "sparse"]
+    assert [one.seconds for one in found] == sorted((one.seconds for one in found), reverse=True)
     assert found[0].problem == "a peer needs 20.0 GB beside its model and optimizer; 10.0 GB are free here"
     assert found[3].problem == ""
     (crowd,) = plan(1_000, 65, **HOME, codecs=["int8"])
     assert crowd.problem == "a group holds at most 64 peers"
+    (sparse,) = plan(1 << 20, 16, **HOME, codecs=["sparse:group=64"])
+    contribution = 2 * (1 << 20) // 512 + (1 << 20) // 64
+    assert sparse.sent == 17 * contribution * 15 // 16, "a mean is all contributions"
+    assert plan(1_000, 33, **HOME, codecs=["sparse"])[0].problem == "a group holds at most 32 peers"
 
 
 @pytest.mark.parametrize(
