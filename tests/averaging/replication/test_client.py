@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from random import Random
 from typing import TypeVar
@@ -91,12 +90,6 @@ def test_messages_come_back_as_they_were(message: messages.TransferMessage) -> N
 def test_messages_out_of_bounds_are_refused(message: messages.TransferMessage) -> None:
     with pytest.raises(FrameRefused, match="expected a message of a transfer"):
         messages.decode(messages.encode(message))
-
-
-@given(st.binary(max_size=200))
-def test_any_bytes_are_a_message_or_refused(data: bytes) -> None:
-    with contextlib.suppress(FrameRefused):
-        messages.decode(data)
 
 
 def test_barred_peers_are_asked_for_nothing() -> None:
