@@ -67,6 +67,14 @@ class Nesterov(Server):
         self.w -= lr * (-d + momentum * self.m)
 
 
+class Descent(Server):
+    """w <- w - lr g, with g = -d."""
+
+    def step(self, d: float, lr: float = 1.0) -> None:
+        """Make a step."""
+        self.w += lr * d
+
+
 class FedAvgM(Server):
     """Heavy ball: v <- m v + g, w <- w - lr v, with g = -d."""
 
@@ -113,6 +121,7 @@ class FedYogi(Server):
 
 OUTER: dict[str, type[Server]] = {
     "average": Server,
+    "descent": Descent,
     "nesterov": Nesterov,
     "fedavgm": FedAvgM,
     "fedadagrad": FedAdagrad,

@@ -18,6 +18,7 @@ STEPS = 6
 
 SPECS = [
     "average",
+    "descent:lr=1",
     "nesterov:lr=0.7,momentum=0.9",
     "fedavgm:lr=1,momentum=0.9",
     "fedadagrad:eta=0.1,tau=0.001",
@@ -61,6 +62,7 @@ def test_a_wrong_spec_is_an_error_of_one_line(spec: str, said: str) -> None:
 
 
 OTHER = [
+    "descent:lr=0.3",
     "nesterov:lr=0.3,momentum=0.5",
     "fedavgm:lr=0.5,momentum=0",
     "fedadagrad:eta=1,tau=1e-9",
@@ -150,7 +152,7 @@ def in_numpy(
     """One step in float32 by numpy, which rounds every operation; `m` and `v` are changed."""
     f32 = np.float32
     b1, b2, tau = f32(0.9), f32(0.99), f32(0.001)
-    if name == "average":
+    if name in ("average", "descent"):
         return w - mean
     if name in ("nesterov", "fedavgm"):
         m[:] = m * b1 + mean
