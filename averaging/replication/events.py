@@ -120,9 +120,10 @@ class FetchSnapshot(msgspec.Struct, frozen=True):
 
 
 class FetchMean(msgspec.Struct, frozen=True):
-    """Fetch the mean that the group applied to this state."""
+    """Fetch the mean that the group applied to this state; or only the `proof` that the group has left it."""
 
     after: StateId
+    proof: bool = False
 
 
 class Heal(msgspec.Struct, frozen=True):
