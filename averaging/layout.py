@@ -34,6 +34,9 @@ EXACT_GRANULE = 4096
 SAMPLES, SAMPLE_BYTES = 256, 1024
 """Pieces of a contribution whose bytes are compared, and their length: they take 0.3 ms."""
 
+NORM_VALUES = 8 * 1024 * 1024
+"""Values whose squares are added up at a time, a multiple of each granule: they take some milliseconds at most."""
+
 EXACT = parse_codec("fp32")
 """Codec of the second region."""
 
@@ -140,6 +143,12 @@ class Layout:
         """The byte at which value `index` begins if it is the first of a granule, else the byte of its code."""
         exact = max(index - self.coded, 0)
         return self.codec.encoded_size(index - exact) + EXACT.encoded_size(exact)
+
+    def squares(self, encoded: memoryview, start: int) -> float:
+        """The sum of the squares of up to `NORM_VALUES` values from `start` on; see `Codec.squares`."""
+        stop = min(start + NORM_VALUES, self.coded if start < self.coded else self.size)
+        codec = self.codec if start < self.coded else EXACT
+        return codec.squares(encoded[self.encoded(start, stop)], stop - start)
 
     def locate(self, index: int) -> tuple[str, int]:
         """The tensor that holds value `index` of the flat vector, and the value's place in that tensor."""

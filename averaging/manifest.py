@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Annotated, Protocol
 
@@ -33,6 +34,9 @@ NONCE_BYTES = 16
 MAX_SIGNATURE_BYTES = 512
 """Longest signature: Ed25519 takes 64 bytes; RSA-4096 identities, which libp2p knows too, 512."""
 
+MAX_SUSPECTS = 4
+"""Most peers that a join blames: 64 joins must fit into one header."""
+
 ROUND_ID_BYTES = 16
 FINGERPRINT_BYTES = 8
 TICKET_BYTES = 8
@@ -48,6 +52,7 @@ Bandwidth = Annotated[float, msgspec.Meta(ge=0.0, le=MAX_BANDWIDTH)]
 Nonce = Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
 Signature = Annotated[bytes, msgspec.Meta(min_length=1, max_length=MAX_SIGNATURE_BYTES)]
 Credential = Annotated[bytes, msgspec.Meta(max_length=MAX_CREDENTIAL_BYTES)]
+Norm = Annotated[float, msgspec.Meta(ge=0.0)]
 Fingerprint = Annotated[bytes, msgspec.Meta(max_length=FINGERPRINT_BYTES)]
 Ticket = Annotated[bytes, msgspec.Meta(min_length=TICKET_BYTES, max_length=TICKET_BYTES)]
 
@@ -98,6 +103,8 @@ class Join(msgspec.Struct, frozen=True, array_like=True):
         evaluation: The scores of the state that it holds on its data; None if it has not evaluated it.
         fingerprint: `layout.fingerprint` of its contribution; empty if that is not compared with the others'.
         download: Download rate, bytes per second; 0 if unknown, and then taken to be the upload rate.
+        norm: The 2-norm of its contribution; infinite if unsaid.
+        suspects: PeerIDs of peers that it blames for faults in rounds; see `deeds`.
     """
 
     peer: PeerName
@@ -114,6 +121,8 @@ class Join(msgspec.Struct, frozen=True, array_like=True):
     evaluation: Report | None = None
     fingerprint: Fingerprint = b""
     download: Bandwidth = 0.0
+    norm: Norm = math.inf
+    suspects: Annotated[tuple[PeerName, ...], msgspec.Meta(max_length=MAX_SUSPECTS)] = ()
 
     def signed(self, sign: Sign) -> Join:
         """Return the join with its signature; the configuration and the transport bound the other values.
@@ -298,6 +307,11 @@ def shortfall(joins: Sequence[Join], needs: Needs) -> str:
     if contributors < quorum:
         are, above = "is" if contributors == 1 else "are", f"of at least {least:g}" if least else "above 0"
         return f"expected at least {quorum} members with a weight {above}, there {are} {contributors}"
+    norms = [join.norm for join in joins if join.weight > ATTENDANCE_LIMIT and 0 < join.norm < math.inf]
+    if norms and max(norms) > needs.apart * min(norms):
+        return (
+            f"expected norms at most {needs.apart:g} times apart, got {min(norms):.3g} and {max(norms):.3g}"
+        )
     if not any(join.dialable for join in joins):
         return "expected at least 1 member that the others can dial, got 0"
     return ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, NamedTuple
 
 import msgspec
@@ -57,6 +58,7 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
         codec: Codec spec in canonical form, as `int8:block=128`.
         group_size: Most peers that average together in one round, 2 to 64.
         part_values: Values per part of a share (1 Mi measured best), a multiple of 256 and of the codec's block.
+        norms: The limit of a contribution's 2-norm: `capped:10`, at most 10 times the lower median, or `any`.
         weights: The limit of a contributor's weight: `capped:10`, at most 10 times the group's lower median, or `any`.
     """
 
@@ -66,6 +68,7 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
     group_size: Number = 16
     part_values: Number = 1024 * 1024
     weights: Word = CAPPED
+    norms: Word = CAPPED
 
 
 class Needs(NamedTuple):
@@ -76,9 +79,11 @@ class Needs(NamedTuple):
         quorum: Fewest contributors.
         least: Least weight of a contributor.
         places: Whether all peers hold one state, so that each round has one group, of the peers that have its places.
+        apart: The largest ratio of the norms of two contributors. Of a pair no median shows which of them lies.
     """
 
     group_size: int
     quorum: int = 2
     least: float = 0.0
     places: bool = False
+    apart: float = math.inf

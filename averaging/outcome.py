@@ -38,6 +38,9 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
         contributors: PeerID -> counted weight, of the members whose contribution is in the mean; empty if not ok. A
             member that only attends is among them, with a weight that changes nothing; `givers` are the others.
         capped: PeerID -> claimed weight, of the contributors that counted for less; see `RunSpec.weights`.
+        left_out: PeerIDs of the members that were to contribute and are not in the mean; empty if not ok. `events` says
+            by whose word.
+        shrunk: PeerID -> factor, of the contributors whose values counted times that, to cap their norm.
         digest: SHA-256 in hex over the round's manifest, contributors and encoded mean; equal on all ok members.
         bytes_sent: Bytes of frames sent for the round.
         bytes_received: Bytes of frames received for the round.
@@ -61,6 +64,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
         late: Seconds by which this peer's contribution came too late for the round that it was made for. The group has
             closed without it, so it counts nowhere. 0 if it was not late. A coordinator says so or, in a federated run,
             the donors of the round's mean, if this peer downloads the mean first.
+        faults: PeerID -> why, of members that were lost by their own fault as this one saw it: their values did not
+            decode, they owed a share of the mean, or their share was another one than the group's.
         waits: By phase, `matchmaking` or `exchange`: the PeerID of the peer that the others waited for (to join, or for
             its values), which may be this one, and seconds. Only waits of a tenth of a second and of `total` or more.
         in_doubt: Whether this member has voted for a mean that it did not get, so that the others may have it; also
@@ -74,6 +79,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     group: tuple[str, ...] = ()
     contributors: dict[str, float] = {}
     capped: dict[str, float] = {}
+    left_out: tuple[str, ...] = ()
+    shrunk: dict[str, float] = {}
     digest: str = ""
     bytes_sent: int = 0
     bytes_received: int = 0
@@ -90,6 +97,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     late: float = 0.0
     in_doubt: bool = False
     waits: dict[str, tuple[str, float]] = {}
+    faults: dict[str, str] = {}
 
     def __bool__(self) -> bool:
         """True if the round is ok."""
@@ -126,7 +134,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def shares(self) -> list[float]:
         """The shares of the contributors in the mean, in member order, without those of weight 0."""
-        return [share for share in shares(self.contributors.values()) if share]
+        counted = {peer: weight for peer, weight in self.contributors.items() if weight}
+        return shares(counted.values(), [self.shrunk.get(peer, 1.0) for peer in counted])
 
     @property
     def tally(self) -> str:
@@ -140,8 +149,12 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def caps(self) -> str:
-        """The contributors that counted for less than they claimed, for people; begins with `; ` if there are any."""
+        """The members that counted for less than they claimed, or not, for people; with `; ` before each."""
         told = [f"..{peer[-SHOWN_CHARS:]} counts {self.weight(peer)}" for peer in self.capped]
+        told += [
+            f"the values of ..{peer[-SHOWN_CHARS:]} count times {by:.3g}" for peer, by in self.shrunk.items()
+        ]
+        told += [f"without ..{peer[-SHOWN_CHARS:]}" for peer in self.left_out]
         return "".join(f"; {one}" for one in told[:MAX_CAPS])
 
     def waited(self, me: str = "") -> str:

@@ -30,7 +30,7 @@ from equipoise.averaging.strategy import Strategy, parse_strategy
 from equipoise.averaging.weights import cap_of
 from equipoise.compression import parse_codec
 
-PROTOCOL_VERSION = 14
+PROTOCOL_VERSION = 15
 """Version of the messages, part of every spec's hash; it grows when older peers would misread messages."""
 
 MIN_PART_VALUES, MAX_PART_VALUES = 256, 1024 * 1024
@@ -102,13 +102,19 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def needs(self) -> Needs:
         """The needs of a group; peers with terms train from one state."""
         strategy, places = self.strategy, bool(self.terms)
-        return Needs(self.options.group_size, strategy.quorum, strategy.least, places)
+        apart = self.norm_cap if strategy.pairs else math.inf
+        return Needs(self.options.group_size, strategy.quorum, strategy.least, places, apart)
 
     @property
     def cap(self) -> float:
         """The most that a contributor counts, in lower medians of the weights; 1 in the pairs of gossip."""
         cap = cap_of(self.options.weights)
         return min(cap, 1.0) if self.strategy.pairs and cap < math.inf else cap
+
+    @property
+    def norm_cap(self) -> float:
+        """The largest norm that counts, in lower medians; infinite where the rule is robust by itself."""
+        return cap_of(self.options.norms, "norms") if isinstance(self.rule, Mean) else math.inf
 
     @cached_property
     def rule(self) -> Rule:
@@ -145,6 +151,7 @@ def checked(options: RunOptions) -> RunOptions:
         )
     try:
         cap_of(options.weights)
+        cap_of(options.norms, "norms")
         strategy, rule = parse_strategy(options.strategy), parse_rule(options.rule)
     except ValueError as error:
         raise SpecError(str(error)) from None

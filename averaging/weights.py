@@ -34,11 +34,14 @@ LEAST_CONTRIBUTION = 1e-3
 """Least weight of a contributor of a federated round; with less, a member only attends, and does not count towards the
 quorum."""
 
+LEAST_SHARE = 2.0**-126
+"""Least share that counts. Devices round smaller ones differently, or take them for 0."""
+
 _CAP = re.compile(r"\Acapped:([1-9][0-9]{0,5})\Z")
 
 
-def cap_of(rule: str) -> float:
-    """The largest weight that counts, in medians; infinite for `any`.
+def cap_of(rule: str, what: str = "weights") -> float:
+    """The largest weight or norm that counts, in medians; infinite for `any`.
 
     Raises:
         ValueError: The rule is unknown; names the known rules.
@@ -48,9 +51,27 @@ def cap_of(rule: str) -> float:
     found = _CAP.match(rule) if isinstance(rule, str) else None
     if found is None:
         raise ValueError(
-            f"expected weights as {CAPPED!r}, with any whole number, or {ANY!r}, got {str(rule)[:80]!r}"
+            f"expected {what} as {CAPPED!r}, with any whole number, or {ANY!r}, got {str(rule)[:80]!r}"
         )
     return float(found[1])
+
+
+def shrinkage(
+    weights: Sequence[float], norms: Sequence[float], expected: int, cap: float
+) -> tuple[float, ...]:
+    """Return the factor of each member's values, at most 1, with which its norm is at most `cap` lower medians.
+
+    Args:
+        weights: As claimed, one per member.
+        norms: The 2-norm of each member's contribution, as signed; infinite if unsaid.
+        expected: Bitmask of the members that were to contribute. The median is of their norms, but for norms of 0,
+            unsaid ones, and those of members that only attend.
+        cap: In medians; infinite for no cap.
+    """
+    pairs = enumerate(zip(weights, norms, strict=True))
+    given = [n for at, (w, n) in pairs if expected >> at & 1 and w > ATTENDANCE_LIMIT and 0 < n < math.inf]
+    most = cap * statistics.median_low(given) if given else math.inf
+    return tuple(1.0 if norm <= most else most / norm for norm in norms)
 
 
 def contributing(weights: Sequence[float], least: float = 0.0) -> int:
@@ -83,9 +104,14 @@ def counted_weights(
     return tuple(min(weight, most) if contributors >> at & 1 else 0.0 for at, weight in enumerate(weights))
 
 
-def shares(counted: Iterable[float]) -> list[float]:
-    """Return the share of each counted weight in their sum: the same in every order, and beside any zeros."""
+def shares(counted: Iterable[float], factors: Sequence[float] = ()) -> list[float]:
+    """Return the share of each counted weight in their sum, times its factor; one below `LEAST_SHARE` is 0.
+
+    They are the same in every order, and beside any zeros.
+    """
     counted = list(counted)
     # `sum` rounds otherwise from Python 3.12 on, and all members must get the same shares.
     total = math.fsum(counted)
-    return [weight / total if total else 0.0 for weight in counted]
+    pairs = zip(counted, factors or [1.0] * len(counted), strict=True)
+    given = (weight / total * factor if total else 0.0 for weight, factor in pairs)
+    return [share if share >= LEAST_SHARE else 0.0 for share in given]

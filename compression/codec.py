@@ -31,6 +31,10 @@ if sys.byteorder != "little":
     raise ImportError("equipoise.compression: payloads are little-endian and this machine is not")
 
 
+SQUARED_VALUES = 64 * 1024
+"""Values that are squared together, a multiple of each granule: few enough to stay in the cache."""
+
+
 class Codec(ABC):
     """One way for values to travel; immutable, equal to others of the same spec, usable from several threads.
 
@@ -216,6 +220,23 @@ class Codec(ABC):
             self.math.check(self._bytes(payload, count), count)
         else:
             self._check(self._aligned(self._sized(shared(payload), count)), count)
+
+    def squares(self, payload: Buffer, count: int) -> float:
+        """Return the sum of the squares of the `count` values of a payload; of many blocks an estimate from a sample.
+
+        It is not finite where the payload is not sound, or may be.
+        """
+        values, total = np.empty(min(count, SQUARED_VALUES), np.float32), 0.0
+        given = self._bytes(payload, count)
+        for start in range(0, count, SQUARED_VALUES):
+            some = values[: count - start]
+            at = self.encoded_size(start)
+            self.decode(given[at : at + self.encoded_size(some.size)].data, some)
+            with np.errstate(over="ignore"):
+                square = float(some.dot(some))
+            # Beyond the range of f32, whose squares may be infinite.
+            total += square if square < math.inf else float(np.square(some, dtype=np.float64).sum())
+        return total
 
     @abstractmethod
     def _encode(self, values: torch.Tensor, out: torch.Tensor) -> int: ...

@@ -91,6 +91,7 @@ class Client:
         group_size: int = 16,
         part_values: int = 1024 * 1024,
         weights: str = CAPPED,
+        norms: str = CAPPED,
     ) -> Run:
         """Take part in the run `name`; only peers that give the same arguments meet.
 
@@ -110,9 +111,11 @@ class Client:
             group_size: Most peers that average together in one round, 2 to 64. Of more peers that train from one
                 state, the others wait for a place; those of `average` meet in several groups, dealt anew each round.
             part_values: Values per part of a share, a multiple of 256 and of the codec's block.
-            weights: The limit of a contributor's weight: `capped:10` is 10 times the median of the group's
+            weights: The limit of a contributor's weight: `capped:10` is 10 times the lower median of the
                 contributors, so that no peer makes the mean its own by its claim. `any` is no limit, for swarms whose
                 members are known and differ by more than that.
+            norms: The same for the 2-norm of a contribution, whose values are scaled down to the limit. A pair of
+                gossip whose norms differ by more makes no exchange. Rules other than `mean` need no limit.
 
         Raises:
             SchemaError: There are no tensors, or one cannot be averaged; names it.
@@ -130,6 +133,7 @@ class Client:
             group_size=group_size,
             part_values=part_values,
             weights=weights,
+            norms=norms,
         )
         return self._join(options, name, tensors)
 

@@ -106,6 +106,7 @@ class PeerRow(msgspec.Struct, frozen=True):
         tags: Properties of its machine, by its own word.
         role: Its role in a private swarm, by its invitation; `trainer` in the open one.
         banned: Whether this daemon refuses it; `why` has the reason.
+        faults: What this daemon blames it for, and for how long, one line; empty if for nothing.
     """
 
     run: str
@@ -124,6 +125,7 @@ class PeerRow(msgspec.Struct, frozen=True):
     tags: tuple[str, ...] = ()
     role: str = "trainer"
     banned: bool = False
+    faults: str = ""
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -13,12 +14,16 @@ from equipoise.averaging.allreduce.events import Group
 from equipoise.averaging.layout import Layout, Vectors
 from equipoise.averaging.rules import Mean, Rule, RuleError
 from equipoise.averaging.weights import ATTENDANCE_LIMIT
-from equipoise.compression import NonFiniteError
+from equipoise.compression import CodecError, NonFiniteError
 from equipoise.compression.device_reduce import DeviceReducer
 from equipoise.compression.late_torch import torch
 
 VALUE_BYTES = 4
 """Bytes of a value in scratch memory, f32."""
+
+
+LEEWAY = 2.0
+"""Most of a part's norm, in signed norms of the whole contribution: norms of large parts are estimates."""
 
 
 class Reduction(NamedTuple):
@@ -62,6 +67,7 @@ class RoundBuffers:
         self._counts = [part.size for part in group.parts]
         self._codecs = [layout.codec_of(part) for part in group.parts]
         self._sizes: list[int] = [place.stop - place.start for place in self._places]
+        self._squares = [0.0] * group.size
         self._kept: list[dict[int, memoryview]] = [{} for _ in group.parts]
         self._shares: tuple[int, dict[int, float]] = (0, {})
         self._means: dict[int, tuple[int, memoryview]] = {}
@@ -88,9 +94,16 @@ class RoundBuffers:
         """Keep another member's contribution until the round is over: a later decision may need it again.
 
         Raises:
-            CodecError: It does not decode to finite values.
+            CodecError: It does not decode to finite values, or to larger ones than its sender signed.
         """
-        self._codecs[part].check(payload, self._counts[part])
+        codec, count = self._codecs[part], self._counts[part]
+        codec.check(payload, count)
+        if self._group.norm_cap < math.inf:
+            self._squares[member] += codec.squares(payload, count)
+            if not self._squares[member] <= (LEEWAY * self._group.norms[member]) ** 2:
+                raise CodecError(
+                    f"expected a norm of {self._group.norms[member]:g} in all, as it signed, got more"
+                )
         self._kept[part][member] = payload
 
     def keep_mean(self, part: int, contributors: int, payload: memoryview) -> bytes:

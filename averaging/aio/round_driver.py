@@ -18,6 +18,7 @@ from equipoise.averaging.allreduce import messages as wire
 from equipoise.averaging.allreduce.endpoint import Endpoint
 from equipoise.averaging.allreduce.paxos import members_of
 from equipoise.averaging.allreduce.vote_signatures import VoteSignatures
+from equipoise.averaging.deeds import suspected
 from equipoise.averaging.layout import Vectors
 from equipoise.averaging.manifest import Identity, Manifest
 from equipoise.averaging.metrics import Values, averaged, middles
@@ -80,15 +81,17 @@ class Task:
 def group_of(spec: RunSpec, manifest: Manifest) -> events.Group:
     """The round as every member derives it from the manifest alone."""
     members = manifest.members
-    dialable = [join.dialable for join in members]
+    barred = suspected(members)
+    able = [index for index, join in enumerate(members) if join.dialable]
+    leaders = [index for index in able if members[index].peer not in barred] or able
     uplinks = settle([join.bandwidth for join in members])
     downlinks = settle([join.download or join.bandwidth for join in members])
     weights = tuple(join.weight for join in members)
     givers = contributing(weights, spec.strategy.least).bit_count()
     mean_size = spec.layout.mean_size(max(givers, 1))
     growth = mean_size / spec.layout.encoded_size
-    fractions = balance(list(zip(uplinks, downlinks, strict=True)), dialable, growth)
-    leaders = [index for index, join in enumerate(members) if join.dialable]
+    owns = [index in leaders for index in range(len(members))]
+    fractions = balance(list(zip(uplinks, downlinks, strict=True)), owns, growth)
     convening = [index for index in leaders if members[index].peer == manifest.coordinator]
     return events.Group(
         round_id=manifest.id,
@@ -101,6 +104,8 @@ def group_of(spec: RunSpec, manifest: Manifest) -> events.Group:
         quorum=spec.strategy.quorum,
         least=spec.strategy.least,
         encoded_size=mean_size,
+        norms=tuple(join.norm for join in members),
+        norm_cap=spec.norm_cap,
     )
 
 
@@ -163,6 +168,7 @@ def mean_outcome(
     """
     manifest, weights = mean.manifest, group.counted(mean.contributors)
     peers = {member: manifest.peers[member] for member in members_of(mean.contributors)}
+    missing = group.contributors & ~mean.contributors
     counted = {peer: weights[member] for member, peer in peers.items()}
     metrics, evaluation = metrics_of(spec, manifest, counted)
     trained, scored = reports_of(spec, manifest, counted)
@@ -171,6 +177,8 @@ def mean_outcome(
         ok=True,
         contributors=counted,
         capped={peer: group.weights[at] for at, peer in peers.items() if group.weights[at] > counted[peer]},
+        left_out=tuple(manifest.peers[member] for member in members_of(missing)),
+        shrunk={peer: group.factors[at] for at, peer in peers.items() if group.factors[at] < 1},
         digest=digest.hex(),
         metrics=metrics,
         evaluation=evaluation,
@@ -274,6 +282,7 @@ class RoundDriver:
             event = self._keep_values(member, message, body)
         except CodecError as error:
             event = events.PeerLost(member, f"sent values that do not decode: {error}")
+            self._machine.faults[member] = event.reason
         if event is not None:
             self._driver.tell(event)
 
@@ -405,6 +414,7 @@ class RoundDriver:
         outcome = msgspec.structs.replace(
             outcome,
             apart=apart,
+            faults={self._peers[member]: why for member, why in self._machine.faults.items()},
             waits={"exchange": (self._peers[slowest[0]], slowest[1])} if slowest else {},
             in_doubt=isinstance(end, events.Fail) and end.in_doubt,
             bytes_sent=self._sent,

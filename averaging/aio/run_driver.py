@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Sized
@@ -17,7 +18,7 @@ from equipoise.averaging.aio.search_driver import SearchDriver
 from equipoise.averaging.aio.sessions import Sessions
 from equipoise.averaging.aio.transfer import Transfer
 from equipoise.averaging.claims import Claims
-from equipoise.averaging.layout import Vectors, fingerprint
+from equipoise.averaging.layout import NORM_VALUES, Vectors, fingerprint
 from equipoise.averaging.manifest import Identity, Join, Manifest
 from equipoise.averaging.metrics import Report, Values
 from equipoise.averaging.outcome import Gathering, Outcome
@@ -25,6 +26,7 @@ from equipoise.averaging.ports import Directory
 from equipoise.averaging.spec import RunSpec
 from equipoise.averaging.state import StateId
 from equipoise.averaging.weights import ATTENDANCE_LIMIT
+from equipoise.compression import CodecError
 
 MAX_HISTORY = 20
 """Most outcomes kept. A gossip run averages its spread over them: few, so that it shows the present spread."""
@@ -150,6 +152,7 @@ class RunDriver:
             fit=metrics or {},
             evaluation=evaluation,
             fingerprint=fingerprint(vectors.contribution) if compared and weight > ATTENDANCE_LIMIT else b"",
+            norm=await self._norm(vectors.contribution),
         )
         manifest = await self._match(join, timeout)
         matched = self._loop.time() - began
@@ -248,6 +251,20 @@ class RunDriver:
         # Having left in the very moment in which its group formed, it begins no round.
         return self.search.failed(self._left) if self._left else formed
 
+    async def _norm(self, contribution: memoryview) -> float:
+        """The 2-norm of a contribution; infinite if norms do not matter, or if it is not sound."""
+        layout, squares = self.spec.layout, 0.0
+        if self.spec.norm_cap == math.inf:
+            return math.inf
+        for start in (*range(0, layout.coded, NORM_VALUES), *range(layout.coded, layout.size, NORM_VALUES)):
+            if start:
+                await asyncio.sleep(0)  # The daemon has other rounds.
+            try:
+                squares += layout.squares(contribution, start)
+            except CodecError:
+                return math.inf
+        return math.sqrt(squares) if 0 <= squares < math.inf else math.inf
+
     def _note_twins(self, manifest: Manifest) -> None:
         for pair in manifest.twins:
             if pair not in self.twins and len(self.twins) < MAX_TWINS:
@@ -260,10 +277,10 @@ class RunDriver:
         self.transfer.begin(task.manifest)
         self._round = self._rounds.begin(task, self.transfer.keep)
         self._round.outcome.add_done_callback(self.transfer.over)
-        ok = False
+        ok, faults = False, {}
         try:
             outcome = await asyncio.shield(self._round.outcome)
-            ok = outcome.ok
+            ok, faults = outcome.ok, outcome.faults
             if ok:
                 self.search.hold(outcome)
             if outcome.counted(self._sessions.peer):
@@ -275,4 +292,4 @@ class RunDriver:
             raise
         finally:
             self._round = None
-            self.search.ended(task.manifest.round, ok)
+            self.search.ended(task.manifest.round, ok, faults)

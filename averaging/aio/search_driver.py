@@ -191,9 +191,9 @@ class SearchDriver:
 
     # ---- rounds that end ----
 
-    def ended(self, number: int, ok: bool) -> None:
-        """Note that a round that began here has ended."""
-        self._driver.tell(events.RoundEnded(number, ok))
+    def ended(self, number: int, ok: bool, faults: dict[str, str]) -> None:
+        """Note that a round that began here has ended, and the peers at fault, with reasons."""
+        self._driver.tell(events.RoundEnded(number, ok, faults))
 
     def hold(self, outcome: Outcome) -> None:
         """Note that this peer holds the mean of a round."""

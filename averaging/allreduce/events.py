@@ -15,7 +15,7 @@ import msgspec
 
 from equipoise.averaging.allreduce.messages import Decision, RoundMessage
 from equipoise.averaging.partition import Part
-from equipoise.averaging.weights import contributing, counted_weights, shares
+from equipoise.averaging.weights import contributing, counted_weights, shares, shrinkage
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,8 @@ class Group:
         quorum: Fewest contributors of a mean.
         least: Least weight of a contributor; see `weights.contributing`.
         encoded_size: Bytes of an encoded mean; 0 if no member is slow.
+        norms: The 2-norm of each member's contribution, as signed; empty if they do not matter.
+        norm_cap: The largest norm that counts, in lower medians of all contributors' norms.
     """
 
     round_id: bytes
@@ -45,6 +47,8 @@ class Group:
     quorum: int = 2
     least: float = 0.0
     encoded_size: int = 0
+    norms: tuple[float, ...] = ()
+    norm_cap: float = math.inf
 
     @cached_property
     def size(self) -> int:
@@ -63,8 +67,15 @@ class Group:
 
     def shares(self, contributors: int) -> dict[int, float]:
         """Member -> its share of the mean over `contributors`, in member order, without those of weight 0."""
-        of_members = enumerate(shares(self.counted(contributors)))
-        return {member: share for member, share in of_members if share}
+        counted = self.counted(contributors)
+        of_members = zip(counted, shares(counted, self.factors), strict=True)
+        return {member: share for member, (weight, share) in enumerate(of_members) if weight}
+
+    @cached_property
+    def factors(self) -> tuple[float, ...]:
+        """The factor of each member's values, at most 1, that caps its norm."""
+        norms = self.norms or (math.inf,) * self.size
+        return shrinkage(self.weights, norms, self.contributors, self.norm_cap)
 
     def counted(self, contributors: int) -> tuple[float, ...]:
         """The part of each member's weight that counts in the mean over `contributors`; 0 for the others."""

@@ -27,11 +27,22 @@ leader goes on without the owners that did not report; from 3 on, members open b
 
 from __future__ import annotations
 
+from collections import Counter
+
+import msgspec
+
 from equipoise.averaging.allreduce import events
 from equipoise.averaging.allreduce import messages as wire
 from equipoise.averaging.allreduce.events import Action, Event, Fail, Finish, Group
 from equipoise.averaging.allreduce.failure_detector import MIN_BYTES_PER_SECOND, Attendance, Awaited
-from equipoise.averaging.allreduce.follower import Fetching, awaited, due_report, phase_of, waiting_for
+from equipoise.averaging.allreduce.follower import (
+    Fetching,
+    awaited,
+    due_report,
+    names_of,
+    phase_of,
+    waiting_for,
+)
 from equipoise.averaging.allreduce.leader import Despair, Reopen, Tell, next_move
 from equipoise.averaging.allreduce.messages import Vote
 from equipoise.averaging.allreduce.part_table import PartTable
@@ -57,6 +68,7 @@ class AllReduce:
     Attributes:
         ended: How the round has ended here, if it has.
         notes: What went wrong, for people.
+        faults: By member: what it is to blame for, one line.
         peers: Bitmask of the members that this member can reach. Two members that cannot be dialled never connect.
         released: Whether no reachable member lacks the mean. From then on this member gives signs of life on demand.
         closed: Whether no other member needs an answer.
@@ -67,6 +79,7 @@ class AllReduce:
         self.me = me
         self.ended: Finish | Fail | None = None
         self.notes: list[str] = []
+        self.faults: dict[int, str] = {}
         self.closed = False
         self._ends_at = now + timeout
         self._releases_at = float("inf")
@@ -77,6 +90,7 @@ class AllReduce:
         self._part_table = PartTable(group, me)
         self._fetching = Fetching(me, len(group.parts))
         self._distrusted = 0
+        self._shares: dict[int, tuple[bytes, ...]] = {}
         self.released = False
         self._yielded = 0
         self._actions: list[Action] = []
@@ -180,6 +194,8 @@ class AllReduce:
                 if news := paxos.on_propose(sender, message):
                     self._part_table.assign(decision.owners)
             case wire.Votes(vote, voters):
+                if voters == 1 << sender and len(message.shares) == self.group.size:
+                    self._shares[sender] = message.shares
                 news = self._on_votes(sender, vote, voters)
             case wire.Fetch(contributors, parts):
                 self._serve(sender, contributors, parts)
@@ -279,11 +295,25 @@ class AllReduce:
             return
         if self.ended is None and self._attendance.stall(self._awaited, now):
             self._on_stalled()
+            if self._paxos.tally.split:
+                self._fail_apart(now)
+
+    def _fail_apart(self, now: float) -> None:
+        """Fail, as the members hold different means, and blame the owners of whose share no majority has the same."""
+        for owner in members_of(self._part_table.owners & ~(1 << self.me)):
+            alike = Counter(shares[owner] for shares in self._shares.values()).most_common(1)
+            if alike and 2 * alike[0][1] <= len(self._shares):
+                self._blame(1 << owner, "gave members different means")
+        told = names_of(self.group, sum(1 << member for member in self.faults))
+        self._fail(f"members hold different means, by the fault of {told}", now)
 
     def _on_stalled(self) -> None:
         waited = self._attendance.level * STALL_SECONDS
         self._note(f"no progress for {waited:g} s {waiting_for(self._paxos, self._part_table)}")
         self._fetching.ask_another()
+        if self._paxos.decision is not None and not self._paxos.must_fetch:
+            owing = self._awaited.members if self._awaited.dispensable else 0
+            self._blame(owing & ~self._attendance.gone, "owed its share of the mean")
         line = self._paxos.line(self._attendance.lost)
         if self.me in line and self._paxos.should_open(self._attendance.level, line.index(self.me)):
             self._open_ballot()
@@ -343,6 +373,9 @@ class AllReduce:
         match next_move(self._paxos, self._part_table, self._attendance):
             case Tell(message, why):
                 self._note(why)
+                if isinstance(message, wire.Plan):
+                    silent = self._part_table.owners & ~message.owners & ~self._attendance.gone
+                    self._blame(silent if message.sequence else 0, "did not report as an owner")
                 self._tell(message, now)
             case Reopen(why):
                 self._note(why)
@@ -365,7 +398,9 @@ class AllReduce:
         decision = self._paxos.ballot.decision
         if decision is not None and self._part_table.is_whole(decision) and self._paxos.hold():
             self._progress(now)
-            self._broadcast(self._paxos.vote(self._part_table.digest(decision)))
+            self._shares[self.me] = self._part_table.shares()
+            vote = self._paxos.vote(self._part_table.digest(decision))
+            self._broadcast(msgspec.structs.replace(vote, shares=self._shares[self.me]))
 
     def _commit(self, now: float) -> None:
         chosen = self._paxos.tally.chosen
@@ -375,6 +410,10 @@ class AllReduce:
             if vote := self._paxos.concur():
                 # The others keep the mean for this member until they hear that it has it.
                 self._broadcast(vote)
+            self._blame(self._part_table.false_owners, "gave another mean than the group's")
+            if missing := self.group.contributors & ~chosen.decision.contributors:
+                leader = self.group.names[self._paxos.leader_of(chosen.ballot)]
+                self._note(f"{names_of(self.group, missing)} left out by the word of {leader}, which led")
             self._end(Finish(chosen.decision, chosen.digest), now)
             if self._paxos.leader == self.me:
                 self._send_commit(self.group.everyone)
@@ -474,6 +513,10 @@ class AllReduce:
         commit = self._paxos.commit()
         if commit is not None:
             self._broadcast(commit, among)
+
+    def _blame(self, members: int, why: str) -> None:
+        for member in members_of(members):
+            self.faults.setdefault(member, why)
 
     def _note(self, text: str) -> None:
         if text and len(self.notes) < MAX_NOTES:

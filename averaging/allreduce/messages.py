@@ -32,6 +32,7 @@ Signatures = Annotated[tuple[tuple[MemberIndex, Signature], ...], msgspec.Meta(m
 Late = tuple[MemberIndex, Annotated[float, msgspec.Meta(ge=0.0, le=MAX_LATE_SECONDS)]]
 """A member that others waited for, and seconds."""
 
+Shares = Annotated[tuple[Annotated[bytes, msgspec.Meta(max_length=4)], ...], msgspec.Meta(max_length=64)]
 Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 Reason = Annotated[str, msgspec.Meta(max_length=MAX_REASON_CHARS, pattern=r"\A[ -~]*\Z")]
 """Printable ASCII: it ends in logs and on terminals."""
@@ -110,14 +111,16 @@ class Propose(Message, frozen=True):
 class Votes(Message, frozen=True):
     """These members have cast the vote, as their signatures prove (`vote_signatures`): the sender alone, or a majority.
 
-    The votes of a majority say that the round has succeeded. `late` is the member whose values came last to the sender,
-    for people.
+    The votes of a majority say that the round has succeeded. `shares` has 4 bytes of a digest of each member's share of
+    the mean, as the sender holds it: members that hold different means see by it which owner gave them. `late` is the
+    member whose values came last to the sender, for people.
     """
 
     vote: Vote
     voters: Members
     signatures: Signatures = ()
     late: Late | None = None
+    shares: Shares = ()
 
 
 class Fetch(Message, frozen=True):

@@ -56,6 +56,7 @@ class PartTable:
         self.whole = group.contributors
         self._reducing: dict[int, int] = {}
         self._means: dict[int, tuple[int, bytes]] = {}
+        self._dropped: dict[int, tuple[int, bytes]] = {}
         self._kept: dict[int, int] = {}
         self._mean_sent: dict[int, tuple[int, int]] = {}
 
@@ -126,9 +127,16 @@ class PartTable:
             del self._reducing[part]
 
     def drop_means(self) -> None:
-        """Forget every mean."""
+        """Forget every mean, but for `false_owners`."""
+        self._dropped = dict(self._means)
         self._means.clear()
         self._kept.clear()
+
+    @property
+    def false_owners(self) -> int:
+        """Bitmask of the owners of parts whose mean was dropped, and is another one now."""
+        changed = (part for part, mean in self._dropped.items() if self._means.get(part, mean) != mean)
+        return sum(1 << owner for owner in {self.owner_of[part] for part in changed})
 
     def is_whole(self, decision: Decision) -> bool:
         """True if all parts of the decision's mean are here."""
@@ -148,6 +156,13 @@ class PartTable:
         """The digest of the decision's mean, whose parts are all here."""
         parts = (self._means[part][1] for part in range(len(self.group.parts)))
         return mean_digest(self.group.round_id, decision.contributors, parts)
+
+    def shares(self) -> tuple[bytes, ...]:
+        """4 bytes of a digest of each member's share of the mean, as it is here."""
+        given: list[list[bytes]] = [[] for _ in range(self.group.size)]
+        for part, owner in enumerate(self.owner_of):
+            given[owner].append(self._means.get(part, (0, b""))[1])
+        return tuple(hashlib.sha256(b"".join(digests)).digest()[:4] for digests in given)
 
     def work(self, over: int, decided: bool, release_means: bool, targets: int) -> list[Action]:
         """For each due part: send our contribution, reduce it, or send its mean.

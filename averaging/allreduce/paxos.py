@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import or_
 from typing import NamedTuple
 
 from equipoise.averaging.allreduce import messages as wire
@@ -55,6 +57,16 @@ class Tally:
         if self.chosen is None and is_majority(self._voters[vote], self.size):
             self.chosen = vote
         return True
+
+    @property
+    def split(self) -> bool:
+        """True if no digest can come to a majority: the members have held different means since their first votes."""
+        held: dict[bytes, int] = {}
+        for vote, voters in self._voters.items():
+            held[vote.digest] = held.get(vote.digest, 0) | voters
+        heard = reduce(or_, held.values(), 0).bit_count()  # A member may vote for several.
+        most = max((mask.bit_count() for mask in held.values()), default=0)
+        return self.chosen is None and 2 * (most + self.size - heard) <= self.size
 
     def voters(self, vote: Vote) -> int:
         """Bitmask of the members that cast `vote`."""

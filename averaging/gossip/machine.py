@@ -116,8 +116,9 @@ class Pairing(Matchmaker):
                 self._receive(peer, message, now)
             case events.PeerLost(peer) if peer == self._asked:
                 self._listen(now, 0.0)
-            case events.RoundEnded(round):
+            case events.RoundEnded(round, ok):
                 if self._exchanging is not None and self._exchanging.round == round:
+                    self._remember(self._exchanging, ok)
                     self._exchanging = None
                     self.reason = f"exchange {round} is over"
 
@@ -137,11 +138,22 @@ class Pairing(Matchmaker):
             case wire.GroupFormed():
                 self._formed(peer, message, now)
 
+    def _remember(self, manifest: Manifest, ok: bool) -> None:
+        """Note how an exchange ended: the partner of a failed one, which may never vote, is drawn last for a while."""
+        partner = next(peer for peer in manifest.peers if peer != self.context.peer)
+        if ok:
+            self.context.deeds.absolve(partner)
+        else:
+            self.context.deeds.blame(partner, "an exchange with it failed")
+
     # ---- the partner ----
 
     def _proposed(self, peer: str, request: wire.JoinRequest, now: float) -> None:
         join = request.join
-        if not self._takes(peer):
+        blames = self.context.deeds.blames
+        if blames(peer) and not all(map(blames, self._membership.others(now))):
+            self.context.refuse(peer, join, "the last exchange with it failed", wait=REFUSED_SECONDS)
+        elif not self._takes(peer):
             self.context.refuse(peer, join, "it is not free", wait=BUSY_SECONDS)
         elif problem := self.context.objection(peer, join, now) or self._accept(join):
             self.context.refuse(peer, join, problem)
@@ -203,7 +215,7 @@ class Pairing(Matchmaker):
             self.reason = f"all {len(near)} partners are busy" if near else "no partner is known"
             self._pause(now)
             return
-        self._asked = self._chance.choice(free)
+        self._asked = self._chance.choice([peer for peer in free if not context.deeds.blames(peer)] or free)
         self.reason = f"{self._asked} was asked for an exchange"
         self._answer_by = now + DIAL_SECONDS + SILENT_SECONDS
         membership.ask(self._asked, now)

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from equipoise.averaging.deeds import Deeds, suspected
 from equipoise.averaging.manifest import Join, RoleOf, Sign, Verify
 from equipoise.averaging.matchmaking import messages as wire
 from equipoise.averaging.matchmaking.events import Action, Send
@@ -17,7 +18,10 @@ from equipoise.averaging.matchmaking.next_round import NextRound
 from equipoise.averaging.options import Needs
 from equipoise.averaging.outcome import Outcome
 from equipoise.averaging.weights import ATTENDANCE_LIMIT
-from equipoise.limits import Allowance
+from equipoise.limits import Allowance, LruDict
+
+MAX_LEFT_OUT = 64
+"""Most coordinators remembered that left a join of this peer out."""
 
 JOINS_SECONDS, MAX_JOINS, MAX_JOINS_OF_ONE = 1.0, 2000, 100
 """Time, and most joins checked within it, in all and of one peer: each signature costs 0.15 ms. A run has at most some
@@ -40,6 +44,7 @@ class Context:
         straggler_wait: The time for which to wait for late peers.
         next_round: The number of this peer's next round.
         out: Actions of the current event.
+        deeds: The peers that this one blames.
     """
 
     run: str
@@ -53,9 +58,11 @@ class Context:
     straggler_wait: StragglerWait = field(default_factory=StragglerWait)
     next_round: NextRound = field(init=False)
     out: list[Action] = field(default_factory=list)
+    deeds: Deeds = field(default_factory=Deeds)
     _looked_at: Allowance = field(
         default_factory=lambda: Allowance(JOINS_SECONDS, MAX_JOINS, MAX_JOINS_OF_ONE)
     )
+    _left_out: LruDict[str, int] = field(default_factory=lambda: LruDict(MAX_LEFT_OUT))
 
     def __post_init__(self) -> None:
         self.membership = Membership(self.peer, self.spec, self.needs.group_size, self.needs.places)
@@ -81,7 +88,17 @@ class Context:
     def join(self, stated: Join, round: int | None = None) -> Join:
         """This peer's statement, as its signed join of its next round, or of the round with this number."""
         number = self.round if round is None else round
-        return msgspec.structs.replace(stated, peer=self.peer, spec=self.spec, round=number).signed(self.sign)
+        own = {"peer": self.peer, "spec": self.spec, "round": number, "suspects": self.deeds.suspects}
+        return msgspec.structs.replace(stated, **own).signed(self.sign)
+
+    def left_out(self, coordinator: str) -> None:
+        """Note that a coordinator had this peer's join and closed a group without it, though there was room."""
+        if self.needs.least or self.membership.count >= self.needs.group_size:
+            return
+        self._left_out[coordinator] = self._left_out.get(coordinator, 0) + 1
+        if self._left_out[coordinator] >= 2:
+            seconds = self.deeds.blame(coordinator, "as coordinator it left a join of this peer out twice")
+            self.membership.shun(coordinator, self.deeds.now, seconds=seconds)
 
     def objection(self, peer: str, join: Join, now: float) -> str:
         """Return why a join on the channel of `peer` does not count; empty if `peer` signed it, and for this spec."""
@@ -107,6 +124,8 @@ class Context:
         manifest = formed.manifest
         for peer in manifest.peers:
             self.membership.welcome(peer, manifest.round + 1, ready=False)
+        for peer in suspected(manifest.members):  # A peer that lost the others blames them all, alone.
+            self.membership.shun(peer, self.deeds.now)
         planned = set(self.membership.group(self.peer, manifest.round))
         self.membership.miss(planned.intersection(formed.absent))
 

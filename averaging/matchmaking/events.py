@@ -58,10 +58,17 @@ class Woke(msgspec.Struct, frozen=True):
 
 
 class RoundEnded(msgspec.Struct, frozen=True):
-    """The round that `Form` began is over; `ok` says whether this peer has its mean."""
+    """The round that `Form` began is over.
+
+    Attributes:
+        round: Its number.
+        ok: Whether this peer has its mean.
+        faults: See `Outcome.faults`.
+    """
 
     round: int
     ok: bool = False
+    faults: dict[str, str] = {}
 
 
 class MeanHeld(msgspec.Struct, frozen=True):

@@ -61,7 +61,11 @@ class Matchmaker(ABC):
             ValueError: The caller's mistake: `BecameReady` with a weight that is not valid.
         """
         context = self.context
+        context.deeds.now = now
         match event:
+            case events.RoundEnded(faults=faults):
+                for peer, why in faults.items():
+                    context.deeds.blame(peer, why)
             case events.CandidatesSeen(candidates):
                 self._membership.see(candidates, now)
                 context.ask(self._membership.to_ask(now), now)

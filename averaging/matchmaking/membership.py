@@ -239,11 +239,12 @@ class Membership:
         """When a peer that was asked will have been silent for too long; infinity if none was."""
         return min((other.asked_at for other in self._others.values()), default=float("inf")) + SILENT_SECONDS
 
-    def shun(self, peer: str, now: float, *, excused: bool = False) -> None:
+    def shun(self, peer: str, now: float, *, excused: bool = False, seconds: float = SHUN_SECONDS) -> None:
         """Ask others before this peer for a while, alive or not; `excused` if it may call once in that time."""
         before = self._shunned.get(peer)
         may_call = before.may_call if before is not None and now < before.until else excused
-        self._shunned[peer] = _Shun(now + SHUN_SECONDS, may_call)
+        until = now + seconds if before is None else max(before.until, now + seconds)
+        self._shunned[peer] = _Shun(until, may_call)
 
     def shuns(self, peer: str, now: float) -> bool:
         """True if others are asked before the peer for now."""

@@ -81,6 +81,7 @@ def print_peers(peers: Sequence[PeerRow]) -> None:
     told = [(row, f"{row.reach}: {row.why}") for row in once]
     told += [(row, f"tags: {', '.join(row.tags)}") for row in once if row.tags]
     told += [(row, f"{row.run}: other options: {row.differs}") for row in peers if row.differs]
+    told += [(row, f"{row.run}: {row.faults}") for row in peers if row.faults]
     lines = [_line(f"{row.name} {_short(row.peer)}".strip(), line) for row, line in told]
     print_lines([table(titles, rows), Text(), *lines])
 

@@ -300,6 +300,7 @@ class Session:
             tags=found.tags,
             role=self._swarm.role(found.peer),
             banned=self._swarm.standing(found.peer) == "banned",
+            faults=run_driver.search.machine.context.deeds.told(found.peer),
         )
 
     async def leave(self, reason: str) -> None:

@@ -177,3 +177,38 @@ def test_a_join_stated_anew_is_proposed_in_place_of_the_first() -> None:
     ((_, anew),) = sent(one.handle(ready(nonce=b"m" * NONCE_BYTES), 1.1), JoinRequest)
     assert declined(one.handle(pair("bob", request.join, join("bob")), 1.2)) == ["bob"]
     assert len(formed(one.handle(pair("bob", anew.join, join("bob")), 1.3))) == 1
+
+
+def test_the_partner_of_a_failed_exchange_comes_last_longer_each_time() -> None:
+    one = pairing("alice", "bob", "carol")
+
+    def exchange(partner: str, ok: bool, now: float) -> None:
+        one.handle(ready(), now)
+        one._asked = None
+        assert formed(one.handle(asks(partner), now))
+        one.handle(events.RoundEnded(one._exchanging.round if one._exchanging else 0, ok), now)
+
+    def asked(now: float) -> set[str]:
+        found = set()
+        for seed in range(8):
+            one._chance = Random(seed)
+            for other in ("bob", "carol"):  # They answer.
+                one.handle(events.MessageReceived(other, Whereabouts(RUN, 0)), now)
+            found |= {peer for peer, _ in sent(one.handle(ready(), now), JoinRequest)}
+        one.handle(events.Withdrew(), now)
+        return found
+
+    assert asked(1.0) == {"bob", "carol"}
+    exchange("bob", False, 2.0)
+    assert asked(3.0) == asked(61.0) == {"carol"}
+    one.handle(ready(), 61.5)
+    one._asked = None
+    ((_, refusal),) = sent(one.handle(asks("bob"), 61.5), JoinRefused)
+    assert (refusal.detail, refusal.wait) == ("the last exchange with it failed", REFUSED_SECONDS)
+    assert asked(62.0) == {"bob", "carol"}
+    exchange("bob", False, 63.0)
+    assert asked(182.0) == {"carol"}, "twice as long"
+    exchange("carol", False, 182.5)
+    assert asked(182.6) == {"bob", "carol"}, "nobody else is left"
+    exchange("bob", True, 182.7)
+    assert asked(182.8) == {"bob"}, "an exchange ends it"

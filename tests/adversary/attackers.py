@@ -1,0 +1,39 @@
+"""Daemons that attack: `python -c "from adversary.attackers import main; main(WAY)" daemon` is `equipoise daemon`.
+
+`stall`: as owner it never sends its share of the mean. `nan`: its contributions do not decode. `each`: as owner it
+gives each member another mean. `mute`: it does not vote.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+
+def main(way: str) -> None:
+    """Run the command line with modules that do what `way` says."""
+    from equipoise.averaging.aio.round_driver import RoundDriver
+    from equipoise.averaging.allreduce import messages as wire
+    from equipoise.peer.cli import main as equipoise
+
+    framed: Callable[..., Any] = RoundDriver._framed
+    post: Callable[..., Any] = RoundDriver._post
+
+    def lies(self: RoundDriver, message: wire.RoundMessage, payload: memoryview) -> Any:
+        header, body = framed(self, message, payload)
+        if way == "nan" and isinstance(message, wire.Contribution):
+            body = memoryview(b"\xff" * len(body))
+        if way == "each" and isinstance(message, wire.Mean):
+            body = memoryview(np.full(len(body) // 4, os.getpid() + os.urandom(1)[0], np.float32).tobytes())
+        return None if way == "stall" and isinstance(message, wire.Mean) else (header, body)
+
+    def says(self: RoundDriver, to: int, message: wire.RoundMessage) -> None:
+        if way != "mute" or not isinstance(message, wire.Votes):
+            post(self, to, message)
+
+    setattr(RoundDriver, "_framed", lies)  # noqa: B010
+    setattr(RoundDriver, "_post", says)  # noqa: B010
+    equipoise()

@@ -1,0 +1,73 @@
+"""What one member of real daemons can do to the others' means: by its weight, its values, and its faults in rounds."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from e2e.fleet import Fleet, normal
+from e2e.swarm import CLI, DaemonProcess, Swarm
+
+ATTACK_SECONDS, MEASURED_SECONDS = 60.0, 40.0
+
+
+def attacker(swarm: Swarm, way: str, first: DaemonProcess, monkeypatch: pytest.MonkeyPatch) -> DaemonProcess:
+    with monkeypatch.context() as patch:
+        patch.setattr("e2e.swarm.CLI", (*CLI[:-1], f"from adversary.attackers import main; main({way!r})"))
+        return swarm.daemon("attacker", join=[first.address])
+
+
+@pytest.mark.timeout(300)
+def test_no_weight_and_no_value_is_the_mean_by_itself(swarm: Swarm) -> None:
+    daemons = swarm.daemons(3)
+    values = normal(3, 1000)
+    with Fleet(daemons[:2], values[:2], codec="fp32") as fleet:
+        outcomes = [pending.result() for pending in fleet.start([1.0, 1e12])]
+        boast = fleet.clients[1].peer_id
+        assert all(outcomes), outcomes
+        assert outcomes[0].capped == {boast: 1e12}
+        assert outcomes[0].contributors[boast] == 10.0
+        assert f"..{boast[-8:]} counts 10 of 1e+12" in outcomes[0].reason
+        fleet.check(dict(enumerate(outcomes)), 1e-6)
+    values[2] = torch.full((1000,), 1e30)
+    with Fleet(daemons, values, codec="fp32") as fleet:
+        outcomes = [pending.result() for pending in fleet.start([1.0] * 3)]
+        assert set(outcomes[0].shrunk) == {fleet.clients[2].peer_id}
+        moved = (fleet.tensors[0] - (values[0] + values[1]) / 3).norm()
+        assert moved <= 1.01 * 10 * max(values[0].norm(), values[1].norm()) / 3
+
+
+def pace(fleet: Fleet, honest: int, seconds: float) -> float:
+    """Rounds a second in which the honest end with a mean, of all but the first third of the time."""
+    began, ends = time.monotonic(), []
+    while time.monotonic() < began + seconds:
+        pending = fleet.start([1.0] * len(fleet.runs), timeout=20.0)
+        outcomes = [one.result() for one in pending[:honest]]
+        ends += [time.monotonic()] if all(outcomes) else []
+        [one.result() for one in pending[honest:]]
+    since = began + seconds / 3
+    return sum(at > since for at in ends) / (time.monotonic() - since)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("way", ["stall", "nan", "each", "mute"])
+def test_a_member_at_fault_leaves_the_others_most_of_their_rounds(
+    swarm: Swarm, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    daemons = swarm.daemons(4)
+    with Fleet(daemons, normal(4, 100_000), codec="fp32") as fleet:
+        before = pace(fleet, 4, 10.0)
+    daemons[3].stop()
+    hostile = attacker(swarm, way, daemons[0], monkeypatch)
+    with Fleet([*daemons[:3], hostile], normal(4, 100_000), codec="fp32") as fleet:
+        after = pace(fleet, 3, ATTACK_SECONDS)
+        rows = daemons[0].json("peers")
+        faults = [row["faults"] for row in rows if row["peer"] == fleet.clients[3].peer_id]
+    print(
+        f"{way}: {before:.2f} rounds a second before, {after:.2f} in the last {MEASURED_SECONDS:g} s: {faults}"
+    )
+    assert after >= 0.6 * before
+    assert way == "mute" or all(faults)
