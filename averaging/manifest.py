@@ -166,20 +166,6 @@ class Join(msgspec.Struct, frozen=True, array_like=True):
         return verify(self.peer, self.content, self.signature)
 
 
-class Claim(msgspec.Struct, frozen=True, array_like=True):
-    """What a join says of a state.
-
-    Attributes:
-        peer: The member's PeerID.
-        state: The state that it holds.
-        gives: Whether its contribution changes that state.
-    """
-
-    peer: PeerName
-    state: StateId | None
-    gives: bool
-
-
 class Manifest(msgspec.Struct, frozen=True, array_like=True):
     """The members of one round's group.
 
@@ -227,19 +213,9 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
         return tuple(join.peer for join in self.members if join.state == state)
 
     @property
-    def claims(self) -> tuple[Claim, ...]:
-        """The members' claims, in member order."""
-        return tuple(Claim(join.peer, join.state, join.bound is not None) for join in self.members)
-
-    @property
-    def digest(self) -> bytes:
-        """SHA-256 over the manifest in msgpack, whose maps keep their order."""
-        return hashlib.sha256(msgspec.msgpack.encode(self)).digest()
-
-    @property
     def id(self) -> bytes:
-        """The round's id, 16 bytes; see `round_id`."""
-        return round_id(self.claims, self.digest)
+        """The round's id: 16 bytes of SHA-256 over the manifest in msgpack, whose maps keep their order."""
+        return hashlib.sha256(msgspec.msgpack.encode(self)).digest()[:ROUND_ID_BYTES]
 
     @property
     def peers(self) -> tuple[str, ...]:
@@ -293,11 +269,6 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
             if (join.spec, join.round) != (self.spec, self.round):
                 return f"expected joins of this spec and round {self.round}, {join.peer}'s differs"
         return ""
-
-
-def round_id(claims: tuple[Claim, ...], digest: bytes) -> bytes:
-    """Return the id of the round with these claims and this digest of its manifest: it proves the claims."""
-    return hashlib.sha256(msgspec.msgpack.encode(claims) + digest).digest()[:ROUND_ID_BYTES]
 
 
 def shortfall(joins: Sequence[Join], needs: Needs) -> str:

@@ -6,7 +6,7 @@ import math
 
 import msgspec
 
-from equipoise.averaging.state import StateId, Step, group_state
+from equipoise.averaging.state import StateId, group_state
 from equipoise.averaging.weights import ATTENDANCE_LIMIT, shares
 
 SHOWN_CHARS = 8
@@ -185,8 +185,7 @@ class FetchOutcome(msgspec.Struct, frozen=True, kw_only=True):
         voters: PeerIDs of all peers that had a vote on which snapshot to take, whether they offered one or not.
         behind: After a failed search for a mean: number of peers that are not as far as this one.
         unheard: After a failed search for a mean: number of peers that have not said whether they have it.
-        path: Of a search for a mean: the states to which a chain of means leads from the state before it, each with the
-            PeerIDs of the peers that hold it.
+        beyond: After a failed search for a mean: the later epoch that most peers of the circle have reached, or 0.
         age: Of a mean: seconds since the group of its round closed, by the word of its donors.
         round: Of a mean: the outcome of its round, as its members see it; None if not ok.
     """
@@ -200,7 +199,7 @@ class FetchOutcome(msgspec.Struct, frozen=True, kw_only=True):
     voters: tuple[str, ...] = ()
     behind: int = 0
     unheard: int = 0
-    path: tuple[Step, ...] = ()
+    beyond: int = 0
     age: float = 0.0
     round: Outcome | None = None
 

@@ -26,18 +26,6 @@ class StateId(msgspec.Struct, frozen=True, array_like=True):
     lineage: Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{64}\Z")]
 
 
-class Step(msgspec.Struct, frozen=True, array_like=True):
-    """A state to which a chain leads.
-
-    Attributes:
-        state: The state.
-        holders: PeerIDs of the peers that hold it: they held the state before.
-    """
-
-    state: StateId
-    holders: tuple[str, ...]
-
-
 def group_state(states: Iterable[StateId], strangers: Iterable[StateId] = ()) -> StateId | None:
     """The most common of the claimed states; of equally common ones, that of the higher epoch, then larger lineage.
 

@@ -158,11 +158,6 @@ class Swarm:
         said = self._protocol.record_store.newest(peer)
         return "" if said is None else printable(said.name, MAX_NAME_CHARACTERS)
 
-    @property
-    def named(self) -> tuple[str, ...]:
-        """PeerIDs of the peers that this daemon's user named: by `--join`, or by an invitation."""
-        return tuple(dict.fromkeys(address.peer for address in self._join if address.peer != self.peer))
-
     def role(self, peer: str) -> str:
         """Return the role of this member or of another one; all are trainers in an open swarm."""
         return self.gate.admission.role(peer)

@@ -25,7 +25,6 @@ from equipoise.averaging.metrics import Values, averaged, middles
 from equipoise.averaging.outcome import SHOWN_CHARS, Outcome
 from equipoise.averaging.partition import balance, settle
 from equipoise.averaging.ports import FrameRefused
-from equipoise.averaging.replication.chain import Votes
 from equipoise.averaging.replication.update import EncodedMean
 from equipoise.averaging.rules import Mean, RuleError
 from equipoise.averaging.session.outbox import Frame
@@ -400,10 +399,7 @@ class RoundDriver:
         spec, manifest, clamped = self.task.spec, self.task.manifest, self._store.clamped
         apart: float | None = None
         if isinstance(end, events.Finish):
-            chosen = self._machine.chosen
-            assert chosen is not None, "it has finished"
-            votes = Votes(manifest, chosen, self._vote_signatures.of(chosen))
-            mean = EncodedMean(manifest, end.decision.contributors, self._store.means(), votes.link)
+            mean = EncodedMean(manifest, end.decision.contributors, self._store.means())
             self._keep(mean)
             outcome = mean_outcome(spec, self.group, mean, end.digest)
             apart = self._apart(outcome.contributors)
@@ -490,10 +486,6 @@ class Rounds:
                 except FrameRefused as error:
                     round.lost(peer, str(error))
         return round
-
-    def began(self, round_id: bytes) -> bool:
-        """Whether this daemon has begun that round, as far as it remembers."""
-        return round_id in self.open or round_id in self._closed
 
     def keep_early(self, round_id: bytes, peer: str, header: bytes) -> bool:
         """Keep a control frame of a round that is not open; return whether the round may yet begin."""

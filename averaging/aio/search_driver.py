@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Container
 
 import msgspec
 
@@ -115,8 +114,8 @@ class SearchDriver:
         else:
             await self._directory.withdraw(self._spec.name)
 
-    async def objection(self, named: Container[str], timeout: float) -> str:
-        """Return why this peer should not take part with its spec beside those that its user `named`; empty if it may.
+    async def objection(self, timeout: float) -> str:
+        """Return why this peer should not take part with its spec, one line; empty if it may.
 
         Waits up to `timeout` seconds until the known peers with another spec have described theirs.
         """
@@ -124,7 +123,7 @@ class SearchDriver:
         while not self.comparison.settled(now := self._loop.time()) and now < until:
             self._compared.clear()
             await sleep_until(self._compared, until - now)
-        return self.comparison.objection(named)
+        return self.comparison.objection()
 
     # ---- one search ----
 

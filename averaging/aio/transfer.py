@@ -9,7 +9,6 @@ import logging
 import mmap
 from collections import Counter
 from collections.abc import Callable, Mapping, Sized
-from dataclasses import replace
 from functools import partial
 
 import msgspec
@@ -23,10 +22,9 @@ from equipoise.averaging.manifest import TICKET_BYTES, Manifest, Verify
 from equipoise.averaging.matchmaking.messages import MAX_DETAIL_CHARS
 from equipoise.averaging.outcome import FetchOutcome, Outcome
 from equipoise.averaging.ports import Candidate, Directory, FrameRefused
-from equipoise.averaging.replication import lineage, messages
+from equipoise.averaging.replication import messages
 from equipoise.averaging.replication import transfer_events as events
 from equipoise.averaging.replication.answers import Request, Wish
-from equipoise.averaging.replication.chain import Chain, Link
 from equipoise.averaging.replication.chunks import MAX_IMAGE_BYTES, Image, ImageId, is_chunk
 from equipoise.averaging.replication.client import Fetch
 from equipoise.averaging.replication.messages import Ask, AskItems, Item, TransferMessage, encode
@@ -34,7 +32,7 @@ from equipoise.averaging.replication.server import Server
 from equipoise.averaging.replication.update import MAX_MANIFEST_BYTES, EncodedMean, read_head
 from equipoise.averaging.session.outbox import Frame
 from equipoise.averaging.spec import RunSpec
-from equipoise.averaging.state import StateId, Step
+from equipoise.averaging.state import StateId
 from equipoise.limits import Allowance
 from equipoise.tasks import Driver, TaskSet
 
@@ -56,12 +54,6 @@ ASKS_SECONDS, MAX_ASKS, MAX_ASKS_OF_ONE = 0.5, 64, 8
 """Bounds how many new questions are looked up in the directory, in so many seconds: in all, and of one peer. A peer
 that catches up asks for one mean after another. A question that is dropped comes again a second later."""
 
-PROOFS_SECONDS, MAX_PROOFS, MAX_PROOFS_OF_ONE = 1.0, 64, 4
-"""Bounds how many chains a download checks, in so many seconds: in all, and of one peer; each takes some 10 ms."""
-
-MAX_TRIES = 4
-"""Most different images that a peer downloads for one mean: votes do not prove bytes before they are here."""
-
 Room = Callable[[int], memoryview]
 """Makes room for an image, or for an encoded mean, given its bytes; called in a thread. It returns a writable view of
 that size, or raises ValueError."""
@@ -81,15 +73,9 @@ class Download:
         machine: Decides which donor is asked for which chunks.
         driver: Feeds it events.
         ended: Its outcome.
-        first: The link to the mean that is downloaded, once one was proved.
     """
 
-    def __init__(
-        self, request: Request, sessions: Sessions, timeout: float, room: Room, chain: Chain | None = None
-    ) -> None:
-        self._chain = chain
-        self.first: Link | None = None
-        self._proofs = Allowance(PROOFS_SECONDS, MAX_PROOFS, MAX_PROOFS_OF_ONE)
+    def __init__(self, request: Request, sessions: Sessions, timeout: float, room: Room) -> None:
         self._loop = asyncio.get_running_loop()
         self.machine = Fetch(request, self._loop.time(), timeout)
         self.ended: asyncio.Future[FetchOutcome] = self._loop.create_future()
@@ -98,7 +84,6 @@ class Download:
         self._ticket = request.ticket
         self._circle = request.wish.circle
         self._image: ImageId | None = None
-        self._longest = 0
         self._digests = b""
         self._memory = memoryview(b"")
         self._credentials: Mapping[str, bytes] = {}
@@ -154,16 +139,6 @@ class Download:
         elif genuine := is_chunk(body, self._digests, message.item):
             self._memory[image.span(message.item)] = body
         self.driver.tell(events.BodyReceived(peer, message, genuine))
-
-    def proved(self, peer: str, message: messages.ToNewcomer) -> tuple[Step, ...]:
-        """The states to which the chain of an answer leads; of chains no longer than the longest, the first counts."""
-        links = message.links if isinstance(message, messages.Answer) else ()
-        if self._chain is None or not links or not self._proofs.admits(peer, self._loop.time()):
-            return ()
-        path = self._chain.follow(links if len(links) > self._longest else links[:1])
-        self._longest = max(self._longest, len(path))
-        self.first = links[0] if path else self.first
-        return path
 
     def _perform(self, action: events.FetchAction) -> None:
         match action:
@@ -240,8 +215,6 @@ class Transfer:
         self._means: dict[StateId, EncodedMean | ImageId] = {}
         self._flows: dict[str, bytes] = {}
         self._download: Download | None = None
-        self._image = memoryview(b"")
-        self._first: Link | None = None
         self._offering = asyncio.Lock()
         self._tasks = TaskSet()
         self._driver = Driver(self._donor, self._perform, lambda: events.RoundsSeen(rounds.busy))
@@ -309,27 +282,18 @@ class Transfer:
             log.info("run %s: fetched the state of epoch %d, %s (%s)", run, got.state.epoch, what, got.reason)
         return got
 
-    def keep(self, mean: EncodedMean, age: float = 0.0, after: StateId | None = None) -> None:
-        """Keep a mean for peers that missed it, if it leads on from a state; its round closed `age` seconds ago.
-
-        That state is `after`, or else that of most members, and that of this peer.
-        """
-        states = mean.manifest.states
-        own = (after,) if after else (mean.manifest.before, states.get(self._sessions.peer))
-        for before in dict.fromkeys(own) if mean.changes and not self._left else ():
-            if before is None:
-                continue
-            if mean.link is not None:
-                self._donor.log.add(before.epoch, mean.link)
+    def keep(self, mean: EncodedMean, age: float = 0.0) -> None:
+        """Keep a mean for peers that missed it, if it leads on from a state; its round closed `age` seconds ago."""
+        before = mean.before
+        if before is not None and not self._left:
             self._drop(before)
             self._means[before] = mean
             self._driver.tell(events.MeanKept(before, mean.size, KEPT_BYTES // max(len(self._runs), 1), age))
 
     def begin(self, manifest: Manifest) -> None:
         """Note that a round of this run exchanges values here; the run driver calls `over` when it has ended."""
-        before = manifest.states.get(self._sessions.peer, manifest.before)
-        if before is not None:
-            self._driver.tell(events.RoundBegan(before))
+        if manifest.before is not None:
+            self._driver.tell(events.RoundBegan(manifest.before))
 
     def over(self, outcome: object) -> None:
         """Note that the round of this run has ended."""
@@ -337,76 +301,31 @@ class Transfer:
 
     async def _recover(self, wish: Wish, after: StateId, timeout: float, room: Room) -> FetchOutcome:
         self.reach(after.epoch)
-        chain, began = await self._chain(wish, after), self._loop.time()
-        own = chain.follow(self._donor.log.page(after.epoch))
-        if wish.proof and own:
-            return FetchOutcome(ok=False, reason="this daemon keeps the chain", path=own)
-        got = FetchOutcome(ok=False, reason="nothing is kept here")
-        if own:
-            got = await self._unpacked(FetchOutcome(ok=True, reason="", path=own), after, room)
-        wish = msgspec.structs.replace(wish, circle=chain.holders)
-        for _ in range(0 if got.ok else MAX_TRIES):
-            left = max(timeout - (self._loop.time() - began), 0.0)
-            found = await self._get(self._question(wish, after), left, self._place, chain)
-            if not found.ok and got.sources:
-                break  # Nobody offers a better image than the last.
-            got = await self._unpacked(found, after, room)
-            if got.ok or not got.sources:
-                break
-            wish = msgspec.structs.replace(wish, barred=wish.barred | got.sources.keys())
-        log.info("run %s, after epoch %d: %s", self._spec.name, after.epoch, got.reason)
+        spec = self._spec
+        memory = own = await self._own_image(after)
+
+        def image(size: int) -> memoryview:
+            nonlocal memory
+            memory = memoryview(mmap.mmap(-1, size))  # It takes no memory before it is written to.
+            return memory
+
+        got = FetchOutcome(ok=True, reason="")
+        if own is None:
+            got = await self._get(self._question(wish, after), timeout, image)
+        if got.ok:
+            try:
+                how = "missed, and had from others: " if own is None else "missed, and kept here: "
+                args = memory or memoryview(b""), spec, after, self._verify, room, how
+                mean, found = await self._loop.run_in_executor(None, unpack, *args)
+                if own is None:
+                    self.keep(mean, got.age)
+                got = msgspec.structs.replace(got, reason=found.reason, size=mean.size, round=found)
+            except (ValueError, FrameRefused) as error:
+                unheard = len(got.sources)  # They have it still.
+                got = FetchOutcome(ok=False, reason=str(error), sources=got.sources, unheard=unheard)
+        log.info("run %s, after epoch %d: %s", spec.name, after.epoch, got.reason)
         self._search.note_mean(got)
         return got
-
-    def _place(self, size: int) -> memoryview:
-        self._image = memoryview(mmap.mmap(-1, size))  # It takes no memory before it is written to.
-        return self._image
-
-    async def _unpacked(self, got: FetchOutcome, after: StateId, room: Room) -> FetchOutcome:
-        """The mean that was downloaded, or that is kept here if nothing was; not ok if it is not what was proved."""
-        if not got.ok:
-            return got
-        how = "missed, and had from others: " if got.sources else "missed, and kept here: "
-        image = self._image if got.sources else await self._own_image(after)
-        self._image = memoryview(b"")
-        lacking: list[str] = []
-
-        def placed(size: int) -> memoryview:
-            try:
-                return room(size)
-            except ValueError as error:
-                lacking.append(str(error))
-                raise
-
-        try:
-            if image is None:
-                raise ValueError("it is not kept here")
-            args = image, self._spec, after, self._verify, placed, how
-            mean, found = await self._loop.run_in_executor(None, unpack, *args)
-            if lineage.after(after, found.digest) != got.path[0].state:
-                raise ValueError("expected the mean that the votes name, got another")
-        except (ValueError, FrameRefused) as error:
-            unheard, sources = len(got.sources), {} if lacking else got.sources  # They have it still.
-            return FetchOutcome(ok=False, reason=str(error), sources=sources, unheard=unheard)
-        if got.sources and (link := self._first) is not None:
-            self.keep(replace(mean, link=lambda: link), got.age, after)
-        return msgspec.structs.replace(got, reason=found.reason, size=mean.size, round=found, state=after)
-
-    async def _chain(self, wish: Wish, after: StateId) -> Chain:
-        """Checks the chain of means from a state on. From this peer's own, holders that have left the run do not count.
-
-        Where a draw decides which peers contribute, and the run has more peers than places, the drawn count: the last
-        group may have nobody in common with the next.
-        """
-        chain = Chain(after, wish.circle, self._verify)
-        if not wish.proof:
-            me = self._sessions.peer
-            there = {one.peer for one in await self._mates()} | {me}
-            chain = chain._replace(own=self._rounds.began, me=me, holders=wish.circle & there)
-        drawn, strategy = self._search.draw(after), self._spec.strategy
-        if strategy.least and len(drawn.live) > self._spec.options.group_size:
-            return chain._replace(holders=frozenset(drawn.peers), least=strategy.quorum)
-        return chain
 
     async def _own_image(self, after: StateId) -> memoryview | None:
         """The image of a mean that is kept here, if it is: this daemon was in the round without its script's state."""
@@ -417,15 +336,18 @@ class Transfer:
 
     def _question(self, wish: Wish, after: StateId) -> Request:
         """The question for the mean after a state."""
-        spec, ticket, membership = (
-            self._spec,
-            self._sessions.chance.randbytes(TICKET_BYTES),
-            self._search.membership,
-        )
+        spec, ticket, circle = self._spec, self._sessions.chance.randbytes(TICKET_BYTES), wish.circle
+        membership, drawn = self._search.membership, frozenset(self._search.draw(after).peers)
         follows = not wish.patient and membership.crowded and not membership.observes
-        follows = follows and self._sessions.peer not in self._search.draw(after).peers
+        follows = follows and self._sessions.peer not in drawn
+        quorum = spec.strategy.quorum if spec.strategy.least or follows else 0
+        if spec.strategy.least:  # Its last group may have nobody in common with the next.
+            circle |= drawn
+        elif follows:  # The others of its circle follow the state as it does.
+            circle = circle & membership.holders or circle
         limit = spec.layout.mean_size(spec.options.group_size) + MAX_MANIFEST_BYTES
-        return Request(spec.name, spec.hash, ticket, msgspec.structs.replace(wish, limit=limit), follows)
+        wish = msgspec.structs.replace(wish, circle=circle, limit=limit)
+        return Request(spec.name, spec.hash, ticket, wish, quorum, follows)
 
     def withdraw(self, reason: str) -> None:
         """End the download that is going on, if any."""
@@ -473,8 +395,7 @@ class Transfer:
         """Take a frame without a body."""
         if isinstance(message, messages.ToNewcomer):
             if self._download is not None:
-                path = self._download.proved(peer, message)
-                self._download.driver.tell(events.AnswerReceived(peer, message, path))
+                self._download.driver.tell(events.AnswerReceived(peer, message))
         elif isinstance(message, Ask) and not self._looked_up(peer, message):
             if self._asks.admits(peer, self._loop.time()):
                 self._tasks.spawn(self._on_ask(peer, message))
@@ -567,13 +488,11 @@ class Transfer:
 
     # ---- looking ----
 
-    async def _get(
-        self, request: Request, timeout: float, room: Room, chain: Chain | None = None
-    ) -> FetchOutcome:
+    async def _get(self, request: Request, timeout: float, room: Room) -> FetchOutcome:
         if self._download is not None:
             raise ValueError(f"a state of run {self._spec.name!r} is being fetched already: wait for it")
         self._driver.tell(events.FetchChanged(request.wish.after is None))
-        download = self._download = Download(request, self._sessions, timeout, room, chain)
+        download = self._download = Download(request, self._sessions, timeout, room)
         if self._left:
             self.withdraw(self._left)
         looking = self._tasks.keep(lambda: self._look_regularly(download))
@@ -583,7 +502,7 @@ class Transfer:
             self.withdraw("cancelled")
             raise
         finally:
-            self._first, self._download = download.first, None
+            self._download = None
             looking.cancel()
             self._driver.tell(events.FetchChanged(False))
 
@@ -616,7 +535,7 @@ def unpack(
     """
     manifest, contributors, payload = read_head(image)
     manifest.check(verify, spec=spec.hash, needs=spec.needs, own=None)
-    if after not in manifest.states.values():
+    if manifest.before != after:
         raise ValueError(f"expected the mean after epoch {after.epoch}, got one after {manifest.before}")
     group = group_of(spec, manifest)
     layout, givers = spec.layout, len(group.shares(contributors))

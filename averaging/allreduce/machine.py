@@ -479,11 +479,6 @@ class AllReduce:
     # ---- small things ----
 
     @property
-    def chosen(self) -> Vote | None:
-        """The vote of a majority, if it is known."""
-        return self._paxos.tally.chosen
-
-    @property
     def _alone(self) -> bool:
         """True if less than a majority can be reached: nothing can be decided until lost members come back."""
         return not is_majority(self._attendance.here, self.group.size)

@@ -72,10 +72,6 @@ class VoteSignatures:
                 return msgspec.structs.replace(message, voters=proved)
         return message
 
-    def of(self, vote: Vote) -> dict[int, bytes]:
-        """The signatures for a vote by voter; those that come later are added."""
-        return self._signatures.setdefault(vote, {})
-
     def _proved(self, teller: int, voter: int, vote: Vote, signature: bytes | None) -> bool:
         known = self._signatures.get(vote)
         if known is not None and voter in known:

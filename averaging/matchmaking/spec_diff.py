@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -76,6 +76,7 @@ class SpecDiff:
         self._peer = peer
         self._began = now
         self._strangers: dict[str, _Stranger] = {}
+        self._alike = 0
         self._seen = False
         self._answers = Allowance(ANSWERS_SECONDS, MAX_ANSWERS)
 
@@ -101,20 +102,25 @@ class SpecDiff:
         """The difference of a peer's spec, one line; empty if the spec is the same, or the difference is unknown."""
         return self._strangers[peer].difference if peer in self._strangers else ""
 
-    def objection(self, named: Container[str]) -> str:
+    def objection(self) -> str:
         """Why this peer should not take part with its spec; empty if it may.
 
-        Only live peers that its user `named` have a say: identities are free, so no number of strangers turns this peer
-        away. It waits beside them, and `reason` tells the difference. Of two peers, the later should not take part, so
-        a peer that comes with a mistake never turns away the first peer.
+        It should not if more live peers share one other spec than share this peer's spec, itself counted. Of two single
+        peers, the later should not. So a peer that comes with a mistake never turns away the first peer, and a hostile
+        peer never turns away a majority. Dead peers do not answer, and do not count.
 
-        A peer can only claim how long it has been there. The claim counts only if this peer's first look showed it,
-        before any peer knew of this one: no peer can become the first one later.
+        A peer can only claim how long it has been there. The claim of a single peer counts only if this peer's first
+        look showed it, before any peer knew of this one: no peer can become the first one later.
         """
-        for peer, stranger in self._strangers.items():
-            there = stranger.there_since if stranger.came_first else None
-            if peer in named and there is not None and there < self._began:
-                return f"the peer that this daemon joins by has another spec: {stranger.difference}"
+        live = [stranger for stranger in self._strangers.values() if stranger.there_since is not None]
+        for spec, count in Counter(stranger.spec for stranger in live).most_common():
+            same = [stranger for stranger in live if stranger.spec == spec]
+            earlier = any(
+                stranger.came_first and (stranger.there_since or 0.0) < self._began for stranger in same
+            )
+            if count > 1 + self._alike or (count == 1 and not self._alike and earlier):
+                who = "a peer that is there has" if count == 1 else f"{count} peers that are there have"
+                return f"{who} another spec: {same[0].difference}"
         return ""
 
     def handle(self, event: Event, now: float) -> Sequence[Send]:
@@ -135,6 +141,7 @@ class SpecDiff:
     def _see(self, candidates: Sequence[Candidate]) -> None:
         others = [record for record in candidates if record.peer != self._peer]
         strangers = {record.peer: record for record in others if record.spec != self._spec.hash}
+        self._alike = len(others) - len(strangers)
         known, self._strangers = self._strangers, {}
         # Each peer asks in its own order, so that in a large run not all peers ask the same few.
         order = sorted(strangers, key=lambda peer: (peer not in known, rank(self._peer, peer)))

@@ -12,7 +12,7 @@ import msgspec
 
 from equipoise.averaging.counts import count
 from equipoise.averaging.replication.messages import Answer, Offer
-from equipoise.averaging.state import StateId, Step
+from equipoise.averaging.state import StateId
 
 ANSWER_SECONDS = 1.0
 """Longest time to wait for an answer; most peers answer within a round trip."""
@@ -32,12 +32,11 @@ class Wish(msgspec.Struct, frozen=True):
         at_least: The first epoch that is of use, 0 to `MAX_EPOCH`.
         limit: Most bytes of a snapshot.
         after: The state to which the group applied the mean.
-        circle: PeerIDs of the peers that held that state: more than half of them must have signed the mean. Empty if
-            this peer knows none. For a snapshot: PeerIDs of the only peers to take it from, while any is there.
+        circle: PeerIDs of the peers that vouch for that state: they held it in a round with this peer, or had a vote on
+            its snapshot. More than half of them must offer the same mean, as far as they can be reached. For a
+            snapshot: PeerIDs of the only peers to take it from, while any is there.
         barred: PeerIDs of the peers whose last snapshot did not fit the newcomer's model: they are not asked.
         patient: Whether to wait for the peers that are not as far, if no other peer has that mean.
-        proof: Whether only the chain of means from that state is wanted.
-        strict: Whether a snapshot is taken from no other peer than those of the circle.
     """
 
     at_least: int = 0
@@ -46,8 +45,6 @@ class Wish(msgspec.Struct, frozen=True):
     circle: Peers = frozenset()
     barred: Peers = frozenset()
     patient: bool = False
-    proof: bool = False
-    strict: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +56,8 @@ class Request:
         spec: Hash of its RunSpec.
         ticket: 8 random bytes.
         wish: What it looks for.
+        quorum: Fewest members that make a round without the others, where a draw or a place decides who contributes;
+            0: no minority does.
         follows: Whether the asking peer has no place in the group, and waits for the mean until others are beyond it.
     """
 
@@ -66,6 +65,7 @@ class Request:
     spec: str
     ticket: bytes
     wish: Wish
+    quorum: int = 0
     follows: bool = False
 
 
@@ -165,27 +165,29 @@ class Answers:
 class UpdateQuery(Answers):
     """The answers on the mean that the group applied to the state `request.wish.after`; chooses the mean to download.
 
-    The peer asks all others. It believes a mean whose votes prove it (`chain`), from any donor, and first from peers of
-    its circle: other donors may offer other bytes beside the same votes, which no digest of the chain proves before
-    they are here. A peer that is silent may still be in the round of that mean, and answers when that has ended.
+    The peer asks all others. It believes a mean that more than half of its circle offer: the peers that held its state
+    in a round, or had a vote on its snapshot. Each peer answers for itself, on an authenticated channel, so any number
+    of strangers proves nothing. Liars that are more than half of a circle could also have outvoted the others in that
+    round or poll. Peers of the circle that are gone or cannot be reached do not count: else the mean of a group would
+    be lost with half of its members. A peer that is silent counts, because it may still be in the round of that mean,
+    and answers when that has ended.
 
-    Attributes:
-        path: The states to which a chain of means leads from that state, as far as answers have proved it.
+    Where a draw decides which peers contribute, or too few places do, these few make a round, and the others may all
+    have missed it. Drawn peers belong to the circle, though they may never have met this peer. The peers of the circle
+    that are not beyond the state do not count, and the quorum of such a round must offer the mean, but for its members
+    that are gone. One member in the circle is enough: the others may have come to the state by a download.
     """
 
     def __init__(self, request: Request) -> None:
         super().__init__()
         assert request.wish.after is not None, "it asks for a mean"
-        self.path: tuple[Step, ...] = ()
         self._after = request.wish.after
         self._request = request
         self._circle = request.wish.circle
-        self._proved: set[str] = set()
 
-    def prove(self, peer: str, path: tuple[Step, ...]) -> None:
-        """Note the states to which the chain leads that `peer` has handed out."""
-        self._proved |= {peer} if path else set()
-        self.path = max(self.path, path, key=len)
+    def _near(self, offer: Offer) -> int:
+        """The number of peers of the circle that make an offer."""
+        return sum(self.offers(peer, offer) for peer in self._circle)
 
     @property
     def behind(self) -> int:
@@ -201,26 +203,40 @@ class UpdateQuery(Answers):
     def agreement(self, now: float) -> Agreement | None:
         """Return the mean to try next; None if no mean is believed so far."""
         tally = self._tally
-
-        def trust(offer: Offer) -> tuple[int, int, bytes]:
-            return sum(self.offers(peer, offer) for peer in self._circle), tally[offer], offer.image.digest
-
-        best = max(tally, key=trust, default=None)
-        if best is None or self._request.wish.proof:
+        offer = max(tally, key=lambda one: (self._near(one), tally[one], one.image.digest), default=None)
+        if offer is None:
             return None
-        return self._agreed(best, f"{tally[best]} of {count(len(self.peers), 'peer')} offer it")
+        voters, quorum = self._circle, self._request.quorum
+        if self._settled(now, LONE_SECONDS):
+            voters = voters & self.peers.keys() - self._silent
+        near, gone = self._near(offer), len(self._circle) - len(voters)
+        if quorum and near and tally[offer] + gone >= quorum:
+            voters = voters - {peer for peer in voters if self._waits(peer)}
+        if 2 * near <= len(voters):
+            return None
+        return self._agreed(offer, f"{tally[offer]} of {count(len(self.peers), 'peer')} offer it")
 
     def hopeless(self, now: float) -> str:
         """Why the mean cannot come, one line; empty while it may come."""
-        wish = self._request.wish
-        if wish.proof and self.path:
-            return f"a chain of means leads to epoch {self.path[-1].state.epoch}"
-        comes = not self.path if self._request.follows else wish.patient and self.behind > 0
+        request = self._request
+        comes = not self.beyond if request.follows else request.wish.patient and self.behind > 0
         return "" if comes or not self._settled(now, LONE_SECONDS) else self.standing
 
     def wish(self, now: float) -> bool:
         """Returns False: a mean is kept or not, so there are no epochs to wish for."""
         return False
+
+    @property
+    def beyond(self) -> int:
+        """The epoch that most peers of the circle that answered have reached; 0 unless it is beyond the state."""
+        there = self._circle & self._answers.keys() or self._answers.keys()
+        reached = median_low([self._answers[peer].epoch or 0 for peer in there] or [0])
+        return reached if reached > self._after.epoch else 0
+
+    def _waits(self, peer: str) -> bool:
+        """True if a peer has answered, and is not beyond the state: it has missed the mean, too."""
+        answer = self._answers.get(peer)
+        return answer is not None and (answer.epoch is None or answer.epoch <= self._after.epoch)
 
     @property
     def _awaited(self) -> Set[str]:
@@ -233,13 +249,12 @@ class UpdateQuery(Answers):
         """The offers of the mean so far, in one line."""
         if self._nobody:
             return self._nobody
-        what = f"the mean after epoch {self._after.epoch}"
-        offering = sum(self._offer_in(one) is not None for one in self._answers.values())
-        if not offering:
+        tally, what = self._tally, f"the mean after epoch {self._after.epoch}"
+        if not tally:
             return f"none of {count(len(self._answers), 'peer')} that answered keeps {what}"
-        held = f"the {count(len(self._circle), 'peer')} that held this peer's state"
-        lacks = f", which lacks the votes of most of {held}" if not self._tally else ""
-        return f"{offering} of {count(len(self._answers), 'peer')} offer {what}{lacks}"
+        near = max(map(self._near, tally))
+        circle = count(len(self._circle), "peer")
+        return f"{near} of the {circle} that vouch for this peer's state offer the same as {what}"
 
     def _offer_in(self, answer: Answer) -> Offer | None:
         """The mean that an answer offers."""
@@ -252,5 +267,4 @@ class UpdateQuery(Answers):
 
     @property
     def _tally(self) -> Counter[Offer]:
-        proved = (one for peer, one in self._answers.items() if peer in self._proved)
-        return Counter(offer for one in proved if (offer := self._offer_in(one)))
+        return Counter(offer for one in self._answers.values() if (offer := self._offer_in(one)))

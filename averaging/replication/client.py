@@ -25,7 +25,6 @@ from equipoise.averaging.replication.chunks import CHUNK_BYTES, ChunkScheduler, 
 from equipoise.averaging.replication.messages import Item, Offer
 from equipoise.averaging.replication.snapshot_quorum import SnapshotQuorum
 from equipoise.averaging.replication.transfer_events import FetchAction, FetchEvent, Finish
-from equipoise.averaging.state import Step
 from equipoise.averaging.timing import RENEW_SECONDS, STALL_SECONDS
 
 ASK_AGAIN_SECONDS = 1.0
@@ -49,9 +48,7 @@ class Fetch:
         self.ended = False
         self._request = request
         self._began, self._expires = now, now + timeout
-        self._poll: SnapshotQuorum | UpdateQuery = SnapshotQuorum(
-            request.wish.at_least, request.wish.circle, request.wish.strict
-        )
+        self._poll: SnapshotQuorum | UpdateQuery = SnapshotQuorum(request.wish.at_least, request.wish.circle)
         if request.wish.after is not None:
             self._poll = UpdateQuery(request)
         self._poll.barred |= dict.fromkeys(request.wish.barred, "its last image did not fit")
@@ -101,8 +98,8 @@ class Fetch:
         match event:
             case events.PeersSeen(peers):
                 self._ask(self._poll.see(peers, now))
-            case events.AnswerReceived(peer, message, path):
-                self._on_answer(peer, message, path, now)
+            case events.AnswerReceived(peer, message):
+                self._on_answer(peer, message, now)
             case events.BodyReceived(peer, message, genuine):
                 self._on_body(peer, message, genuine, now)
             case events.PeerLost(peer, reason):
@@ -120,14 +117,12 @@ class Fetch:
 
     # ---- events ----
 
-    def _on_answer(self, peer: str, message: messages.ToNewcomer, path: tuple[Step, ...], now: float) -> None:
+    def _on_answer(self, peer: str, message: messages.ToNewcomer, now: float) -> None:
         if message.ticket != self._request.ticket:
             return
         match message:
             case messages.Answer():
                 self._poll.hear(peer, message, now)
-                if self._missed:
-                    self._missed.prove(peer, path)
                 if self._agreement and self._poll.offers(peer, self._agreement.offer):
                     self._sources.add(peer)
             case messages.Refusal(reason=reason):
@@ -243,7 +238,6 @@ class Fetch:
             seconds=now - self._began,
             voters=agreement.voters,
             age=max(now - agreement.closed, 0.0) if self._missed else 0.0,
-            path=self._missed.path if self._missed else (),
         )
         self._end(outcome)
 
@@ -251,7 +245,7 @@ class Fetch:
         reason = "; ".join([reason, *(note for note in self._notes if note not in reason)])
         outcome = FetchOutcome(ok=False, reason=reason, seconds=now - self._began)
         if (one := self._missed) is not None:
-            told = {"behind": one.behind, "unheard": one.unheard, "path": one.path}
+            told = {"behind": one.behind, "unheard": one.unheard, "beyond": one.beyond}
             outcome = msgspec.structs.replace(outcome, **told)
         self._end(outcome)
 

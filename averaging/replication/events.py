@@ -120,10 +120,9 @@ class FetchSnapshot(msgspec.Struct, frozen=True):
 
 
 class FetchMean(msgspec.Struct, frozen=True):
-    """Fetch the mean that the group applied to this state; or only the `proof` that the group has left it."""
+    """Fetch the mean that the group applied to this state."""
 
     after: StateId
-    proof: bool = False
 
 
 class Heal(msgspec.Struct, frozen=True):

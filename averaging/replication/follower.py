@@ -1,7 +1,9 @@
 """Compares this peer's state with its group's, and leads the peer back to the group; reads no clock and no tensor.
 
 All peers apply the same means in the same order to the same state, so they stay alike without sending parameters.
-In every round, each peer claims the state that it holds (`StateId`). A peer is `Joining`, `Following` or `Behind`.
+In every round, each peer claims the state that it holds (`StateId`). The group's state is the most common claim among
+the peers that this peer has trained with, or else among all (`group_state`). A peer is `Joining`, `Following` or
+`Behind`.
 
 A peer whose script has written to the state holds a state of its own, and joins the group anew. It claims its state
 only after a round in which nobody claimed one: then the scripts of all others may have written the same.
@@ -9,10 +11,11 @@ only after a round in which nobody claimed one: then the scripts of all others m
 A round that failed here may have succeeded elsewhere, with this peer's contribution, which must not count twice. So a
 peer that follows its group asks for that mean at once.
 
-Identities are free, and so is an epoch, so claims prove nothing. A newcomer takes the state of most. A peer that has
-trained with others leaves its state only along a chain of means, each with the signed votes of more than half of the
-peers that held the state before (`chain`). So it keeps its state against any number of others, and says so. A peer that
-goes on with less than half of its group remembers where that was: if the others went on by a majority, it comes back.
+Identities are free, so a number of claims alone proves nothing. A peer that has trained with others, in rounds in which
+they held one state, does not leave that state for a state of strangers, whatever their number or epoch. It believes the
+peers that it has trained with (`Known`), so a peer that was cut off, or has trained alone meanwhile, comes back to
+them. It follows strangers only if none of the known peers is left: a survivor of one island joins another, but two
+islands of several peers keep their states.
 
 The lineage of an id is a running digest of the first parameters and of everything applied since. Every `CHECK_EVERY`
 epochs it includes the parameters themselves, which reveals hardware that computes differently. Only a peer that holds
@@ -22,8 +25,6 @@ the parameters can compute that link of the chain, so it is not compared before 
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -33,7 +34,8 @@ from equipoise.averaging.counts import count
 from equipoise.averaging.outcome import FetchOutcome, Outcome
 from equipoise.averaging.replication import events, lineage
 from equipoise.averaging.replication.events import Action, Event
-from equipoise.averaging.state import StateId, Step, group_state
+from equipoise.averaging.replication.known import Known, Trust
+from equipoise.averaging.state import StateId
 from equipoise.averaging.weights import ATTENDANCE_LIMIT, LEAST_CONTRIBUTION
 from equipoise.limits import backoff
 
@@ -73,14 +75,7 @@ image fits would make all donors send whole images after every round, for ever."
 MAX_FETCH_PAUSE = 600.0
 """Longest pause: the fault may have been repaired by then."""
 
-LOOK_PAUSE, MAX_LOOK_PAUSE = 4.0, 16.0
-"""First and longest time from a question whether the group has left this peer's state, to which no peer had proof, to
-the next. Peers that claim anything could else cost a question after every round."""
-
 Alone = Literal["train", "wait"]
-
-Trust = Literal["known", "heads"]
-"""Whether a peer that has trained leaves its state only along means, or for the state that most claim."""
 
 
 class Joining(msgspec.Struct, frozen=True):
@@ -152,51 +147,16 @@ class _Looks:
 
 @dataclass
 class _Snapshot:
-    """The download of a snapshot: the epoch asked for, if it goes on; else, the time before which none must begin.
-
-    A snapshot of the state `unproved` is here, and the proof that a chain of means leads to it is asked for.
-    """
+    """The download of a snapshot: the epoch asked for, if it goes on; else, the time before which none must begin."""
 
     after: float
     pause: float = 0.0
     asked: int | None = None
-    unproved: StateId | None = None
 
     def put_off(self, now: float) -> None:
         """Wait, for longer each time, before the next download."""
         self.pause = backoff(self.pause, FETCH_PAUSE, MAX_FETCH_PAUSE)
         self.after = max(self.after, now + self.pause)
-
-
-@dataclass
-class _Chain:
-    """What this peer leaves its state for.
-
-    Attributes:
-        fork: The state, and its holders, after which this peer went on with less than half of them.
-        path: The states that were proved, each with its holders; empty if this peer is not on its way to any.
-        held: The outcome of a round whose mean waits for the answer whether the group has left this peer's state.
-        look_at: When to ask that again.
-        pause: The time from that question to the next.
-        spared: The state to which a mean was not applied, as less than half of its holders were in the round.
-    """
-
-    fork: Step | None = None
-    path: tuple[Step, ...] = ()
-    held: Outcome | None = None
-    look_at: float = -math.inf
-    pause: float = 0.0
-    spared: StateId | None = None
-
-    def holders(self, state: StateId) -> tuple[str, ...]:
-        """The peers that hold a state to which the path leads; none if it does not lead there."""
-        found = (one.holders for one in self.path if lineage.continues(one.state, state))
-        return next(found, ())
-
-    def put_off(self, now: float) -> None:
-        """Wait, for longer each time, before the next question."""
-        self.pause = backoff(self.pause, LOOK_PAUSE, MAX_LOOK_PAUSE)
-        self.look_at = now + self.pause
 
 
 class Follower:
@@ -207,8 +167,9 @@ class Follower:
         phase: This peer's phase.
         reason: Reason for the phase, one line.
         doubts: Whether the script has written to the state, and no round has ended since.
-        holders: PeerIDs of the peers that hold this peer's state since their last mean; empty for a newcomer.
-        circle: PeerIDs of the peers whose votes decide the answer to the present question.
+        known: The peers that this peer has trained with, and believes before all others.
+        circle: PeerIDs of the peers that vouch for the group's state: they held it in the last round, or had a vote on
+            the snapshot.
     """
 
     deadline = math.inf
@@ -221,11 +182,9 @@ class Follower:
         alone: Alone = "train",
         patience: float = 10.0,
         trust: Trust = "known",
-        named: tuple[str, ...] | None = None,
     ) -> None:
         """This peer, `name`, starts with `state`. With `alone="train"` it trains alone after `patience` seconds without
-        company. `trust`: see `Trust`. `named`: PeerIDs of the peers that its user told it to join by, whose state it
-        takes as a newcomer; told of none, it keeps its own beside others that are no more common."""
+        company. `trust`: the peers whose claims count."""
         self._name = name
         self._alone = alone
         self._patience = patience
@@ -234,12 +193,8 @@ class Follower:
         self.doubts = False
         self.phase: Phase = Joining()
         self.reason = "it has not met the group yet"
-        self.holders: frozenset[str] = frozenset()
-        self.circle: frozenset[str] = frozenset()
-        self._heads = trust == "heads"
-        self._named = None if trust == "heads" else named
-        self._claimants: tuple[str, ...] = ()
-        self._chain = _Chain()
+        self.known = Known(name, trust, patience, now)
+        self.circle: tuple[str, ...] = ()
         # What it does about it.
         self._placed = True
         self._rounds = _Rounds(now, now)
@@ -280,11 +235,6 @@ class Follower:
         return 0.0 if others_give and not self._rounds.failures else ATTENDANCE
 
     @property
-    def proves(self) -> bool:
-        """Whether a snapshot is taken only from the circle, as this peer is on its way to a state that was proved."""
-        return bool(self._chain.path)
-
-    @property
     def gives_up(self) -> bool:
         """True if this peer trains alone when its next update is due, though others are known."""
         return self._alone == "train" and self._rounds.failures >= FAILED_ROUNDS
@@ -293,17 +243,14 @@ class Follower:
         """Take an event, at `now` seconds of any steady clock; return the actions, in order."""
         match event:
             case events.RoundEnded(outcome):
-                self._chain.held = None
                 return self._round_succeeded(event, now) if outcome.ok else self._round_failed(outcome, now)
             case events.Fetched(outcome, values):
                 return self._on_download(outcome, values, now)
         return self._on_own(event, now)
 
     def _on_download(self, found: FetchOutcome, values: object, now: float) -> list[Action]:
-        if self._snapshot.unproved is not None:
-            return self._proof_fetched(found, now)
         if found.round is not None:
-            return self._mean_fetched(found, values, now)
+            return self._mean_fetched(found.round, values, now)
         if found.ok and found.state is not None:
             return self._snapshot_fetched(found.state, found.voters, now)
         if self._snapshot.asked is not None:
@@ -311,12 +258,9 @@ class Follower:
         return self._give_up_means(found.reason, now) if self.behind else self._look_failed(found, now)
 
     def _on_own(self, event: events.OwnEvent, now: float) -> list[Action]:
-        if self._chain.held is not None:  # Nothing waits longer for the answer.
-            return [*self._keep_own(now), *self._on_own(event, now)]
         match event:
             case events.Stopped():
                 self._snapshot.asked, self._looks.meets, self._asked = None, False, None
-                self._snapshot.unproved = None
                 return []
             case events.Due(company, placed):
                 self._placed = placed or not company
@@ -329,16 +273,13 @@ class Follower:
             case events.Ending():
                 return self._ending(now)
             case events.SteppedAlone(digest):
-                self._fork(Outcome(ok=False, reason="", states={self._name: self.state}))
-                self.holders &= {self._name}
                 self._become(self.state.epoch + 1, f"alone {digest}")
                 return [events.Check()] if lineage.is_checked(self.state.epoch) else []
             case events.Checked(digest):
-                self.state = lineage.checked(self.state, digest)
+                self._become(self.state.epoch, f"parameters {digest}")
                 return [] if self.joins else self._go_on(now)
             case events.Interrupted():
-                self._leave_chain()
-                self.doubts = True  # Nobody else holds this state.
+                # Nobody else holds this state. It has the epoch before, to outvote no peer of an equal one.
                 self._become(max(self.state.epoch - 1, 0), f"interrupted at {self._name}")
                 self._join_anew("an update was interrupted: what it holds is nobody else's")
                 return []
@@ -352,30 +293,12 @@ class Follower:
     def _written(self, digest: str, reason: str, now: float) -> list[Action]:
         """Take an id that follows from the content alone: peers whose scripts have written the same hold one state."""
         self.doubts = self.state.epoch > 0
-        self._leave_chain()
         self.state = StateId(self.state.epoch, lineage.beginning(digest).lineage)
         if self.behind:
             self._asked, self._given_up = None, self.state
             return self._return(now)
         self._join_anew(reason)
         return []
-
-    def _fork(self, outcome: Outcome) -> None:
-        """Remember this state if a round that goes on from it has no majority of its holders."""
-        if self._chain.fork is None and self._lacks_holders(outcome):
-            self._chain.fork = Step(self.state, tuple(sorted(self.holders)))
-
-    def _lacks_holders(self, outcome: Outcome) -> bool:
-        """Whether a round has less than half of the holders, but for members that hold no state any more."""
-        left = {*outcome.group} - outcome.states.keys()
-        here = sum(outcome.states.get(peer) == self.state for peer in self.holders)
-        return bool(self.holders) and 2 * here <= len(self.holders - left)
-
-    def _leave_chain(self) -> None:
-        """Hold a state that no mean has led to: only the peers that held the last such state are believed."""
-        if self.holders:
-            self._chain.fork = self._chain.fork or Step(self.state, tuple(sorted(self.holders)))
-        self.holders = frozenset()
 
     # ---- rounds ----
 
@@ -396,7 +319,7 @@ class Follower:
         outcome, rounds = event.outcome, self._rounds
         rounds.failures, rounds.late, rounds.company_at = 0, 0, now
         self._looks.unsure = self.doubts = False
-        group = self._group(outcome)
+        group = self.known.group(outcome, event.missing, now)
         if group is None:
             return self._nobody_knows(now)
         rounds.group_at = now
@@ -405,7 +328,7 @@ class Follower:
         if not gave and group == self.state and self._waits_for_older_group(event.missing):
             return []
         if group == self.state:
-            return self._look_for_chain(outcome, now) or self._follow_on(outcome, now)
+            return self._follow_on(outcome, gave, now)
         if not self.behind:
             told, other = lineage.told(self.state), lineage.told(group)
             self.reason = f"behind: it holds {told}, the group {other}"
@@ -418,70 +341,12 @@ class Follower:
         lasting = {name for name in outcome.group if outcome.states.get(name) == group}
         idle = [name for name in outcome.group if name not in lasting]
         self._rounds.stands_in = len(lasting) < 2 and idle[:1] == [self._name]
-        self._claimants = tuple(name for name, state in outcome.states.items() if state == group)
+        self.circle = self._others_at(group, outcome, outcome.states) or self.circle
 
-    def _group(self, outcome: Outcome) -> StateId | None:
-        """The group's state after a round: this peer's own, unless it is a newcomer or behind."""
-        if self._heads or not self._anchor:
-            return self._newcomers_group(outcome)
-        if self.holders and not self.behind:
-            return self.state
-        believed = {self._name, *self._anchor[-1].holders}
-        claims = [state for name, state in outcome.states.items() if name in believed]
-        return group_state(claims, outcome.states.values())
-
-    def _newcomers_group(self, outcome: Outcome) -> StateId | None:
-        """The state of the peers that this peer was told to join by, if they are there; or else that of most."""
-        group, states = outcome.state, outcome.states
-        found = group_state(states[peer] for peer in self._named or () if peer in states)
-        if found is not None and (found.epoch or not self.state.epoch):
-            return found
-        heads = Counter(states.values())
-        if self._named != () or group is None or not heads[self.state]:
-            return group
-        alike = (group.epoch > 0) == (self.state.epoch > 0)
-        return self.state if alike and heads[group] <= heads[self.state] else group
-
-    @property
-    def _anchor(self) -> tuple[Step, ...]:
-        """The path of this peer, or else the last state to which means have led it; empty for a newcomer."""
-        if self._chain.path or self._heads:
-            return self._chain.path
-        if self.holders:
-            return (Step(self.state, tuple(sorted(self.holders))),)
-        return (self._chain.fork,) if self._chain.fork else ()
-
-    def _look_for_chain(self, outcome: Outcome, now: float) -> list[Action]:
-        """Ask for proof that the group has left this peer's state, if so many holders are not here that it may have."""
-        chain, states = self._chain, outcome.states
-        if self._heads or not self.holders:
-            return []
-        if self._lacks_holders(outcome):
-            chain.held = outcome
-            return self._ask()
-        fork = chain.fork.holders if chain.fork else ()
-        elsewhere = sum(states.get(peer, self.state) != self.state for peer in fork)
-        if chain.fork is not None and now >= chain.look_at and 2 * elsewhere > len(fork):
-            chain.held, self._asked, self.circle = outcome, chain.fork.state, frozenset(fork)
-            return [events.FetchMean(chain.fork.state, proof=True)]
-        return []
-
-    def _keep_own(self, now: float) -> list[Action]:
-        """Apply the mean that was held back: there is no proof that the group has left this peer's state.
-
-        The first mean without most holders is not applied, if some may still hold this state: they cannot follow it.
-        """
-        outcome, self._chain.held = self._chain.held, None
-        assert outcome is not None, "its mean was held back"
-        self._chain.put_off(now)
-        absent = self.holders - {*outcome.group}
-        if absent and self._chain.spared != self.state and self._lacks_holders(outcome):
-            self._chain.spared = self.state
-            self.reason = (
-                "it waits for the other peers that hold its state: the last round had less than half of them"
-            )
-            return []
-        return self._follow_on(outcome, now)
+    def _others_at(
+        self, state: StateId, outcome: Outcome, names: dict[str, StateId] | dict[str, float]
+    ) -> tuple[str, ...]:
+        return tuple(name for name in names if outcome.states.get(name) == state and name != self._name)
 
     def _waits_for_older_group(self, missing: int) -> bool:
         """Whether this peer has met newcomers only, so that an older group may exist among `missing` known peers."""
@@ -493,32 +358,22 @@ class Follower:
         self.reason = f"waiting: this peer has met only other newcomers so far; {others} may know more"
         return True
 
-    def _follow_on(self, outcome: Outcome, now: float) -> list[Action]:
+    def _follow_on(self, outcome: Outcome, gave: bool, now: float) -> list[Action]:
         """The group's state is this peer's: follow it."""
-        others = self.holders & {*self._claimants}
-        if self.holders and self._name not in self._claimants and 2 * len(others) <= len(self.holders):
-            return []  # A download has brought a later state: this mean is of no more use.
-        gave = any(weight >= MEETING_WEIGHT for weight in outcome.contributors.values())
         self._asked, self._snapshot, self._looks.ahead = None, _Snapshot(now), 0
         self.phase, self.reason = Following(), "its state is the group's"
-        other = group_state(state for state in outcome.states.values() if state != self.state)
-        if other is not None and self.holders:
-            alike = sum(state == other for state in outcome.states.values())
-            whose = f"{lineage.told(other)} is that of {count(alike, 'other peer')}"
+        most = outcome.state
+        if most is not None and most != self.state:
+            alike = sum(state == most for state in outcome.states.values())
+            others = f"{lineage.told(most)} is that of {count(alike, 'other peer')}"
             self.reason = (
-                f"this peer keeps its own state: {whose}, and no chain of means leads there from its own; "
+                f"this peer keeps its own state: {others}, with none of which it has trained; "
                 'pass trust="heads" to follow the majority'
             )
         if not gave:
             return []
-        self._fork(outcome)
-        fork = self._chain.fork
-        if (
-            fork is not None
-            and self.holders
-            and 2 * len({*fork.holders} & {*self._claimants}) > len(fork.holders)
-        ):
-            self._chain.fork = None
+        givers = {name: weight for name, weight in outcome.contributors.items() if weight >= MEETING_WEIGHT}
+        self.known.add(self._others_at(self.state, outcome, givers))
         return self._commit(outcome)
 
     def _nobody_knows(self, now: float) -> list[Action]:
@@ -529,7 +384,6 @@ class Follower:
 
     def _join_anew(self, reason: str) -> None:
         self.phase, self.reason, self._snapshot.asked, self._asked = Joining(), reason, None, None
-        self._chain.path, self._snapshot.unproved = (), None
 
     # ---- the way back ----
 
@@ -539,25 +393,19 @@ class Follower:
         if self._snapshot.asked is not None or self._asked is not None:
             return []
         group = self.phase.group
-        if not self.holders:
-            self._chain.path = self._anchor
         missed = 0 if group is None else group.epoch - self.state.epoch
-        if not self._chain.path and self._given_up != self.state and 0 < missed <= MAX_MISSED:
+        if self._given_up != self.state and 0 < missed <= MAX_MISSED:
             return self._ask()
-        self._chain.path = self._anchor
         return self._fetch(self.phase.epoch, now)
 
     def _ask(self) -> list[Action]:
         self._asked = self.state
-        self.circle = frozenset() if self._heads else self.holders
         return [events.FetchMean(self.state)]
 
     def _fetch(self, at_least: int, now: float) -> list[Action]:
         if self._snapshot.asked is not None or now < self._snapshot.after:
             return []
         self._snapshot.asked = at_least
-        believed = self._chain.path[-1].holders if self._chain.path else self._named or ()
-        self.circle = frozenset(believed) - {self._name}
         return [events.FetchSnapshot(at_least)]
 
     def _snapshot_failed(self, reason: str, now: float) -> list[Action]:
@@ -572,47 +420,22 @@ class Follower:
         if self.follows or (self.joins and state.epoch < self.state.epoch):
             return []
         group, epoch = (self.phase.group, self.phase.epoch) if isinstance(self.phase, Behind) else (None, 0)
-        if self._chain.path:
-            return self._prove(state, now)
-        if group is not None and group.epoch == state.epoch and group != state:
+        if group is None:
+            self.circle = voters
+        elif group.epoch == state.epoch and group != state:
             told = f"that of epoch {state.epoch} is of another state than the group's"
             return self._snapshot_failed(told, now)
         if epoch - state.epoch > MAX_MISSED:
             self.reason = f"behind: the snapshot of epoch {state.epoch} is older than the means that are kept"
             return self._fetch(epoch, now)
-        return self._load(state, (self._claimants if group else ()) or voters, now)
-
-    def _load(self, state: StateId, holders: Iterable[str], now: float) -> list[Action]:
         self.state, self._asked = state, None
-        self.holders = frozenset(() if self._heads else holders) - {self._name}
-        self._chain = _Chain()
         return [events.Heal(), *self._go_on(now)]
 
-    def _prove(self, state: StateId, now: float) -> list[Action]:
-        """Load the snapshot of a state that a chain leads to; ask for the rest of the chain if it is beyond."""
-        last = self._chain.path[-1]
-        if holders := self._chain.holders(state):
-            return self._load(state, holders, now)
-        if state.epoch <= last.state.epoch:
-            return self._snapshot_failed("no chain of means leads to its state from this peer's", now)
-        self._snapshot.unproved, self.circle = state, frozenset(last.holders)
-        return [events.FetchMean(last.state, proof=True)]
-
-    def _proof_fetched(self, found: FetchOutcome, now: float) -> list[Action]:
-        state, self._snapshot.unproved = self._snapshot.unproved, None
-        assert state is not None, "its proof was asked for"
-        self._chain.path += found.path
-        if found.path:
-            return self._prove(state, now)
-        return self._snapshot_failed(f"no chain of means leads to its state: {found.reason}", now)
-
-    def _mean_fetched(self, found: FetchOutcome, values: object, now: float) -> list[Action]:
-        outcome, self._chain.held = found.round, None
-        if outcome is None or self._asked is None or self._asked != found.state:
+    def _mean_fetched(self, outcome: Outcome, values: object, now: float) -> list[Action]:
+        if self._asked is None or self._asked != outcome.state:
             return []
         self._asked = None
-        self._claimants = tuple(name for name, state in outcome.states.items() if state == self.state)
-        self._fork(outcome)
+        self.circle = self._others_at(self.state, outcome, outcome.contributors) or self.circle
         self._looks.meets = self._looks.unsure = False
         self._snapshot.pause, self._rounds.late = 0.0, 0
         if not self.behind:
@@ -624,7 +447,6 @@ class Follower:
     def _commit(self, outcome: Outcome, values: object = None) -> list[Action]:
         """Apply a mean; now and then, check the parameters too."""
         before, self.state = self.state, lineage.after(self.state, outcome.digest)
-        self.holders = frozenset(() if self._heads else self._claimants)
         commit = events.Commit(before, outcome, values)
         return [commit, events.Check()] if lineage.is_checked(self.state.epoch) else [commit]
 
@@ -657,12 +479,10 @@ class Follower:
         return self._ask() if most > 0 and self._asked is None else []
 
     def _look_failed(self, found: FetchOutcome, now: float) -> list[Action]:
-        decided, path = not found.unheard, found.path if self._asked is not None else ()
+        decided, beyond = not found.unheard, found.beyond
         looks, self._asked, self._looks.ahead = self._looks, None, 0
-        if path:
-            return self._overtaken(path, now)
-        if self._chain.held is not None:
-            return self._keep_own(now)
+        if beyond > self.state.epoch and (looks.meets or not self._placed):
+            return self._overtaken(beyond, now)
         if decided and looks.back[0] == self.state:
             looks.back = self.state, LOOKS_BACK
         meets, looks.meets = looks.meets, False
@@ -674,19 +494,11 @@ class Follower:
             self.reason = "the others go on without it, and no peer has the mean: it meets the group anew"
         return [events.Meet()] if meets else []
 
-    def _overtaken(self, path: tuple[Step, ...], now: float) -> list[Action]:
-        """Fetch a snapshot at once: a chain of means leads on, and the others keep no mean after this state."""
+    def _overtaken(self, epoch: int, now: float) -> list[Action]:
+        """Fetch a snapshot at once: the others keep no mean that leads on from this state, so it seats nobody."""
         self._looks.meets = self._looks.unsure = False
-        self._chain.held, self._chain.path = None, path
-        self.phase = Behind(path[-1].state, path[-1].state.epoch)
-        fork = self._chain.fork
-        own = (
-            ""
-            if fork is None
-            else f", which it left with less than half of its group at epoch {fork.state.epoch}"
-        )
-        told, group = lineage.told(self.state), lineage.told(self.phase.group or self.state)
-        self.reason = f"behind: it holds {told}, and a chain of means leads the group to {group}{own}"
+        self.phase = Behind(None, epoch)
+        self.reason = f"behind: it holds {lineage.told(self.state)}, and the group has reached epoch {epoch}"
         self._rounds.group_at = now
         actions = self._return(now)
         # A snapshot that takes longer than means are kept does not help: donors must not send such for ever.
@@ -699,7 +511,7 @@ class Follower:
             return self._look_ahead()
         if self.behind:
             return [] if self._placed else self._return(now)
-        if begun is None or self.state.epoch not in (0, begun) or self._anchor:
+        if begun is None or self.state.epoch not in (0, begun):
             return []
         if begun < (self._snapshot.asked or 0):
             self._snapshot.asked = (

@@ -28,22 +28,6 @@ def after(before: StateId, digest: str) -> StateId:
     return StateId(before.epoch + 1, follow(before.lineage, f"mean {digest}"))
 
 
-def checked(state: StateId, digest: str) -> StateId:
-    """The same state, named by its parameters too: half of its lineage is that of the means, half their digest."""
-    return StateId(state.epoch, _means(state) + follow("parameters", digest)[:32])
-
-
-def continues(state: StateId, claimed: StateId) -> bool:
-    """Whether `claimed` has the means of `state`; only a peer that holds the parameters can tell their half."""
-    if is_checked(state.epoch) and claimed.epoch == state.epoch:
-        return _means(claimed) == _means(state)
-    return claimed == state
-
-
-def _means(state: StateId) -> str:
-    return state.lineage[:32]
-
-
 def is_checked(epoch: int) -> bool:
     """Return whether the id of a state of this epoch includes the parameters themselves."""
     return epoch % CHECK_EVERY == 0

@@ -17,7 +17,6 @@ import msgspec
 from equipoise.averaging.manifest import SpecHash, Ticket
 from equipoise.averaging.matchmaking.messages import Detail, RunName, Span
 from equipoise.averaging.ports import Buffer, parser
-from equipoise.averaging.replication.chain import MAX_PAGE, Link
 from equipoise.averaging.replication.chunks import MAX_CHUNKS, Digest, ImageId
 from equipoise.averaging.state import MAX_EPOCH, StateId
 
@@ -83,7 +82,6 @@ class Answer(_Message, frozen=True, tag=True):
         offers: The snapshots that it holds, of epochs that are of use; or the mean that was asked for.
         left: Whether its trainer has left the run: its epoch stays, and it takes no snapshot.
         age: Of an offered mean, the seconds since the group of its round closed; 0 without one.
-        links: The chain of means from the state that was asked for, as far as one message takes it.
     """
 
     epoch: Epoch | None
@@ -91,7 +89,6 @@ class Answer(_Message, frozen=True, tag=True):
     offers: Annotated[tuple[Offer, ...], msgspec.Meta(max_length=MAX_OFFERS)] = ()
     left: bool = False
     age: Span = 0.0
-    links: Annotated[tuple[Link, ...], msgspec.Meta(max_length=MAX_PAGE)] = ()
 
 
 class Refusal(_Message, frozen=True, tag=True):

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from equipoise.averaging.counts import count
 from equipoise.averaging.matchmaking.messages import MAX_PATIENCE
 from equipoise.averaging.replication import transfer_events as events
-from equipoise.averaging.replication.chain import Link, Log
 from equipoise.averaging.replication.chunks import ImageId
 from equipoise.averaging.replication.messages import Answer, Ask, AskItems, Finished, Item, Offer, Refusal
 from equipoise.averaging.replication.upload_queue import Serving
@@ -78,17 +77,12 @@ class _Asker:
 
 
 class Server:
-    """One peer's part in one run as a donor.
-
-    Attributes:
-        log: The links of the last means.
-    """
+    """One peer's part in one run as a donor."""
 
     def __init__(self) -> None:
         self._askers: dict[str, _Asker] = {}
         self._snapshots: tuple[Offer, ...] = ()
         self._means: OrderedDict[StateId, _Mean] = OrderedDict()
-        self.log = Log()
         self._serving = Serving()
         self._epoch: int | None = None
         self._exchanging: StateId | None = None
@@ -300,10 +294,8 @@ class Server:
         ask, epoch = asker.ask, self._epoch
         noted: tuple[int, ...] = ()
         offers: tuple[Offer, ...] = ()
-        links: tuple[Link, ...] = ()
         age = 0.0
         if ask.after is not None:
-            links = self.log.page(ask.after.epoch)
             mean = self._means.get(ask.after)
             if mean is not None and mean.image is not None:
                 offers = (Offer(ask.after, mean.image),)
@@ -315,7 +307,7 @@ class Server:
             if offers:
                 asker.told = offers[-1].image.digest
             epoch = None if self._fetching else self._epoch
-        answer = Answer(ask.run, ask.ticket, epoch, noted, offers, self._left, age, links)
+        answer = Answer(ask.run, ask.ticket, epoch, noted, offers, self._left, age)
         self._out.append(events.Send(peer, answer))
 
     def _wishes(self, peer: str) -> list[int]:

@@ -46,12 +46,10 @@ MAX_MARGIN = 64
 
 
 class SnapshotQuorum(Answers):
-    """The answers on snapshots of epoch `at_least` and later; from `among` alone, if any of these peers is there or if
-    it is `strict`."""
+    """The answers on snapshots of epoch `at_least` and later; from `among` alone, if any of these peers is there."""
 
-    def __init__(self, at_least: int, among: frozenset[str] = frozenset(), strict: bool = False) -> None:
+    def __init__(self, at_least: int, among: frozenset[str] = frozenset()) -> None:
         super().__init__()
-        self._strict = strict
         self._at_least = at_least
         self._among = among
         self._left: set[str] = set()
@@ -64,7 +62,7 @@ class SnapshotQuorum(Answers):
     def see(self, peers: tuple[str, ...], now: float) -> list[str]:
         """See `Answers`."""
         trusted = tuple(peer for peer in peers if peer in self._among and peer not in self.barred)
-        new = super().see(trusted if self._strict else trusted or peers, now)
+        new = super().see(trusted or peers, now)
         self._left &= self.peers.keys()
         self._moved = {peer: moved for peer, moved in self._moved.items() if peer in self.peers}
         return new

@@ -11,7 +11,7 @@ import msgspec
 from equipoise.averaging.outcome import FetchOutcome
 from equipoise.averaging.replication.chunks import ImageId
 from equipoise.averaging.replication.messages import Item, ToDonor, ToNewcomer, TransferMessage
-from equipoise.averaging.state import StateId, Step
+from equipoise.averaging.state import StateId
 
 
 class PeerLost(msgspec.Struct, frozen=True):
@@ -163,11 +163,10 @@ class PeersSeen(msgspec.Struct, frozen=True):
 
 
 class AnswerReceived(msgspec.Struct, frozen=True):
-    """A donor has sent a message to this newcomer; of its chain, `path` is proved."""
+    """A donor has sent a message to this newcomer."""
 
     peer: str
     message: ToNewcomer
-    path: tuple[Step, ...] = ()
 
 
 class MemoryReady(msgspec.Struct, frozen=True):

@@ -5,14 +5,13 @@ bitmask, u64, little-endian) and the encoded parts one after another. The length
 and the run's spec alone, as in the round. The mean's digest is over the manifest's hash, the contributors and the
 digests of all parts: so it proves every byte of the image.
 
-The image does not prove that the round was the group's: anybody can make up identities that join and average. The
-votes do, which each donor hands out beside it (`chain`).
+The image does not prove that the round was the group's: anybody can make up identities that join and average.
+`answers.UpdateQuery` decides which image to believe.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
@@ -22,7 +21,6 @@ from equipoise.averaging.allreduce.part_table import mean_digest
 from equipoise.averaging.allreduce.paxos import members_of
 from equipoise.averaging.manifest import Manifest
 from equipoise.averaging.ports import parser
-from equipoise.averaging.replication.chain import Link
 from equipoise.averaging.state import StateId
 
 MAX_MANIFEST_BYTES = 256 * 1024
@@ -44,23 +42,17 @@ class EncodedMean:
         manifest: The round's group.
         contributors: Bitmask of the members that are in the mean.
         parts: The parts, encoded by the run's codec, in order.
-        link: The link to it as it is now; None if its votes are not known.
     """
 
     manifest: Manifest
     contributors: int
     parts: tuple[memoryview, ...]
-    link: Callable[[], Link] | None = None
 
     @property
     def before(self) -> StateId | None:
         """The state that it changes; None if the members hold none, or its contributors only attended."""
-        return self.manifest.before if self.changes else None
-
-    @property
-    def changes(self) -> bool:
-        """Whether it changes a state: not all contributors only attended."""
-        return any(self.manifest.members[at].bound for at in members_of(self.contributors))
+        changes = any(self.manifest.members[at].bound for at in members_of(self.contributors))
+        return self.manifest.before if changes else None
 
     @property
     def size(self) -> int:

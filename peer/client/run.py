@@ -259,8 +259,8 @@ class JoinedRun:
     def agree(self, terms: Mapping[str, str], buffers: bool = False, observes: bool = False) -> None:
         """Let `step` meet only peers that give the same terms; call it before the first `accumulate` and `step`.
 
-        This peer is refused if the peer by which its daemon joined the swarm (`--join`) was in the run before, with
-        other terms. Beside others with other terms it waits: `state`, `status` and `peers` name the difference.
+        This peer is refused if more live peers of the run have other terms than the same terms. Of two single peers,
+        the later is refused. So a later mistake turns no peer away: `state`, `status` and `peers` name the difference.
 
         Args:
             terms: Further values that must be alike, as {"target batch size": "4096"}: at most 32, of up to 64 and 256
@@ -272,7 +272,7 @@ class JoinedRun:
             observes: Whether this peer trains nothing: a federated run never draws it.
 
         Raises:
-            Refused: The peer of `--join` has other terms; the error names them. Or the run has accumulated or stepped.
+            Refused: The peers of the run have other terms; the error names them. Or the run has accumulated or stepped.
             SpecError: A term is too long or not printable.
             SchemaError: The run was not joined with a module, so it has no buffers.
             DaemonLost: The daemon has gone.
@@ -514,11 +514,6 @@ class JoinedRun:
     def peer(self) -> str:
         """PeerID of the daemon."""
         return self.core.link.welcome.peer_id
-
-    @property
-    def named(self) -> tuple[str, ...] | None:
-        """PeerIDs of the peers by which the daemon's user had it join; None where there are no such addresses."""
-        return self.core.link.welcome.named
 
     @contextlib.contextmanager
     def _withdrawn_if_interrupted(self) -> Iterator[None]:

@@ -61,16 +61,12 @@ class RunRequest(Request[Answer], Generic[Answer], frozen=True):
 
 
 class Welcome(msgspec.Struct, frozen=True):
-    """The daemon that answers; `home` is empty where the home goes with the daemon.
-
-    `named` are the PeerIDs by which its user had it join the swarm; None if a simulation has no such addresses.
-    """
+    """The daemon that answers; `home` is empty where the home goes with the daemon."""
 
     peer_id: str
     name: str
     pid: int
     home: str = ""
-    named: tuple[str, ...] | None = None
 
 
 class Hello(Request[Welcome], frozen=True):

@@ -132,8 +132,7 @@ class Daemon:
 
     def welcome(self) -> Welcome:
         """The daemon's answer to a greeting."""
-        swarm = self._swarm
-        return Welcome(swarm.peer, self._config.name, os.getpid(), self._config.home, swarm.named)
+        return Welcome(self._swarm.peer, self._config.name, os.getpid(), self._config.home)
 
     def status(self, clients: int) -> Status:
         """A snapshot of everything that can be asked about the daemon, which has so many clients."""

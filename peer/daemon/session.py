@@ -130,7 +130,7 @@ class Session:
                 # Before joining: for a run that this peer is in, the directory returns what it knows already.
                 await self._swarm.directory.peers(agreed.name)
         run_driver = await self._use(STEP)
-        objection = await run_driver.search.objection(self._swarm.named, COMPARE_SECONDS)
+        objection = await run_driver.search.objection(COMPARE_SECONDS)
         if objection:
             await self._disagree(run_driver)
             raise Refused(f"run {self.name!r}: {objection}", "give the same, or use another name")

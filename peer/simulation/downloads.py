@@ -8,9 +8,7 @@ from concurrent.futures import Future
 from msgspec import structs
 
 from equipoise.averaging.outcome import FetchOutcome
-from equipoise.averaging.replication import lineage
-from equipoise.averaging.replication.chain import MAX_PAGE
-from equipoise.averaging.state import StateId, Step
+from equipoise.averaging.state import StateId
 from equipoise.peer.control.messages import Fetch
 from equipoise.peer.shared_memory import SharedMemory
 from equipoise.peer.simulation.swarm import Member, SimulatedRun
@@ -70,12 +68,7 @@ class Download:
         """End it without a result, if it goes on."""
         outcome, after = FetchOutcome(ok=False, reason=reason), self._wish.after
         if after is not None:
-            told = {
-                "behind": self._behind(after),
-                "unheard": self._in_round(after),
-                "path": self._path(after),
-            }
-            outcome = structs.replace(outcome, **told)
+            outcome = structs.replace(outcome, behind=self._behind(after), unheard=self._in_round(after))
         self._end(outcome)
 
     def _finish(self, content: bytes | memoryview, outcome: FetchOutcome) -> None:
@@ -116,8 +109,6 @@ class Download:
         return image, FetchOutcome(ok=True, reason=why, state=state, sources=sources, voters=names)
 
     def _mean(self, after: StateId) -> Found | str:
-        if self._wish.proof:
-            return f"a chain of {len(self._path(after))} means leads on"
         kept = self._run.kept.get(after)
         holders = [peer for peer in kept.outcome.group if not self._run.members[peer].dead] if kept else []
         if kept is None or not holders:
@@ -127,17 +118,8 @@ class Download:
         reason = f"missed, and had from others: {kept.outcome.reason}"
         outcome = structs.replace(kept.outcome, reason=reason, bytes_received=len(kept.mean))
         return kept.mean, FetchOutcome(
-            ok=True, reason=reason, state=after, sources=dict.fromkeys(holders, 0), round=outcome
+            ok=True, reason=reason, sources=dict.fromkeys(holders, 0), round=outcome
         )
-
-    def _path(self, after: StateId) -> tuple[Step, ...]:
-        """The states to which the means lead that some living member keeps."""
-        path: list[Step] = []
-        while (kept := self._run.kept.get(after)) and len(path) < MAX_PAGE:
-            holders = tuple(peer for peer, state in kept.outcome.states.items() if state == after)
-            path.append(Step(lineage.after(after, kept.outcome.digest), holders))
-            after = path[-1].state
-        return tuple(path)
 
     def _behind(self, after: StateId) -> int:
         here = [one for one in self._others if not one.left]

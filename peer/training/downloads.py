@@ -28,7 +28,7 @@ class Downloads:
     """At most one download, and the result of the last one.
 
     Attributes:
-        image: The snapshot that has just come, checked, until the next download begins, unless that is of its proof.
+        image: The snapshot that has just come, checked, until the next download begins.
         behind: Number of peers that were not as far as this one, by the answers to its last question for a mean.
         unheard: Number of peers that did not answer that question.
         recovering: Whether a mean is being fetched.
@@ -51,9 +51,8 @@ class Downloads:
 
     def begin(self, wish: Wish, timeout: float) -> None:
         """Begin a download; see `Run.fetch`. It leaves out the donors of an image that did not fit, once."""
-        image = self.image if wish.proof else None  # The proof is that image's.
         self.stop()
-        self.image, self.recovering = image, wish.after is not None
+        self.recovering = wish.after is not None
         try:
             barred = frozenset(() if self.recovering else self._barred)
             self._going = self._run.core.fetch(structs.replace(wish, barred=barred), timeout)

@@ -485,7 +485,8 @@ class Federated:
         outer = image.OuterPart(self._outer, self._agreed)
         parts: dict[str, image.Part] = {"history": self.history, "outer": outer}
         state = image.TrainingState(self._model, parts, self._options.extra)
-        options = CommonOptions(alone="wait")
+        # With a draw, most peers of a round have not contributed together yet, so all claims count alike.
+        options = CommonOptions(alone="wait", trust="heads")
         return Member(self._run, state, options, self._update, self._applied)
 
     def _applied(self, before: StateId, outcome: Outcome) -> None:

@@ -450,7 +450,7 @@ class Member:
 
     def _start_from(self, state: StateId) -> None:
         options = self._options
-        how = options.alone, options.patience, options.trust, self._run.named
+        how = options.alone, options.patience, options.trust
         self._follower = Follower(self._run.peer, state, self.clock(), *how)
 
     def _attend(self) -> None:
@@ -525,10 +525,10 @@ class Member:
             case events.Check():
                 self._news.append(events.Checked(digest(self._model.tensors)))
             case events.FetchSnapshot(at_least):
-                wish = Wish(at_least, self.limit, None, self._follower.circle, strict=self._follower.proves)
-                self._downloads.begin(wish, FETCH_SECONDS)
-            case events.FetchMean(after, proof):
-                self._recover(after, proof)
+                known = frozenset(self._follower.known.names)
+                self._downloads.begin(Wish(at_least, self.limit, None, known), FETCH_SECONDS)
+            case events.FetchMean(after):
+                self._recover(after)
             case events.Heal():
                 assert self._downloads.image is not None, "it was fetched"
                 self._whole = None
@@ -597,13 +597,13 @@ class Member:
         except (ImageError, Refused) as error:  # Other donors may have the memory for it.
             log.warning("run %s: no snapshot is offered: %s", self._run.name, error)
 
-    def _recover(self, after: StateId, proof: bool) -> None:
-        """Begin to fetch a mean, or only its proof; the next contribution may need it."""
+    def _recover(self, after: StateId) -> None:
+        """Begin to fetch a mean; the next contribution may need it."""
         astray, left, patient = self._follower.behind, RECOVER_SECONDS, False
         if self._ends_at is not None:
             left = max(self._ends_at - self.clock(), LEAST_SECONDS)
             patient = not astray and self.has_company()
-        wish = Wish(0, 0, after, self._follower.circle, patient=patient, proof=proof)
+        wish = Wish(0, 0, after, frozenset(self._follower.circle), patient=patient)
         self._downloads.begin(wish, left)
         self._asks = True
 

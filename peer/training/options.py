@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
@@ -13,7 +12,8 @@ import torch
 from blake3 import blake3
 
 from equipoise.averaging.outer import above_zero, below_one, require_in_range
-from equipoise.averaging.replication.follower import Alone, Trust
+from equipoise.averaging.replication.follower import Alone
+from equipoise.averaging.replication.known import Trust
 from equipoise.peer.training.history import REPLICATED_ROUNDS
 from equipoise.peer.training.image import Stateful
 
@@ -22,8 +22,6 @@ MAX_FRAGMENTS = 12
 
 MAX_VALUE_CHARS = 200
 """Longest description of hyperparameters in a term (a term may have 256); a longer one is cut, and its digest added."""
-
-log = logging.getLogger(__name__)
 
 Schedule = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
 
@@ -72,9 +70,8 @@ class CommonOptions:
             `wait`. With `wait`, `step` still returns and adds gradients up, but makes no update; `reason` says so.
         patience: Seconds without company before this peer trains alone.
         timeout: Seconds for one round.
-        trust: `known`: a peer that has trained leaves its state only along means that most of the peers that held it
-            have signed. `heads`: for the state that most peers claim, in swarms of known members alone: anybody can
-            make up peers.
+        trust: The peers whose claims decide the group's state. `known`: peers that this peer has trained with, against
+            any number of strangers, while one of them is there. `heads`: all peers, for swarms of known members.
     """
 
     wait_for: int = 0
@@ -93,10 +90,6 @@ class CommonOptions:
         above_zero("timeout", self.timeout)
         _require("alone", self.alone, self.alone in ("train", "wait"), "'train' or 'wait'")
         _require("trust", self.trust, self.trust in ("known", "heads"), "'known' or 'heads'")
-        if self.trust == "heads":
-            log.warning(
-                'trust="heads": any peers that are more than the others replace what this peer has trained'
-            )
         require_in_range("patience", self.patience, 0, math.inf, "seconds >= 0")
 
 

@@ -9,13 +9,10 @@ import torch
 
 from equipoise.averaging.aio.round_driver import group_of
 from equipoise.averaging.aio.transfer import Transfer
-from equipoise.averaging.allreduce.messages import Decision, Vote
-from equipoise.averaging.allreduce.vote_signatures import statement
 from equipoise.averaging.manifest import Join, Manifest
 from equipoise.averaging.metrics import Report, values_of
 from equipoise.averaging.outcome import Outcome
 from equipoise.averaging.replication.answers import Wish
-from equipoise.averaging.replication.chain import Votes
 from equipoise.averaging.replication.update import EncodedMean
 from equipoise.averaging.spec import RunSpec
 from equipoise.averaging.state import StateId
@@ -94,8 +91,4 @@ def mean_of(names: str, state: StateId, spec: RunSpec = SPEC) -> EncodedMean:
         codec = spec.layout.codec_of(part)
         parts.append(memoryview(bytearray(codec.encoded_size(part.size))))
         codec.encode(torch.full((part.size,), float(len(names))), parts[-1])
-    everyone = (1 << len(names)) - 1
-    vote = Vote(0, Decision(everyone, everyone), EncodedMean(manifest, everyone, tuple(parts)).digest())
-    signed = statement(manifest.id, vote)
-    votes = {at: FakeIdentity(name).sign(signed) for at, name in enumerate(manifest.peers)}
-    return EncodedMean(manifest, everyone, tuple(parts), Votes(manifest, vote, votes).link)
+    return EncodedMean(manifest, (1 << len(names)) - 1, tuple(parts))

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from equipoise.averaging.outcome import FetchOutcome, Outcome
 from equipoise.averaging.replication.events import Fetched, RoundEnded
-from equipoise.averaging.state import StateId, Step
+from equipoise.averaging.state import StateId
 
 
 def succeeded(
@@ -39,5 +39,5 @@ def mean(outcome: Outcome) -> Fetched:
     return Fetched(FetchOutcome(ok=True, reason="", state=outcome.state, round=outcome))
 
 
-def nothing(reason: str, unheard: int = 0, path: tuple[Step, ...] = ()) -> Fetched:
-    return Fetched(FetchOutcome(ok=False, reason=reason, unheard=unheard, path=path))
+def nothing(reason: str, unheard: int = 0, beyond: int = 0) -> Fetched:
+    return Fetched(FetchOutcome(ok=False, reason=reason, unheard=unheard, beyond=beyond))

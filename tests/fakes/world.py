@@ -119,8 +119,6 @@ class WorldDaemon:
         self.history: Any = self
         self.add, self.last = self.outcomes.append, lambda limit: list(self.outcomes)[-limit:]
 
-    named = ()
-
     def role(self, peer: str) -> str:
         return "trainer"
 

@@ -10,7 +10,8 @@ from equipoise.averaging.options import RunOptions
 from equipoise.averaging.outcome import Outcome
 from equipoise.averaging.schema import Schema
 from equipoise.averaging.spec import RunSpec
-from fakes.cluster import Cluster, company
+from fakes.cluster import STATE, Cluster, company
+from fakes.missed import mean_of, recovered
 from fakes.vectors import averaged
 
 SCHEMA = Schema.of({"w": torch.zeros(100)})
@@ -37,3 +38,21 @@ async def test_where_peers_hold_one_state_those_without_a_place_are_told(cluster
     await company(runs)
     told = "2 of 2 places are taken; this peer waits for a place and follows the state"
     assert sorted(run.waits for run in runs) == ["", "", told, told]
+
+
+async def test_a_peer_without_a_place_believes_the_makers_though_most_of_its_circle_follow_too(
+    cluster: Cluster,
+) -> None:
+    """Newcomers met in a round that made no state; then one of them had a place, and the others missed its mean."""
+    spec = RunSpec.create("run", SCHEMA, OPTIONS, {"training": "together"})
+    await cluster.add(*"abcd", spec=spec)
+    runs = {name: router._runs[spec.name] for name, router in cluster.routers.items()}
+    await company(runs.values())
+    makers = "".join(name for name, run in runs.items() if not run.waits)
+    follower, other = (name for name, run in runs.items() if run.waits)
+    for maker in makers:
+        runs[maker].transfer.keep(mean_of(makers, STATE, spec))
+        runs[maker].transfer.reach(STATE.epoch + 1)
+    found, *_ = await recovered(runs[follower].transfer, STATE, {makers[0], other})
+    assert found.ok, found.reason
+    assert found.state == STATE

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 import pytest
 
 from equipoise.averaging.aio.transfer import Transfer, unpack
 from equipoise.averaging.outcome import FetchOutcome
-from equipoise.averaging.replication.answers import Request, Wish
+from equipoise.averaging.replication.answers import LONE_SECONDS, Request, Wish
 from equipoise.averaging.replication.chunks import CHUNK_BYTES
 from equipoise.averaging.replication.client import Fetch
 from equipoise.averaging.replication.messages import Ask, AskItems, Offer
@@ -23,10 +25,11 @@ from equipoise.averaging.replication.transfer_events import (
     PeerLost,
     PeersSeen,
     Send,
+    Woke,
 )
 from equipoise.averaging.replication.update import EncodedMean
 from equipoise.averaging.spec import RunSpec
-from equipoise.averaging.state import StateId, Step
+from equipoise.averaging.state import StateId
 from fakes.cluster import SPEC, Cluster
 from fakes.memory import FakeIdentity
 from fakes.missed import mean_of, recovered
@@ -61,7 +64,7 @@ async def test_a_peer_that_downloaded_a_mean_gives_it_to_others(cluster: Cluster
     keep(mean_of("ad", BEFORE), a)
     found, _, _ = await recovered(b, BEFORE, "a")
     await cluster.routers["a"].stop()
-    found, _, sources = await recovered(c, BEFORE, "a")
+    found, _, sources = await recovered(c, BEFORE, "ab")
     assert found.ok, found.reason
     assert set(sources) == {"b"}
 
@@ -103,7 +106,7 @@ async def test_a_mean_that_takes_the_place_of_another_is_not_dropped_with_it(clu
 async def test_what_is_no_mean_of_this_run_is_not_taken_whoever_offers_it(cluster: Cluster) -> None:
     a, me = await cluster.add("a", "p")
     mean = mean_of("ab", NEXT)
-    keep(EncodedMean(mean.manifest, mean.contributors, mean.parts[:-1], mean.link), a)
+    keep(EncodedMean(mean.manifest, mean.contributors, mean.parts[:-1]), a)
     found, _, _ = await recovered(me, NEXT, "a")
     assert not found.ok
     assert "bytes of encoded values" in found.reason
@@ -135,15 +138,14 @@ def test_a_join_that_its_peer_did_not_sign_makes_no_mean() -> None:
 
 
 GENUINE, FORGED = offer_of(7), offer_of(7, kind=1)
-PATH = (Step(offer_of(8).state, ("a", "b")),)
 
 
 class Fetching:
     """The machine of one that missed a mean, of which all chunks come as soon as they are asked for."""
 
-    def __init__(self, *peers: str, circle: str = "") -> None:
+    def __init__(self, *peers: str, circle: str = "", quorum: int = 0) -> None:
         wish = Wish(0, 10 * CHUNK_BYTES, GENUINE.state, frozenset(circle))
-        request = Request(RUN, HASH, TICKET, wish)
+        request = Request(RUN, HASH, TICKET, wish, quorum)
         self.machine = Fetch(request, 0.0, timeout=60.0)
         self.done: list[object] = []
         self.asked: list[tuple[str, int]] = []
@@ -159,8 +161,17 @@ class Fetching:
                 case _:
                     self.done.append(action)
 
-    def hear(self, peer: str, *offers: Offer, now: float = 0.0, path: tuple[Step, ...] = PATH) -> None:
-        self.tell(AnswerReceived(peer, answer(8, *offers), path), now)
+    def hear(self, peer: str, *offers: Offer, now: float = 0.0, epoch: int = 8) -> None:
+        self.tell(AnswerReceived(peer, answer(epoch, *offers)), now)
+
+    def wait(self, since: float) -> float:
+        """Until something is to be done, while nothing comes that is asked for; returns when that is."""
+        now = since
+        while not self.done:
+            self.asked.clear()
+            now = max(self.machine.deadline, now + 1e-3)
+            self.tell(Woke(), now)
+        return now
 
     def download(self, offer: Offer, now: float = 0.0) -> None:
         assert self.take() == [Allocate(offer.image)]
@@ -179,19 +190,73 @@ class Fetching:
         return end.outcome
 
 
-def test_a_mean_is_believed_of_any_donor_with_votes_and_of_none_without() -> None:
-    fetching = Fetching(*"ax")
-    fetching.hear("a", GENUINE, path=())
-    assert fetching.take() == [], "another donor may have the votes"
-    fetching.hear("x", GENUINE)
+@pytest.mark.parametrize(
+    ("peers", "circle", "given", "behind", "options"),
+    [
+        ("abc", "abc", "ab", "", {}),
+        (("a", "ghost"), "ab", "a", "", {}),
+        ("abcd", "abcd", "ab", "cd", {"quorum": 2}),
+        ("abcd", "bc", "ab", "cd", {"quorum": 2}),
+        ("acd", "abcd", "a", "cd", {"quorum": 2}),
+    ],
+    ids=[
+        "most of the circle, of which one is silent",
+        "all of the circle that are not gone",
+        "the few that a draw chose",
+        "one of those few, the other downloaded the state",
+        "one of those few, the other is gone",
+    ],
+)
+def test_a_mean_is_believed_of(
+    peers: Sequence[str], circle: str, given: str, behind: str, options: dict[str, Any]
+) -> None:
+    fetching = Fetching(*peers, circle=circle, **options)
+    for peer in behind:
+        fetching.hear(peer, epoch=GENUINE.state.epoch)
+    for peer in given:
+        assert fetching.take() == [], "one is not enough, if there are others"
+        fetching.hear(peer, GENUINE)
     fetching.download(GENUINE)
+    assert fetching.end().ok
+
+
+@pytest.mark.parametrize(
+    ("peers", "circle", "forged", "genuine", "behind", "quorum", "said"),
+    [
+        ("xy", "ab", "xy", "", "", 0, "0 of the 2"),
+        ("xy", "", "xy", "", "", 0, "0 of the 0"),
+        ("abxy", "ab", "xy", "", "ab", 2, "0 of the 2"),
+        ("abcd", "abcd", "ab", "cd", "", 2, "2 of the 4"),
+    ],
+    ids=["the circle is gone", "it knows nobody", "strangers make no round", "as many have another"],
+)
+def test_a_mean_is_not_believed_of_strangers_nor_against_as_many(
+    peers: str, circle: str, forged: str, genuine: str, behind: str, quorum: int, said: str
+) -> None:
+    fetching = Fetching(*peers, circle=circle, quorum=quorum)
+    for names, offers in ((forged, [FORGED]), (genuine, [GENUINE]), (behind, [])):
+        for peer in names:
+            fetching.hear(peer, *offers, epoch=GENUINE.state.epoch + bool(offers))
+    assert f"{said} peers that vouch" in fetching.end().reason
+
+
+def test_a_peer_of_the_circle_that_is_lost_is_waited_for_no_longer() -> None:
+    fetching = Fetching(*"ab", circle="ab")
+    fetching.hear("a", GENUINE)
+    assert fetching.take() == []
+    fetching.tell(PeerLost("b", "refused"), 0.1)
+    fetching.download(GENUINE, now=0.1)
+    assert fetching.end().ok
+
+
+@pytest.mark.parametrize("mates", ["b", "bcd"])
+def test_a_mate_is_not_believed_against_others_that_are_silent_as_they_are_in_mid_round(mates: str) -> None:
+    fetching = Fetching("a", *mates, circle="a" + mates)
+    fetching.hear("a", FORGED)
+    assert fetching.wait(0.0) == LONE_SECONDS
     end = fetching.end()
-    assert end.ok
-    assert end.path == PATH
-    fetching = Fetching(*"ax", circle="ab")
-    for donor in "ax":
-        fetching.hear(donor, GENUINE, path=())
-    assert "lacks the votes of most of the 2 peers" in fetching.end().reason
+    assert f"1 of the {1 + len(mates)} peers that vouch" in end.reason
+    assert end.unheard == 1 + len(mates)
 
 
 def test_a_donor_that_dies_is_no_reason_to_doubt_what_most_of_the_circle_offered() -> None:
@@ -199,7 +264,7 @@ def test_a_donor_that_dies_is_no_reason_to_doubt_what_most_of_the_circle_offered
     fetching.hear("a", GENUINE)
     fetching.hear("b", GENUINE)
     fetching.tell(PeerLost("a", "reset"), 0.1)
-    fetching.hear("c", FORGED, now=0.1, path=())
+    fetching.hear("c", FORGED, now=0.1)
     fetching.download(GENUINE, now=5.0)
     assert fetching.end().ok
 

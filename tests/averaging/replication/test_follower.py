@@ -40,15 +40,13 @@ from equipoise.averaging.replication.follower import (
     Behind,
     Follower,
 )
-from equipoise.averaging.replication.lineage import CHECK_EVERY, after, beginning
-from equipoise.averaging.replication.lineage import checked as lineage_checked
-from equipoise.averaging.state import StateId, Step
+from equipoise.averaging.replication.lineage import CHECK_EVERY, after, beginning, follow
+from equipoise.averaging.state import StateId
 from fakes import rounds
 
 START, OTHER = beginning("start"), beginning("other")
 LATE = rounds.failed("too late by 1.3 s: the group of round 7 has closed", late=1.3)
 LOST = rounds.failed("lost b", formed=True)
-BEYOND = (Step(StateId(12, "c" * 64), ("b", "c")),)
 NOBODY = rounds.nothing("nobody keeps it")
 INTRODUCED = dict.fromkeys("abc", ATTENDANCE)
 
@@ -155,9 +153,7 @@ def test_a_peer_that_missed_a_few_rounds_fetches_those_means_in_place_of_a_snaps
     for epoch in (1, 2):
         assert told(machine.handle(mean(epoch), 1.3)) == [f"m{epoch}", FetchMean(state_at(epoch + 1))]
     assert told(machine.handle(mean(3), 1.4)) == ["m3"]
-    assert machine.handle(ok(state_at(40)), 2.0) == [FetchMean(state_at(4))]
-    gone = rounds.nothing("nobody keeps it", path=(Step(state_at(40), ("b", "c")),))
-    assert machine.handle(gone, 2.1) == [FetchSnapshot(40)]
+    assert machine.handle(ok(state_at(4 + MAX_MISSED + 1)), 2.0) == [FetchSnapshot(4 + MAX_MISSED + 1)]
 
 
 def test_where_no_more_means_come_a_snapshot_does() -> None:
@@ -174,7 +170,7 @@ def test_where_no_more_means_come_a_snapshot_does() -> None:
 
 def test_every_so_often_the_parameters_are_checked_and_a_replay_finds_drift() -> None:
     before = state_at(CHECK_EVERY - 1)
-    checked = lineage_checked(state_at(CHECK_EVERY), "p")
+    checked = StateId(CHECK_EVERY, follow(state_at(CHECK_EVERY).lineage, "parameters p"))
     machine = following(before)
     assert told(machine.handle(ok(before), 1.0)) == [f"m{before.epoch}", Check()]
     assert machine.handle(Checked("p"), 1.0) == []
@@ -221,7 +217,7 @@ def test_a_peer_that_is_late_again_without_a_mean_meets_the_group_anew() -> None
 def test_a_peer_without_a_place_that_is_overtaken_fetches_a_snapshot(event: Due | Overdue) -> None:
     machine = following()
     assert machine.handle(event, 1.0) == [FetchMean(START)]
-    assert machine.handle(rounds.nothing("none keeps it", unheard=1, path=BEYOND), 1.1) == [FetchSnapshot(12)]
+    assert machine.handle(rounds.nothing("none keeps it", unheard=1, beyond=12), 1.1) == [FetchSnapshot(12)]
     assert machine.claim is None
     machine.handle(rounds.nothing("nobody offers it"), 1.2)
     assert machine.handle(Overdue(FIRST_SNAPSHOT), 1.3) == [], "after a pause"
@@ -235,20 +231,20 @@ def test_a_newcomer_that_finds_others_at_work_fetches_at_once_and_follows_what_c
     assert machine.handle(Overdue(0), 0.3) == [FetchSnapshot(0)], "the others have begun, and are not as far"
     actions = machine.handle(rounds.snapshot(state_at(5), ("b", "c", "late")), 2.0)
     assert actions == [Heal(), FetchMean(state_at(5))]
-    assert machine.holders == {"b", "c", "late"}
+    assert machine.circle == ("b", "c", "late")
     assert told(machine.handle(mean(5), 2.1)) == ["m5", FetchMean(state_at(6))]
     assert machine.handle(NOBODY, 2.2) == []
     assert machine.follows
 
 
-def test_the_holders_are_those_that_held_the_groups_state_in_the_last_round() -> None:
+def test_the_circle_are_the_others_that_held_the_groups_state_in_the_last_round() -> None:
     machine = following(state_at(4))
     machine.handle(ok(state_at(4), dict.fromkeys("abcd", 8.0)), 1.0)
-    assert machine.holders == {*"abcd"}
-    held = {"a": state_at(5), "b": state_at(5), "c": state_at(5), "d": OTHER, "n": START}
+    assert machine.circle == ("b", "c", "d")
+    held = {"a": state_at(5), "b": state_at(5), "c": OTHER, "n": START}
     machine.handle(rounds.succeeded(held, "m5", {"a": 8.0, "b": 8.0}, tuple("abcn")), 2.0)
     machine.handle(LOST, 3.0)
-    assert machine.holders == {*"abc"}, "a round that failed takes nobody away"
+    assert machine.circle == ("b",), "a round that failed takes nobody away"
 
 
 def test_downloads_that_fail_are_tried_ever_less_often() -> None:
@@ -293,6 +289,12 @@ def test_newcomers_among_themselves_do_not_take_themselves_for_the_beginning() -
         assert machine.joins
     machine.handle(ok(START, INTRODUCED, missing=3), 1.0)
     assert machine.follows
+
+
+def test_a_peer_that_claims_the_groups_state_and_gives_nothing_is_not_known() -> None:
+    machine = Follower("a", START, 0.0)
+    machine.handle(ok(START, {"a": 8.0, "b": 8.0, "m": ATTENDANCE}), 0.0)
+    assert machine.known.names == ("b",)
 
 
 @pytest.mark.parametrize("alone", ["train", "wait"])
@@ -355,32 +357,3 @@ def test_a_state_that_the_script_has_written_is_claimed_only_after_a_round() -> 
     assert machine.claim is None
     machine.handle(ok(None, INTRODUCED), 2.0)
     assert machine.claim == StateId(1, beginning("w").lineage)
-
-
-THEIRS = StateId(500, "b" * 64)
-
-
-def met(named: tuple[str, ...] | None, claims: Mapping[str, StateId], own: StateId = OTHER) -> Follower:
-    """A newcomer that was told to join by `named`, after a round with these claims."""
-    machine = Follower("a", own, 0.0, named=named)
-    machine.handle(rounds.succeeded({"a": own, **claims}, "m", INTRODUCED, ("a", *claims)), 1.0)
-    return machine
-
-
-def test_a_newcomer_takes_the_state_of_the_peer_that_it_was_told_to_join_by() -> None:
-    strangers = dict.fromkeys("wxyz", THEIRS)
-    told = met(("p",), {"p": state_at(3), **strangers})
-    assert told.phase == Behind(state_at(3), 3)
-    assert told.circle <= {"p"}
-    assert met(("p",), {"p": START, **strangers}).phase == Behind(START, 0)
-    assert met(("p",), strangers).phase == Behind(THEIRS, 500), "it is not there"
-    assert met(None, strangers).phase == Behind(THEIRS, 500)
-
-
-def test_a_newcomer_that_was_told_of_nobody_keeps_its_state_beside_one_that_is_no_more_common() -> None:
-    assert met((), {"b": START}).follows
-    assert met((), {"b": START, "c": START}).phase == Behind(START, 0)
-    assert met((), {"b": state_at(3)}).phase == Behind(state_at(3), 3), "the others have begun"
-    assert met(("b",), {"b": START}, StateId(9, "9" * 64)).follows, (
-        "it has trained alone, the other not at all"
-    )

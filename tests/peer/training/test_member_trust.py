@@ -40,7 +40,7 @@ def test_newcomers_with_another_state_do_not_replace_that_of_three_who_have_trai
     told = [reason for _, reason in ours[0].seen if "keeps its own state" in reason]
     assert told[0] == (
         f"this peer keeps its own state: epoch {THEIRS.epoch} (bbbbbbbb) is that of "
-        f"{count(strangers, 'other peer')}, and no chain of means leads there from its own; "
+        f"{count(strangers, 'other peer')}, with none of which it has trained; "
         'pass trust="heads" to follow the majority'
     )
 
