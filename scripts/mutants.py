@@ -61,14 +61,11 @@ RULES: dict[str, list[tuple[str, str]]] = {
     ],
     "averaging/matchmaking/closing.py": [
         ("arrived[quorum - 1] if", "arrived[0] if"),
-        ("*(peer for peer in since if peer in live)", "*()"),
+        ("*(peer for peer in since if peer in able)", "*()"),
         ("len(there) < self._strategy.available", "False"),
         ("return believed is not None and believed > builder.round", "return False"),
         ("return peer in builder.contributors or knew", "return True"),
-        (
-            "max(strategy.minimum, strategy.quorum, len(drawn.peers))",
-            "max(strategy.minimum, strategy.quorum)",
-        ),
+        ("minimum=max(least, len(drawn.peers))", "minimum=least"),
     ],
     "averaging/matchmaking/coordinator.py": [
         (" and (ended.ok or ended.peers & beyond.keys())", ""),
