@@ -5,9 +5,9 @@ For local steps alone: beside Adam on gradients it does harm. e is this peer's o
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 
+import msgspec
 import torch
 
 from equipoise.averaging.outcome import Outcome
@@ -17,6 +17,8 @@ from equipoise.peer.client.run import JoinedRun
 from equipoise.peer.training.safetensors_io import ImageError, pack, unpack
 
 Named = Mapping[str, torch.Tensor]
+
+_state = msgspec.json.Decoder(StateId)
 
 
 class Feedback:
@@ -62,14 +64,13 @@ class Feedback:
 
     def image(self, state: StateId) -> torch.Tensor:
         """The residual at a state, u8 [bytes], for this peer's own checkpoint."""
-        return pack(self.residual, {"state": json.dumps([state.epoch, state.lineage])})
+        return pack(self.residual, {"state": msgspec.json.encode(state).decode()})
 
     def load(self, content: memoryview, state: StateId) -> str:
         """Take on the residual of an image that fits a state; return why not, one line, or nothing."""
         try:
-            tensors, metadata = unpack(torch.frombuffer(content, dtype=torch.uint8))
-            found = StateId(*json.loads(metadata["state"]))
-        except (ImageError, KeyError, ValueError, TypeError) as error:
+            tensors, found = read_residual(torch.frombuffer(content, dtype=torch.uint8))
+        except ImageError as error:
             return f"its file is damaged: {error}"
         if found != state:
             return f"it is of epoch {found.epoch}, and the state of epoch {state.epoch} is another"
@@ -102,3 +103,12 @@ class Feedback:
             decoded = self._run.core.binding.decoded(memoryview(payload), residual)
             residual = {name: one - decoded[name] for name, one in residual.items()}
         self.residual, self._sum, self._sent = residual, None, []
+
+
+def read_residual(image: torch.Tensor) -> tuple[dict[str, torch.Tensor], StateId]:
+    """Read a residual and its state from an image, u8 [bytes]; raises ImageError if it is none."""
+    tensors, metadata = unpack(image)
+    try:
+        return tensors, _state.decode(metadata.get("state", ""))
+    except msgspec.DecodeError as error:
+        raise ImageError(f"expected the id of its state, got {error}") from error
