@@ -373,7 +373,7 @@ async def test_parts_may_be_reduced_on_a_device_also_on_one_that_fails(cluster: 
     reducers = {name: DeviceReducer(torch.device(name)) for name in weights if name != "loop"}
     for name in weights:
         cluster.host(name, reducer=reducers.get(name))
-    _, results, outcomes = await average(cluster, spec_of(5000, codec="int8"), weights)
+    _, results, outcomes = await average(cluster, spec_of(5000, codec="int8"), weights, 100.0)
     for name, outcome in outcomes.items():
         assert outcome.ok, outcome.reason
         assert set(outcome.contributors) == set(weights)
