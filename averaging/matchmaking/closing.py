@@ -203,7 +203,7 @@ class QuorumAndGrace(ClosePolicy):
                 self._in_vain[peer] = _InVain(times + 1, epoch + min(16**times, MAX_BARRED))
 
     def believes(self, standing: wire.Standing) -> bool:
-        """See `ClosePolicy.believes`: a draw that ignores a failed round is none of this peer's."""
+        """See `ClosePolicy.believes`: this peer rejects a draw that ignores a failed round."""
         return standing.state is None or not any(
             self._is_barred(peer, standing.state) for peer in standing.drawn
         )

@@ -106,7 +106,7 @@ class Feedback:
 
 
 def read_residual(image: torch.Tensor) -> tuple[dict[str, torch.Tensor], StateId]:
-    """Read a residual and its state from an image, u8 [bytes]; raises ImageError if it is none."""
+    """Read a residual and its state from an image, u8 [bytes]; raises ImageError if it is damaged."""
     tensors, metadata = unpack(image)
     try:
         return tensors, _state.decode(metadata.get("state", ""))
