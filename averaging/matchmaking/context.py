@@ -18,10 +18,7 @@ from equipoise.averaging.matchmaking.next_round import NextRound
 from equipoise.averaging.options import Needs
 from equipoise.averaging.outcome import Outcome
 from equipoise.averaging.weights import ATTENDANCE_LIMIT
-from equipoise.limits import Allowance, LruDict
-
-MAX_LEFT_OUT = 64
-"""Most coordinators remembered that left a join of this peer out."""
+from equipoise.limits import Allowance
 
 JOINS_SECONDS, MAX_JOINS, MAX_JOINS_OF_ONE = 1.0, 2000, 100
 """Time, and most joins checked within it, in all and of one peer: each signature costs 0.15 ms. A run has at most some
@@ -62,7 +59,6 @@ class Context:
     _looked_at: Allowance = field(
         default_factory=lambda: Allowance(JOINS_SECONDS, MAX_JOINS, MAX_JOINS_OF_ONE)
     )
-    _left_out: LruDict[str, int] = field(default_factory=lambda: LruDict(MAX_LEFT_OUT))
 
     def __post_init__(self) -> None:
         self.membership = Membership(self.peer, self.spec, self.needs.group_size, self.needs.places)
@@ -90,15 +86,6 @@ class Context:
         number = self.round if round is None else round
         own = {"peer": self.peer, "spec": self.spec, "round": number, "suspects": self.deeds.suspects}
         return msgspec.structs.replace(stated, **own).signed(self.sign)
-
-    def left_out(self, coordinator: str) -> None:
-        """Note that a coordinator had this peer's join and closed a group without it, though there was room."""
-        if self.needs.least or self.membership.count >= self.needs.group_size:
-            return
-        self._left_out[coordinator] = self._left_out.get(coordinator, 0) + 1
-        if self._left_out[coordinator] >= 2:
-            seconds = self.deeds.blame(coordinator, "as coordinator it left a join of this peer out twice")
-            self.membership.shun(coordinator, self.deeds.now, seconds=seconds)
 
     def objection(self, peer: str, join: Join, now: float) -> str:
         """Return why a join on the channel of `peer` does not count; empty if `peer` signed it, and for this spec."""

@@ -382,7 +382,7 @@ class Coordinator:
         self.remember(formed, now, closing.began, closing.absent)
         for join in closing.left_over:
             if join.peer != context.peer:
-                why = f"the group of round {join.round} {wire.LEFT_OUT}"
+                why = f"the group of round {join.round} has closed without it"
                 self._refuse(join.peer, join, why, now, join.round + 1)
         self._owe(closing)
         del self._builders[builder.round]

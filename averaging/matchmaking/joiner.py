@@ -245,14 +245,12 @@ class Joiner:
         search = self._answered(peer, message.ticket)
         if search is None or search.join is None:
             return
-        hops, short, was_parked = self.state.hops, self._is_short(now), isinstance(self.state, Parked)
+        hops, short = self.state.hops, self._is_short(now)
         self.state, self._reason = Looking(), f"{peer} refused: {message.detail}"
         goes_on = message.round > self._round.number and self._round.within_reach(message.round, now)
         if goes_on:
             self._membership.advance(peer, message.round)
             self._round.reach(message.round)
-        if was_parked and message.detail.endswith(wire.LEFT_OUT):
-            self._context.left_out(peer)
         if message.late and search.bound:
             self._coordinator.note_closed(search.join, message.group, now - message.late)
             self._end_late(message.late, message.detail)

@@ -29,9 +29,6 @@ from equipoise.averaging.ports import Buffer, parser
 from equipoise.averaging.state import StateId
 from equipoise.averaging.timing import MAX_WAIT
 
-LEFT_OUT = "has closed without it"
-"""End of the reason of a refusal: the coordinator had the join, and left it over."""
-
 MAX_DETAIL_CHARS = 200
 MAX_HOPS = 3
 """Most redirects that a join follows; the next coordinator keeps it. Two differing views cause one; three are rare."""

@@ -14,11 +14,9 @@ from equipoise.averaging.aio.router import Router
 from equipoise.averaging.allreduce import messages as wire
 from equipoise.averaging.deeds import FIRST_SECONDS, MOST_SECONDS, Deeds, suspected
 from equipoise.averaging.manifest import MAX_SUSPECTS, Manifest
-from equipoise.averaging.matchmaking import events, messages
 from equipoise.averaging.outcome import Outcome
 from fakes.hostile import Frame, TappedTransport, run_at_once
-from fakes.matchmaking import NAMES, in_order, join, machine, meet, ready, seen, sent
-from fakes.matchmaking import RUN as MATCHED
+from fakes.matchmaking import join
 from fakes.memory import FakeIdentity, Net
 from fakes.specs import spec
 from fakes.vectors import averaged
@@ -133,19 +131,3 @@ def test_a_member_at_fault_costs_the_next_rounds_nothing(tap: Tap, why: str) -> 
     blamed = [outcome.faults.get("m", "") for outcomes, _ in rounds for outcome in outcomes]
     assert any(why in one for one in blamed), blamed
     assert max(seconds for _, seconds in rounds[2:]) < 1.0, rounds
-
-
-def test_a_coordinator_that_leaves_a_join_out_twice_is_asked_last() -> None:
-    first, second, me = in_order(0, NAMES[:3])
-    one = machine(me, first, second)
-    for now, asked in ((1.0, first), (100.0, first), (130.0, second)):
-        one.handle(seen(first, second), now)
-        meet(one, first, second, now=now)
-        ((to, request),) = sent(one.handle(ready(), now), messages.JoinRequest)
-        assert to == asked, now
-        accepted = messages.JoinAccepted(MATCHED, request.join.ticket, 1.0, 2, 3, True)
-        one.handle(events.MessageReceived(to, accepted), now)
-        refused = messages.JoinRefused(MATCHED, request.join.ticket, f"the group {messages.LEFT_OUT}")
-        one.handle(events.MessageReceived(to, refused), now)
-        one.handle(events.Withdrew(), now)
-    assert one.context.deeds.told(first).endswith("as coordinator it left a join of this peer out twice")
