@@ -335,6 +335,19 @@ class World:
 
     # ---- the network ----
 
+    def hear_of_round(self, peer: str, number: int, frames: int) -> None:
+        """Let a peer hear so many frames of the round that is the `number`th to begin, and no more."""
+        tap, left = self.tap, [frames]
+
+        def cut(sender: str, receiver: str, header: bytes, body: bytes) -> list[Frame]:
+            passed = tap(sender, receiver, header, body)
+            if receiver == peer and len(self.rounds) == number and header[:1] == ROUND_FRAME:
+                left[0] -= 1
+                return passed if left[0] >= 0 else []
+            return passed
+
+        self.tap = cut  # type: ignore[method-assign]
+
     def tap(self, sender: str, receiver: str, header: bytes, body: bytes) -> list[Frame]:
         """What leaves in place of a frame: nothing, if its round is to fail for one of both."""
         if header[:1] == ROUND_FRAME:
