@@ -1,4 +1,4 @@
-"""README's scripts as a new user starts them: two or three launches at once, again and again, on idle and busy cores.
+"""The guides' scripts as a new user starts them: two or three at once, again and again, on idle and busy cores.
 
     scripts/first_hour.py --times 20                  # the whole matrix: 160 rows, an hour
     scripts/first_hour.py --times 3 --launches 2 --script train.py --cores idle
@@ -7,7 +7,7 @@ Each row tells how every launch of one start ended. Exits 1 unless in every row 
 ok with all of them as contributors, all hold the same parameters at the end, and none waited for a timeout: of a round,
 or of the end, so that every launch ends soon after all have met.
 
-README's scripts wait for one other peer. Of three launches each waits for two.
+The scripts wait for one other peer. Of three launches each waits for two.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 from e2e.swarm import CLI, ChildProcess, Swarm  # noqa: E402 - of the folder that was just added
 
-SCRIPTS = ("train.py", "local.py")
+SCRIPTS = {"train.py": "README.md", "local.py": "peer/training/README.md"}
+"""Each script's page."""
 
 LAUNCH_SECONDS = 200.0
 """Most seconds of one launch before it is ended: longer than all timeouts of a script together."""
@@ -50,11 +51,11 @@ RESULT = "first-hour: "
 
 
 def written(name: str, launches: int) -> str:
-    """README's script of that name, told how many others to wait for."""
-    readme = (ROOT / "README.md").read_text()
-    found = re.search(rf"^```python\n(# {re.escape(name)}\n.*?)^```$", readme, re.M | re.S)
+    """The guides' script of that name, told how many others to wait for."""
+    page = (ROOT / SCRIPTS[name]).read_text()
+    found = re.search(rf"^```python\n(# {re.escape(name)}\n.*?)^```$", page, re.M | re.S)
     if found is None:
-        raise SystemExit(f"README.md has no script {name}")
+        raise SystemExit(f"{SCRIPTS[name]} has no script {name}")
     return found[1].replace("wait_for=1", f"wait_for={launches - 1}")
 
 

@@ -1,4 +1,4 @@
-"""Everything that the README shows is run, in its order, against real daemons.
+"""Everything that README and the guides show is run against real daemons, and what they claim is looked up.
 
 Blocks marked `console` are commands, `python` scripts, `toml` a daemon's configuration. ADDRESS stands for an address
 of the first daemon. A block after the comment `<!-- elsewhere: ... -->` is run by another test.
@@ -10,22 +10,19 @@ import difflib
 import re
 import shlex
 import sys
+from pathlib import Path
 
 import pytest
 
 from architecture.sources import ROOT
+from architecture.test_guides import BLOCK, README
 from e2e.swarm import CLI, ChildProcess, DaemonProcess, Swarm, eventually
 from equipoise.averaging.advice import plan
+from equipoise.dht.address import EXAMPLE
 from equipoise.peer.cli.program import run
 from equipoise.peer.errors import ExitStatus
 
-README = (ROOT / "README.md").read_text()
-
-BLOCK = re.compile(
-    r"(?P<elsewhere><!-- elsewhere: [^>]*-->\n)?^```(?P<kind>\w+)\n(?P<text>.*?)^```$", re.M | re.S
-)
-
-KNOWN_KINDS = {"console", "diff", "python", "toml"}
+STRANGER = EXAMPLE.rpartition("/")[2]
 
 AVERAGED = re.compile(r"<Run '\w+', rounds: (?P<ok>\d+) ok.* contributors (?P<contributors>.*?);")
 """What `print(run)` says after a round that was ok."""
@@ -45,42 +42,50 @@ def commands() -> list[list[str]]:
     return [shlex.split(line.removeprefix("$ ")) for line in lines if line.startswith("$ ")]
 
 
+def shown(*words: str) -> list[str]:
+    """The first command of the pages that begins with `equipoise WORDS`."""
+    return next(one for one in commands() if one[1 : 1 + len(words)] == list(words))
+
+
 def script(name: str) -> str:
     """The Python block whose first line is the comment `name`, or the only one without a name."""
     named = {text.splitlines()[0].removeprefix("# "): text for text in blocks("python")}
     return named.get(name) or next(text for first, text in named.items() if not first.endswith(".py"))
 
 
-def test_every_block_is_of_a_kind_that_is_run() -> None:
-    assert {found["kind"] for found in BLOCK.finditer(README)} == KNOWN_KINDS
-
-
 def test_every_command_is_one_that_the_story_runs() -> None:
-    told = [words[:2] for words in commands()]
-    verbs = "daemon daemon launch plan launch daemon daemon status peers rounds stop"
-    assert [words[1] for words in told] == verbs.split()
-    assert {words[0] for words in told} == {"equipoise"}
+    verbs = (
+        "daemon daemon launch plan status peers rounds stop daemon daemon launch ban allow swarm daemon swarm"
+    )
+    assert [words[1] for words in commands()] == [*verbs.split(), "swarm", "swarm"]
+    assert {words[0] for words in commands()} == {"equipoise"}
 
 
 @pytest.mark.timeout(240)
 def test_two_daemons_and_a_look_inside(swarm: Swarm) -> None:
-    _, join, _, _, _, _, _, *looks = commands()
     first = swarm.daemon("first")
-    second = swarm.daemon("second", join=told(join[3:], first))
-    for words in looks[:-1]:
-        done = second.cli(*words[1:])
-        assert done.returncode == 0, done.stderr
-        assert done.stdout.strip()
-        second.json(*words[1:])
-    assert second.cli(*looks[-1][1:]).returncode == 0
+    second = swarm.daemon("second", join=told(shown("daemon", "--join")[3:], first))
+    for verb in ("status", "peers", "rounds"):
+        for words in (one[1:] for one in commands() if one[1] == verb):
+            done = second.cli(*words)
+            assert done.returncode == 0, done.stderr
+            assert done.stdout.strip()
+        second.json(verb)
+    assert second.cli(*shown("stop")[1:]).returncode == 0
     assert second.wait(30) == 0
 
 
+def test_a_private_swarm_without_its_daemon(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in commands()[-7:]:
+        words = [STRANGER if word == "PEERID" else word for word in words[1:]]
+        looks = ["--show-config"] if words[0] == "daemon" else []
+        assert run([*words, *looks, "--home", str(tmp_path)]) == ExitStatus.OK, capsys.readouterr().err
+
+
 def test_the_plan_is_that_of_the_table() -> None:
-    (command,) = (words for words in commands() if words[1] == "plan")
-    assert run(command[1:]) == ExitStatus.OK
-    shown = README[README.index("| parameters") :].partition("\n\n")[0]
-    head, _, *rows = (line.strip("| ") for line in shown.splitlines())
+    assert run(shown("plan")[1:]) == ExitStatus.OK
+    table = README[README.index("| parameters") :].partition("\n\n")[0]
+    head, _, *rows = (line.strip("| ") for line in table.splitlines())
     rates = [float(word.split()[0]) for word in head.split(" | ")[1:]]
     for row in rows:
         size, *cells = row.split(" | ")
@@ -94,14 +99,14 @@ def test_the_plan_is_that_of_the_table() -> None:
 
 @pytest.mark.timeout(480)
 def test_every_script_averages_on_two_machines(swarm: Swarm) -> None:
-    _, _, launch, _, resume, *_ = commands()
+    launch, resume = shown("launch", "--join"), shown("launch", "--resume")
     first = swarm.daemon("first")
-    names = ("train.py", "local.py", "federated.py")
+    names = ("train.py", "local.py", "gossip.py", "by_hand.py", "federated.py")
     for name in names:
         (swarm.folder / name).write_text(script(name))
     others = "\n".join(f"runpy.run_path({name!r}, run_name='__main__')" for name in names[1:])
     (swarm.folder / "others.py").write_text(f"import runpy\n{others}\n")
-    commands_and_rounds = [(launch, 1), (resume, 2), (with_script(launch, "others.py"), 4)]
+    commands_and_rounds = [(launch, 1), (resume, 2), (with_script(launch, "others.py"), 6)]
     for command, count in commands_and_rounds:
         trainers = [launched(swarm, told(command, first), f"trainer{index}") for index in range(2)]
         for trainer in trainers:
@@ -114,7 +119,7 @@ def test_every_script_averages_on_two_machines(swarm: Swarm) -> None:
 def test_the_doors_of_a_daemon(swarm: Swarm) -> None:
     doors, relay = [
         [re.sub(r"/tcp/\d+$", "/tcp/0", word) for word in words[2:]]  # Another test may have taken the ports.
-        for words in commands()[5:7]
+        for words in (shown("daemon", "--listen"), next(one for one in commands() if "--relay" in one))
     ]
     assert swarm.daemon("doors", args=doors).json("status")["swarm"]["direct"]["listening"]
     settings = {one["key"]: one for one in swarm.daemon("relay", args=relay).json("status")["settings"]}
@@ -128,6 +133,11 @@ def test_the_daemon_within_a_script(swarm: Swarm) -> None:
     process = swarm.script(f"import os; os.chdir({str(swarm.folder)!r})\n{code}")
     assert process.wait(60) == 0, process.errors
     assert process.output.strip()
+
+
+def test_the_simulation(capsys: pytest.CaptureFixture[str]) -> None:
+    exec(compile(script("simulated.py"), "simulated.py", "exec"), {})
+    assert capsys.readouterr().out == "True\n"
 
 
 @pytest.mark.timeout(120)
@@ -156,8 +166,8 @@ def test_training_together_takes_few_changes() -> None:
     changed = [line for line in difflib.ndiff(plain, together) if line[:2] in ("+ ", "- ")]
     imported = ["+ from equipoise.peer import connect"]
     assert imported[0][2:] in source.splitlines()
-    (shown,) = blocks("diff")
-    marked = [f"{line[0]} {line[1:].strip()}" for line in shown.splitlines() if line[0] in "+-"]
+    (diff,) = blocks("diff")
+    marked = [f"{line[0]} {line[1:].strip()}" for line in diff.splitlines() if line[0] in "+-"]
     assert sorted(marked) == sorted(imported + changed)
     assert len(marked) <= MAX_CHANGED_LINES
 

@@ -1,4 +1,4 @@
-"""Wrong starts: one line each, with its cause and the next step, and the exit status that README documents.
+"""Wrong starts: one line each, with its cause and the next step, and the exit status that peer/README.md documents.
 
 What needs no daemon runs in this process; what needs libp2p is marked slow. Texts are compared whole.
 """
