@@ -158,6 +158,11 @@ class Swarm:
         said = self._protocol.record_store.newest(peer)
         return "" if said is None else printable(said.name, MAX_NAME_CHARACTERS)
 
+    @property
+    def named(self) -> frozenset[str]:
+        """PeerIDs of the peers that this daemon's user named: by `--join`, or by an invitation."""
+        return frozenset(address.peer for address in self._join) - {self.peer}
+
     def role(self, peer: str) -> str:
         """Return the role of this member or of another one; all are trainers in an open swarm."""
         return self.gate.admission.role(peer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Set
 
 import msgspec
 
@@ -114,12 +115,16 @@ class SearchDriver:
         else:
             await self._directory.withdraw(self._spec.name)
 
-    async def objection(self, timeout: float) -> str:
+    async def objection(self, named: Set[str], trained: Set[str], timeout: float) -> str:
         """Return why this peer should not take part with its spec, one line; empty if it may.
+
+        See `SpecDiff` for the peers that may object.
 
         Waits up to `timeout` seconds until the known peers with another spec have described theirs.
         """
         until = self._loop.time() + timeout
+        self.comparison.named, self.comparison.trained = named, trained
+        await self._look()
         while not self.comparison.settled(now := self._loop.time()) and now < until:
             self._compared.clear()
             await sleep_until(self._compared, until - now)
@@ -262,11 +267,14 @@ class SearchDriver:
 
     async def _look_regularly(self) -> None:
         while True:
-            found = await self._directory.peers(self._spec.name)
-            seen = events.CandidatesSeen([one for one in found if not one.left])
-            self._driver.tell(seen)
-            self._compare(seen)
+            await self._look()
             await asyncio.sleep(LOOK_SECONDS)
+
+    async def _look(self) -> None:
+        found = await self._directory.peers(self._spec.name)
+        seen = events.CandidatesSeen([one for one in found if not one.left])
+        self._driver.tell(seen)
+        self._compare(seen)
 
 
 def _too_late(seconds: float) -> str:

@@ -12,10 +12,11 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 
 import msgspec
 
+from equipoise.averaging.counts import count
 from equipoise.averaging.matchmaking import messages as wire
 from equipoise.averaging.matchmaking.events import CandidatesSeen, Event, MessageReceived, PeerLost, Send
 from equipoise.averaging.matchmaking.topology import rank
@@ -26,7 +27,7 @@ from equipoise.averaging.timing import SILENCE_SECONDS
 from equipoise.limits import Allowance
 
 MAX_STRANGERS = 16
-"""Most peers of other specs that are asked. One answer shows the difference, the others how many live peers have it."""
+"""Most peers of other specs that are asked, those that are heeded first. One answer shows the difference."""
 
 ANSWER_SECONDS = SILENCE_SECONDS
 """Longest time that a peer waits for an answer."""
@@ -48,14 +49,13 @@ MAX_DIFFERENCES = 3
 
 
 class _Stranger(msgspec.Struct):
-    """A peer of another spec; `came_first` if this peer's first look at the directory showed it.
+    """A peer of another spec.
 
     Its answer is waited for until `answer_by`. It is asked again some time after that.
     """
 
     spec: str
     reachable: bool
-    came_first: bool
     asked: int = 0
     answer_by: float = float("-inf")
     there_since: float | None = None
@@ -67,6 +67,8 @@ class SpecDiff:
 
     Attributes:
         deadline: Never: all that is due by the clock is done at the next look at the directory.
+        named: PeerIDs of the peers that the user named, each of which may turn this peer away.
+        trained: PeerIDs of the other peers in the last mean that this peer had, more than half of which may.
     """
 
     deadline = float("inf")
@@ -75,14 +77,17 @@ class SpecDiff:
         self._spec = spec
         self._peer = peer
         self._began = now
+        self.named: Set[str] = frozenset()
+        self.trained: Set[str] = frozenset()
         self._strangers: dict[str, _Stranger] = {}
-        self._alike = 0
-        self._seen = False
+        self._first: dict[str, str] | None = None
         self._answers = Allowance(ANSWERS_SECONDS, MAX_ANSWERS)
 
     def settled(self, now: float) -> bool:
         """True if the directory was read, and all peers that can be asked have answered, or not answered in time."""
-        return self._seen and all(now >= stranger.answer_by for stranger in self._strangers.values())
+        return self._first is not None and all(
+            now >= stranger.answer_by for stranger in self._strangers.values()
+        )
 
     @property
     def reason(self) -> str:
@@ -90,13 +95,13 @@ class SpecDiff:
         strangers = self._strangers.values()
         if not strangers:
             return ""
-        [(spec, count)] = Counter(stranger.spec for stranger in strangers).most_common(1)
+        [(spec, number)] = Counter(stranger.spec for stranger in strangers).most_common(1)
         said = next(
             (stranger.difference for stranger in strangers if stranger.spec == spec and stranger.difference),
             "",
         )
-        have = "peer of this name has" if count == 1 else "peers of this name have"
-        return f"{count} {have} another spec: {said or 'how it differs has not been said'}"
+        have = "peer of this name has" if number == 1 else "peers of this name have"
+        return f"{number} {have} another spec: {said or 'how it differs has not been said'}"
 
     def difference(self, peer: str) -> str:
         """The difference of a peer's spec, one line; empty if the spec is the same, or the difference is unknown."""
@@ -105,23 +110,30 @@ class SpecDiff:
     def objection(self) -> str:
         """Why this peer should not take part with its spec; empty if it may.
 
-        It should not if more live peers share one other spec than share this peer's spec, itself counted. Of two single
-        peers, the later should not. So a peer that comes with a mistake never turns away the first peer, and a hostile
-        peer never turns away a majority. Dead peers do not answer, and do not count.
+        Identities are free, so no number of strangers turns this peer away: it waits beside them, and `reason` names
+        the difference. A peer that the user named may, and more than half of the peers of this peer's last mean. Dead
+        peers do not answer, and have no say.
 
-        A peer can only claim how long it has been there. The claim of a single peer counts only if this peer's first
-        look showed it, before any peer knew of this one: no peer can become the first one later.
+        A peer can only claim how long it has been there. The claim counts only if this peer's first look showed it with
+        that spec, before any peer knew of this one: so a peer that comes later with a mistake turns nobody away.
         """
-        live = [stranger for stranger in self._strangers.values() if stranger.there_since is not None]
-        for spec, count in Counter(stranger.spec for stranger in live).most_common():
-            same = [stranger for stranger in live if stranger.spec == spec]
-            earlier = any(
-                stranger.came_first and (stranger.there_since or 0.0) < self._began for stranger in same
-            )
-            if count > 1 + self._alike or (count == 1 and not self._alike and earlier):
-                who = "a peer that is there has" if count == 1 else f"{count} peers that are there have"
-                return f"{who} another spec: {same[0].difference}"
+        earlier = {
+            peer: stranger.difference
+            for peer, stranger in self._strangers.items()
+            if stranger.there_since is not None
+            and stranger.there_since < self._began
+            and self._came_first(peer)
+        }
+        for peer in self.named & earlier.keys():
+            return f"..{peer[-8:]}, which this daemon was told to join by, has another spec: {earlier[peer]}"
+        differ = sorted(self.trained & earlier.keys())
+        if 2 * len(differ) > len(self.trained):
+            of = f"{len(differ)} of {count(len(self.trained), 'peer')} that this peer has trained with"
+            return f"{of} have another spec: {earlier[differ[0]]}"
         return ""
+
+    def _came_first(self, peer: str) -> bool:
+        return (self._first or {}).get(peer) == self._strangers[peer].spec
 
     def handle(self, event: Event, now: float) -> Sequence[Send]:
         """Take in an event; return the messages to send."""
@@ -141,17 +153,20 @@ class SpecDiff:
     def _see(self, candidates: Sequence[Candidate]) -> None:
         others = [record for record in candidates if record.peer != self._peer]
         strangers = {record.peer: record for record in others if record.spec != self._spec.hash}
-        self._alike = len(others) - len(strangers)
+        if self._first is None:
+            self._first = {peer: record.spec for peer, record in strangers.items()}
         known, self._strangers = self._strangers, {}
         # Each peer asks in its own order, so that in a large run not all peers ask the same few.
-        order = sorted(strangers, key=lambda peer: (peer not in known, rank(self._peer, peer)))
+        heeded = self.named | self.trained
+        order = sorted(
+            strangers, key=lambda peer: (peer not in heeded, peer not in known, rank(self._peer, peer))
+        )
         for peer in order[:MAX_STRANGERS]:
             before, seen = known.get(peer), strangers[peer]
             if before is None or before.spec != seen.spec:
-                before = _Stranger(seen.spec, seen.dialable, came_first=not self._seen)
+                before = _Stranger(seen.spec, seen.dialable)
             before.reachable = before.reachable or seen.dialable
             self._strangers[peer] = before
-        self._seen = True
 
     def _answer(self, peer: str, question: wire.SpecQuestion, now: float) -> list[Send]:
         if question.spec == self._spec.hash or not self._answers.admits(peer, now):

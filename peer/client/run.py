@@ -259,8 +259,9 @@ class JoinedRun:
     def agree(self, terms: Mapping[str, str], buffers: bool = False, observes: bool = False) -> None:
         """Let `step` meet only peers that give the same terms; call it before the first `accumulate` and `step`.
 
-        This peer is refused if more live peers of the run have other terms than the same terms. Of two single peers,
-        the later is refused. So a later mistake turns no peer away: `state`, `status` and `peers` name the difference.
+        This peer is refused if a peer that its daemon's user named (`--join`), or more than half of the others in its
+        last mean, were in the run before with other terms. Beside other peers with other terms it waits, with a warning
+        in the log: `state`, `status` and `peers` name the difference.
 
         Args:
             terms: Further values that must be alike, as {"target batch size": "4096"}: at most 32, of up to 64 and 256
@@ -272,7 +273,8 @@ class JoinedRun:
             observes: Whether this peer trains nothing: a federated run never draws it.
 
         Raises:
-            Refused: The peers of the run have other terms; the error names them. Or the run has accumulated or stepped.
+            Refused: Peers that have a say have other terms, which the error names. Or the run has accumulated or
+                stepped.
             SpecError: A term is too long or not printable.
             SchemaError: The run was not joined with a module, so it has no buffers.
             DaemonLost: The daemon has gone.
@@ -286,7 +288,10 @@ class JoinedRun:
             carried = self.core.binding.buffer_schema() if buffers else Schema(())
             dtypes = self.core.binding.dtypes if self.core.replicated else ()
             request = messages.AgreeRun(self.name, agreed, carried, observes, dtypes)
-            self.core.link.ask(request, AGREE_SECONDS)
+            if differs := self.core.link.ask(request, AGREE_SECONDS):
+                log.warning(
+                    "run %s: %s; this peer waits beside it for peers with its own", self.name, differs
+                )
             self.core.binding.carry(carried)
             self.terms, self.core.agreed = dict(agreed), request
 

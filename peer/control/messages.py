@@ -92,11 +92,11 @@ class JoinRun(RunRequest[None], frozen=True):
     size: int
 
 
-class AgreeRun(RunRequest[None], frozen=True):
+class AgreeRun(RunRequest[str], frozen=True):
     """Have `step` meet only peers with these terms, and with `buffers` behind their gradients.
 
-    A peer that `observes` is never drawn. Refused if the peers of the run have other terms, or other `dtypes` of the
-    parameters, in order, if any are told.
+    A peer that `observes` is never drawn. Other peers may have other terms, or other `dtypes` of the parameters, in
+    order, if any are told: refused if those have a say, else the answer is the difference, one line.
     """
 
     terms: Terms

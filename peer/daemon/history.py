@@ -55,6 +55,11 @@ class RoundHistory:
         """The last `limit` outcomes of each run, oldest first."""
         return last_of_each_run(self._kept, limit)
 
+    def company(self, run: str) -> frozenset[str]:
+        """PeerIDs of the contributors to the last mean of a run."""
+        means = (frozenset(one.contributors) for one in reversed(self._kept) if one.run == run and one.ok)
+        return next(means, frozenset())
+
     def close(self) -> None:
         """Close the file."""
         self._file.close()

@@ -107,12 +107,20 @@ class Session:
         self._announcing = asyncio.create_task(self._announce())
 
     async def agree(
-        self, terms: Terms, buffers: Schema, observes: bool = False, dtypes: tuple[Dtype, ...] = ()
-    ) -> None:
+        self,
+        terms: Terms,
+        buffers: Schema,
+        observes: bool = False,
+        dtypes: tuple[Dtype, ...] = (),
+        company: frozenset[str] = frozenset(),
+    ) -> str:
         """Let `step` meet only peers of the same terms, and carry `buffers` behind the gradients; see `Run.agree`.
 
+        `company` are the peers that this one has trained with. Returns how the terms of peers differ beside which this
+        peer waits, one line; empty if none are known.
+
         Raises:
-            Refused: The peers of the run have other terms. Or the run has stepped on other terms, or has no gradients.
+            Refused: Peers that have a say have other terms. Or the run has stepped on other terms, or has no gradients.
             ValueError: A term is too long or not printable, or a buffer has the name of a gradient.
         """
         if self._joined is None:
@@ -130,10 +138,12 @@ class Session:
                 # Before joining: for a run that this peer is in, the directory returns what it knows already.
                 await self._swarm.directory.peers(agreed.name)
         run_driver = await self._use(STEP)
-        objection = await run_driver.search.objection(COMPARE_SECONDS)
+        named, trained = self._swarm.named, company - {self._swarm.peer}
+        objection = await run_driver.search.objection(named, trained, COMPARE_SECONDS)
         if objection:
             await self._disagree(run_driver)
             raise Refused(f"run {self.name!r}: {objection}", "give the same, or use another name")
+        return run_driver.search.comparison.reason
 
     async def start_round(self, request: StartRound) -> Outcome:
         """Exchange the contribution in the shared memory; the run driver ends the round within its timeout.

@@ -42,6 +42,9 @@ class Trainer(threading.Thread):
         ended: Set to end it.
     """
 
+    beside = TRAINERS - 1
+    """Peers that it waits for."""
+
     def __init__(self, place: DaemonProcess, index: int, stranger: bool = False, pause: float = 0.0) -> None:
         super().__init__(daemon=True)
         self.steps = self.updates = 0
@@ -64,7 +67,7 @@ class Trainer(threading.Thread):
             if self._stranger:
                 optimizer.load(optimizer.member._state.image(THEIRS))
             else:
-                run.wait_for(TRAINERS - 1, timeout=60.0)
+                run.wait_for(self.beside, timeout=60.0)
             for number in itertools.count():
                 if self.ended.wait(self._pause):
                     return

@@ -158,6 +158,8 @@ class FakeSwarm:
     def name(self, peer: str) -> str:
         return f"the machine of {peer}"
 
+    named: frozenset[str] = frozenset()
+
     def role(self, peer: str) -> str:
         return "trainer"
 
@@ -292,7 +294,7 @@ class FakeRunDriver:
             others = [one for one in self._network.runs[self._spec.name].values() if one is not self._member]
         return sum(one.accumulated for one in others if one.round == self._member.round)
 
-    async def objection(self, timeout: float) -> str:
+    async def objection(self, named: object, trained: object, timeout: float) -> str:
         return ""
 
     @property

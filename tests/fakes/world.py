@@ -118,6 +118,9 @@ class WorldDaemon:
         self.service = Service(self.router, self)  # type: ignore[arg-type]
         self.history: Any = self
         self.add, self.last = self.outcomes.append, lambda limit: list(self.outcomes)[-limit:]
+        self.company = lambda run: frozenset[str]()
+
+    named: frozenset[str] = frozenset()
 
     def role(self, peer: str) -> str:
         return "trainer"

@@ -189,9 +189,15 @@ async def compare(cluster: Cluster, specs: dict[str, RunSpec]) -> dict[str, RunD
 async def test_peers_that_differ_say_how_and_the_later_peer_objects(cluster: Cluster) -> None:
     small, large = (spec_of(1000, terms={"target batch size": size}) for size in ("2048", "4096"))
     runs = await compare(cluster, {"first": large, "second": small})
-    objection = await runs["second"].search.objection(10.0)
-    assert objection == "a peer that is there has another spec: target batch size: here 2048, there 4096"
-    assert await runs["first"].search.objection(10.0) == ""
+    first, second = (run.search for run in runs.values())
+    differ = "has another spec: target batch size: here 2048, there 4096"
+    assert (
+        await second.objection({"first"}, set(), 10.0)
+        == f"..first, which this daemon was told to join by, {differ}"
+    )
+    assert await second.objection(set(), set(), 10.0) == ""
+    assert second.comparison.reason == f"1 peer of this name {differ}"
+    assert await first.objection({"second"}, {"second"}, 10.0) == ""
     assert runs["first"].search.comparison.difference("second") == "target batch size: here 4096, there 2048"
     for run in runs.values():
         assert isinstance(run.search.state, NoPeers)
@@ -206,7 +212,7 @@ async def test_a_dead_peers_record_turns_nobody_away(cluster: Cluster) -> None:
     cluster.net.kill("dead")
     cluster.host("late")
     late = await cluster.routers["late"].join(spec_of(1001))
-    assert await late.search.objection(10.0) == ""
+    assert await late.search.objection({"dead"}, {"dead"}, 10.0) == ""
     assert late.search.reason == "1 peer of this name has another spec: how it differs has not been said"
 
 

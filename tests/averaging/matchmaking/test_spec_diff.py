@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-import pytest
 
 from equipoise.averaging.matchmaking.events import CandidatesSeen, MessageReceived, PeerLost, Send
 from equipoise.averaging.matchmaking.messages import SpecAnswer, SpecQuestion
@@ -65,6 +64,7 @@ def test_a_peer_that_does_not_answer_is_asked_again_and_not_for_ever() -> None:
     one, now, questions = comparing(), 1.0, 0
     while now <= 1.0 + MAX_QUESTIONS * (ANSWER_SECONDS + ASK_AGAIN_SECONDS):
         questions += len(one.handle(seen(bob=OTHER), now))
+        one.named = one.trained = {"bob"}
         assert one.objection() == "", "the dead have no say"
         now += 0.25
     assert questions == MAX_QUESTIONS
@@ -126,45 +126,30 @@ def test_a_peer_that_changes_its_spec_or_goes_is_looked_at_anew() -> None:
     assert one.settled(3.0)
 
 
-def objection(now: float = 10.0, alike: int = 0, **others: tuple[RunSpec, float]) -> str:
-    """What one that came at 10 s says, where `alike` others agree with it and the rest has been there for so long."""
+def objection(named: str = "", trained: Sequence[str] = (), **others: tuple[RunSpec, float]) -> str:
+    """What a peer that came at 10 s says, where the others have been there for so long."""
     one = comparing(10.0)
-    friends = {f"friend{index}": OWN for index in range(alike)}
-    one.handle(seen(me=OWN, **friends, **{peer: theirs for peer, (theirs, _) in others.items()}), now)
+    one.named, one.trained = {named}, set(trained)
+    one.handle(seen(me=OWN, friend=OWN, **{peer: theirs for peer, (theirs, _) in others.items()}), 10.0)
     for peer, (theirs, seconds) in others.items():
-        one.handle(answer(peer, theirs, seconds), now + 0.1)
+        one.handle(answer(peer, theirs, seconds), 10.1)
     return one.objection()
 
 
-@pytest.mark.parametrize(
-    ("alike", "others", "objects"),
-    [
-        (0, {}, False),
-        (0, {"bob": (OTHER, 5.0)}, True),
-        (0, {"bob": (OTHER, 0.0)}, False),
-        (1, {"bob": (OTHER, 5.0)}, False),
-        (0, {"bob": (OTHER, 0.0), "carol": (OTHER, 0.0)}, True),
-        (1, {"bob": (OTHER, 5.0), "carol": (OTHER, 5.0)}, False),
-        (1, {"bob": (OTHER, 0.0), "carol": (OTHER, 0.0), "dave": (OTHER, 0.0)}, True),
-        (0, {"bob": (OTHER, 0.0), "carol": (SHAPE, 5.0)}, True),
-    ],
-    ids=[
-        "alone",
-        "later",
-        "earlier",
-        "one to two",
-        "outnumbered",
-        "as many",
-        "outnumbered still",
-        "all different",
-    ],
-)
-def test_the_odd_one_out_objects(alike: int, others: dict[str, tuple[RunSpec, float]], objects: bool) -> None:
-    assert bool(objection(alike=alike, **others)) is objects
+def test_only_peers_that_the_user_named_or_that_it_trained_with_turn_a_peer_away() -> None:
+    strangers = {f"p{index:02}": (OTHER, 5.0) for index in range(2 * MAX_STRANGERS)}
+    assert objection(named="friend", trained=["friend"], **strangers) == ""
+    assert objection(named="bob", bob=(OTHER, 0.0)) == "", "it came later"
+    told = f"..bob, which this daemon was told to join by, has another spec: {SAID}"
+    assert objection(named="bob", bob=(OTHER, 5.0), **strangers) == told, "it is asked before all strangers"
+    assert objection(trained=["bob", "friend"], bob=(OTHER, 5.0), **strangers) == ""
+    most = objection(trained=["bob", "carol", "friend"], bob=(OTHER, 5.0), carol=(OTHER, 5.0), **strangers)
+    assert most == f"2 of 3 peers that this peer has trained with have another spec: {SAID}"
 
 
 def test_nobody_turns_away_the_first_by_saying_that_it_was_there_before() -> None:
     one = comparing(10.0)
+    one.named = one.trained = {"mallory"}
     one.handle(seen(me=OWN), 10.1)
     one.handle(seen(me=OWN, mallory=OTHER), 10.5)
     one.handle(answer("mallory", OTHER, seconds=1e9), 10.6)
@@ -174,13 +159,8 @@ def test_nobody_turns_away_the_first_by_saying_that_it_was_there_before() -> Non
 
 def test_nobody_who_was_there_turns_away_by_changing_its_spec() -> None:
     one = comparing(10.0)
+    one.named = one.trained = {"mallory"}
     one.handle(seen(me=OWN, mallory=OWN), 10.1)
     one.handle(seen(me=OWN, mallory=OTHER), 10.5)
     one.handle(answer("mallory", OTHER, seconds=1e9), 10.6)
     assert one.objection() == ""
-
-
-def test_an_objection_says_what_differs() -> None:
-    assert objection(bob=(OTHER, 5.0)) == f"a peer that is there has another spec: {SAID}"
-    both = objection(bob=(OTHER, 5.0), carol=(OTHER, 5.0))
-    assert both == f"2 peers that are there have another spec: {SAID}"
