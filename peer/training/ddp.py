@@ -75,13 +75,16 @@ class SharedOptimizer:
         """As any optimizer's."""
         self._model.zero_grad(set_to_none)
 
-    def step(self) -> None:
+    def step(self, samples: float | None = None) -> None:
         """`SwarmOptimizer.step` on rank 0; then all ranks have its parameters. All ranks call it, equally often.
+
+        Args:
+            samples: Those of all ranks together, on rank 0; by default the optimizer's `batch_size`.
 
         Raises:
             RankZeroFailed: On the other ranks, if rank 0 raised.
         """
-        self._share(lambda: self.optimizer and self.optimizer.step())
+        self._share(lambda: self.optimizer and self.optimizer.step(samples=samples))
 
     def _share(self, act: Callable[[], Any]) -> None:
         def lead() -> int:

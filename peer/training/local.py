@@ -34,6 +34,7 @@ from equipoise.peer.client.tensors import copies_of, stepped_tensors
 from equipoise.peer.errors import Refused
 from equipoise.peer.training import image
 from equipoise.peer.training.checkpoint import Checkpoints, keep_checkpoints
+from equipoise.peer.training.counting import Seen, counted, watch_batches
 from equipoise.peer.training.feedback import Feedback
 from equipoise.peer.training.guard import is_probe, require_same_tensors
 from equipoise.peer.training.member import FINISH_SECONDS, Finished, Member, require_places, wait_for
@@ -207,6 +208,9 @@ class DiLoCo(LocalTraining[Finished]):
         for at, fragment in enumerate(self._fragments):
             fragment.run.agree(terms, self._options.buffers and at == 0)
         wait_for([fragment.run for fragment in self._fragments], self._options.wait_for)
+        self._batches = self._options.count and watch_batches(
+            run.core.binding.source, self._options.count, self.count
+        )
         self._keepers: list[Callable[[], None]] = []
         if checkpoints:
             self._keepers = [
@@ -248,6 +252,19 @@ class DiLoCo(LocalTraining[Finished]):
         kept = [fragment.feedback.residual for fragment in self._fragments if fragment.feedback]
         return {name: one for part in kept for name, one in part.items()}
 
+    def count(self, number: float | torch.Tensor) -> None:
+        """Count samples, or tokens without padding, of the next step; call this before it, and alike on all peers.
+
+        Contributions then weigh what was counted since the last exchange, not the number of steps. A contributor counts
+        as ten times the lower median at most: join with `weights="any"` if peers differ by more than that.
+
+        Raises:
+            ValueError: `number` is not a finite number >= 0.
+        """
+        number = counted(number)
+        for fragment in self._fragments:
+            fragment.seen.count(number)
+
     @property
     def in_step(self) -> bool:
         """True if this peer holds the group's state, as far as it knows."""
@@ -275,6 +292,11 @@ class DiLoCo(LocalTraining[Finished]):
         if met and not self.finished.in_step:
             log.warning("run %s: it does not end with the group: %s", self._run.name, self.finished.reason)
         return self.finished
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if self._batches:
+            self._batches.remove()
+        super().__exit__(kind, *error)
 
     def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
         self.steps += 1
@@ -336,7 +358,7 @@ class Fragment:
         run: The fragment's run.
         member: This peer's part in the fragment's training.
         sent_at: The step at which the last exchange began.
-        own_steps: Steps that are in the local copy, and in no contribution.
+        seen: What is in the local copy, and in no mean.
         diverged: Whether local steps have just led to NaN or Inf, and were given up.
         feedback: The error feedback; None without.
     """
@@ -344,7 +366,8 @@ class Fragment:
     def __init__(
         self, run: JoinedRun, local: Named, buffers: Named, outer: OuterStep, options: LocalOptions, at: int
     ) -> None:
-        self.sent_at = self.own_steps = self._given_steps = 0
+        self.sent_at = 0
+        self.seen = Seen()
         self.run = run
         self._local = dict(local)
         self._outer = outer
@@ -364,7 +387,7 @@ class Fragment:
     def tick(self, step: int) -> int | None:
         """Note an inner step, the group's `step`-th; return its true number if this peer has just learnt it."""
         epoch, ended = self.member.id.epoch, self.member.outcomes
-        self.own_steps += 1
+        self.seen.steps += 1
         self._gave = self._gave and self.member.pending
         self._caught_up = self.diverged = False
         if self.member.in_step and self.member.pending and self._may_collect(step):
@@ -382,8 +405,8 @@ class Fragment:
     def ended(self) -> Finished:
         """The end of this fragment's training: with the agreed values, unless there are later steps of its own."""
         end = self.member.ended()
-        if self.own_steps:
-            told = f"{pluralize(self.own_steps, 'step')} of its own since exchange {self.member.id.epoch}"
+        if self.seen.steps:
+            told = f"{pluralize(self.seen.steps, 'step')} of its own since exchange {self.member.id.epoch}"
             return Finished(False, told if end.in_step else f"{told}; {end.reason}")
         self._write()
         self._model.restore()
@@ -418,15 +441,15 @@ class Fragment:
             self._retry_at = step + max(self._options.every // RETRIES, 1)
 
     def _contribute(self) -> None:
-        self._given_steps = self.own_steps
-        moved, weight = self._differences(), self._options.weight
+        self.seen.give()
+        moved, weight = self._differences(), self._options.weight * self.seen.weight
         differences: Named | dict[str, None] = moved
         if self.feedback is not None and self.member.in_step:
             differences = self.feedback.add(moved)
         elif self.feedback is not None:  # These differences are from another state than the group's.
             differences, weight = dict.fromkeys(self._local), ATTENDANCE
         try:
-            self.member.accumulate(differences, weight)
+            self.member.accumulate(differences, max(weight, ATTENDANCE))
         except SchemaError as error:
             log.warning("its local steps have led nowhere, and are given up: %s", error)
             self.diverged = True
@@ -484,7 +507,7 @@ class Fragment:
             self._local[name].copy_(written)
             if name in self._merged:
                 self._merged[name].copy_(written)
-        self.own_steps, self._given_steps = (self.own_steps - self._given_steps if merge else 0), 0
+        self.seen.settle(kept=merge > 0)
 
 
 def dealt(parameters: Mapping[str, torch.Tensor], count: int) -> list[dict[str, torch.Tensor]]:

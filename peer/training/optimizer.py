@@ -29,6 +29,7 @@ from equipoise.peer.errors import Refused
 from equipoise.peer.training import image
 from equipoise.peer.training.batch_quota import BatchQuota
 from equipoise.peer.training.checkpoint import Checkpoints, keep_checkpoints
+from equipoise.peer.training.counting import counted
 from equipoise.peer.training.guard import Guard, is_probe
 from equipoise.peer.training.member import FINISH_SECONDS, Finished, Member, require_places, wait_for
 from equipoise.peer.training.options import OptionKeywords, Options, from_keywords, number, short
@@ -89,7 +90,8 @@ class SwarmOptimizer(torch.optim.Optimizer):
         parameters = _check_inner(run, inner)
         require_places(run, options.wait_for)
         self.inner = inner
-        self.batch_size = options.batch_size
+        self.batch_size = self._size = options.batch_size
+        self._counted: float | None = None
         self.dropped = self.skipped = 0
         self.scheduler = options.scheduler(inner) if options.scheduler else None
         if isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
@@ -197,19 +199,32 @@ class SwarmOptimizer(torch.optim.Optimizer):
         read.load()
         return read.id
 
+    def count(self, number: float | torch.Tensor) -> None:
+        """Count samples, or tokens without padding, towards the next call of `step` that says no number itself.
+
+        Raises:
+            ValueError: `number` is not a finite number >= 0.
+        """
+        self._counted = (self._counted or 0.0) + counted(number)
+
     @_disable_dynamo
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(
+        self, closure: Callable[[], Any] | None = None, *, samples: float | torch.Tensor | None = None
+    ) -> Any:
         """Add this micro-batch's gradients; if the swarm then has its target batch, make the step.
 
         After a failed round, the accumulated gradients are kept, and the next call tries again.
 
         Args:
             closure: Called once, first, as by most torch optimizers: computes the gradients, and returns the loss.
+            samples: Samples, or tokens without padding, of this micro-batch, in the unit of `target_batch_size`; by
+                default what `count` has counted, or else `batch_size`.
 
         Returns:
             The closure's result.
 
         Raises:
+            ValueError: `samples` is not a finite number >= 0.
             SchemaError: A parameter has another dtype or device than at the start, or is another tensor.
             Refused: The script has written to the parameters again and again.
         """
@@ -219,6 +234,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
                 loss = closure()
         if is_probe(self.inner):
             return loss
+        self._take_size(samples)
         self._guard.require_same_tensors()
         self._notice_writes()
         if self._writes >= MAX_WRITES:
@@ -228,7 +244,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
         gradients = {name: parameter.grad for name, parameter in self.parameters.items()}
         try:
             if any(gradient is not None for gradient in gradients.values()):  # Else nothing was computed.
-                self.member.accumulate(gradients, self.batch_size)
+                self.member.accumulate(gradients, self._size)
         except NotFinite:
             self.dropped += 1
         before = self.id
@@ -260,6 +276,11 @@ class SwarmOptimizer(torch.optim.Optimizer):
         """Finish; the run calls this when it is left."""
         if self._finished is None and sys.exc_info()[0] is None:  # After an error it does not linger.
             self.finish()
+
+    def _take_size(self, samples: float | torch.Tensor | None) -> None:
+        """Take the size of this micro-batch."""
+        told = self._counted if samples is None else counted(samples)
+        self._size, self._counted = self.batch_size if told is None else told, None
 
     def _notice_writes(self) -> None:
         """Take back hyperparameters, and meet the group anew if the script has written to the rest of the state.
@@ -303,7 +324,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
     def _is_due(self) -> bool:
         last = self.member.last
         if last is not None and last.ok and last is not self._paced:
-            self._pace.averaged(last, self._run.peer, self.batch_size)
+            self._pace.averaged(last, self._run.peer, self._size or self.batch_size)
             self._look_at_target(last.contributors)
         self._paced = last
         swarm, local = self.member.serve(), self.member.accumulated
@@ -322,7 +343,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
     def _look_at_target(self, contributors: Mapping[str, float]) -> None:
         """Warn if the others reach the target without this peer, which has made one micro-batch, as all have."""
         target, least = self._options.target_batch_size, min(contributors.values())
-        one = contributors.get(self._run.peer, math.inf) <= self.batch_size
+        one = contributors.get(self._run.peer, math.inf) <= self._size
         if one and least * (len(contributors) - 1) >= target:
             self._warn_once(
                 "target_batch_size",

@@ -14,6 +14,7 @@ from blake3 import blake3
 from equipoise.averaging.outer import above_zero, below_one, require_in_range
 from equipoise.averaging.replication.follower import Alone
 from equipoise.averaging.replication.known import Trust
+from equipoise.peer.training.counting import Count
 from equipoise.peer.training.history import REPLICATED_ROUNDS
 from equipoise.peer.training.image import Stateful
 
@@ -56,6 +57,7 @@ class LocalKeywords(_CommonKeywords, total=False):
     delay: int
     merge: float
     weight: float
+    count: Count | None
     buffers: bool
     feedback: float
 
@@ -143,7 +145,10 @@ class LocalOptions(CommonOptions):
             (Streaming DiLoCo, 2501.18512, section 2.1).
         delay: Inner steps, tau, below H / P, that the loop makes during an exchange (section 2.2).
         merge: Share, alpha, of those steps that a peer keeps: own <- agreed + alpha (own - agreed); equation 4.
-        weight: Weight of this peer in the mean.
+        weight: Weight of each step of this peer in the mean or, where batches are counted, of each sample or token.
+        count: Counts a batch, as `lambda batch: batch["attention_mask"].sum()`: a contribution weighs what its batches
+            count. It gets what the module gets in training, before each forward pass that is not compiled; `count` of
+            the loop takes numbers in its place.
         buffers: As in `Options`; with fragments, the buffers travel with the first of them.
         feedback: The factor of error feedback, from 0 to 1: a contribution is what this peer has moved by, and this
             times what the codec has left out of earlier ones. Codecs of few bits need it, as `sparse`; 0 is without.
@@ -154,6 +159,7 @@ class LocalOptions(CommonOptions):
     delay: int = 0
     merge: float = 0.0
     weight: float = 1.0
+    count: Count | None = None
     buffers: bool = False
     feedback: float = 0.0
 

@@ -35,7 +35,8 @@ def step_with_swarm(
         run: Joined with the model.
         optimizer: A prepared optimizer.
         scheduler: A prepared scheduler; it then follows the swarm's epochs, and stepping it in the loop does nothing.
-        batch_size: Samples in one backward pass; gradient accumulation is counted in.
+        batch_size: Samples in one backward pass; gradient accumulation is counted in. Of batches that differ, tell
+            `count` of what this returns the number before each step.
         **options: Fields of `equipoise.peer.training.Options`, and `checkpoints`; `target_batch_size` is required.
 
     Returns:

@@ -6,12 +6,14 @@ import logging
 import sys
 from typing import Any
 
+from torch.utils.hooks import RemovableHandle
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import has_length
 
 from equipoise.peer.client.run import JoinedRun
 from equipoise.peer.training.adapters.accelerate import take_over
 from equipoise.peer.training.adapters.schedule import paced
+from equipoise.peer.training.counting import Count, watch_batches
 from equipoise.peer.training.optimizer import SwarmOptimizer
 
 log = logging.getLogger(__name__)
@@ -32,7 +34,13 @@ class SwarmCallback(TrainerCallback):  # type: ignore[misc]
     """
 
     def __init__(
-        self, run: JoinedRun, *, target_batch_size: float, epochs: int | None = None, **options: Any
+        self,
+        run: JoinedRun,
+        *,
+        target_batch_size: float,
+        epochs: int | None = None,
+        count: Count | None = None,
+        **options: Any,
     ) -> None:
         """Say how the swarm steps.
 
@@ -40,11 +48,14 @@ class SwarmCallback(TrainerCallback):  # type: ignore[misc]
             run: Joined with the model that is given to the Trainer.
             target_batch_size: Samples, of all peers together, that make an update.
             epochs: The swarm's epoch at which training stops, if that is to be before the scheduler's end.
+            count: Counts what the model gets, as `lambda batch: batch["attention_mask"].sum()`: `target_batch_size` is
+                then of such tokens. By default samples count.
             **options: `checkpoints`, and other fields of `equipoise.peer.training.Options`: by default the Trainer's
                 `batch_size`, `clip` and `scheduler`.
         """
         self.optimizer: SwarmOptimizer | None = None
-        self._run = run
+        self._run, self._count = run, count
+        self._batches: RemovableHandle | None = None
         self._epochs = epochs
         self._end = self._left = 0
         self._options = {"target_batch_size": target_batch_size, **options}
@@ -65,6 +76,8 @@ class SwarmCallback(TrainerCallback):  # type: ignore[misc]
         }
         self._end, self._planned = self._epochs or state.max_steps, state.max_steps
         self.optimizer = take_over(kwargs["optimizer"], self._run, **{**options, **self._options})
+        if self._count is not None:
+            self._batches = watch_batches(kwargs["model"], self._count, self.optimizer.count)
         if args.data_seed is None:
             told = "run %s: peers with the same seed (%d) and data draw the same rows: give each another data_seed"
             log.warning(told, self._run.name, args.seed)
@@ -92,6 +105,13 @@ class SwarmCallback(TrainerCallback):  # type: ignore[misc]
         """Move the Trainer's own end, which counts micro-batches, to where the swarm has made its epochs."""
         ends = self.optimizer is not None and self.optimizer.epoch >= self._end
         state.max_steps = state.global_step + (1 if ends else 2)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Count no more batches."""
+        if self._batches is not None:
+            self._batches.remove()
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -9,6 +9,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from equipoise.peer.client.run import JoinedRun
 from equipoise.peer.errors import Refused
 from equipoise.peer.training.adapters.schedule import paced
+from equipoise.peer.training.counting import Count
 from equipoise.peer.training.optimizer import SwarmOptimizer, swarm_optimizer
 
 
@@ -31,6 +32,7 @@ class SwarmCallback(Callback):  # type: ignore[misc]
         target_batch_size: float,
         batch_size: float,
         epochs: int | None = None,
+        count: Count | None = None,
         **options: Any,
     ) -> None:
         """Say how the swarm steps.
@@ -40,11 +42,13 @@ class SwarmCallback(Callback):  # type: ignore[misc]
             target_batch_size: Samples, of all peers together, that make an update.
             batch_size: Samples in one batch; `accumulate_grad_batches` is counted in.
             epochs: The swarm's epoch at which training stops, if that is to be before the Trainer's end.
+            count: Counts a batch, as `lambda batch: batch["attention_mask"].sum()`: `target_batch_size` is then of such
+                tokens. By default each batch has `batch_size` samples.
             **options: Other fields of `equipoise.peer.training.Options`, and `checkpoints`. `clip` and `scheduler` come
                 from the Trainer unless they are given.
         """
         self.optimizer: SwarmOptimizer | None = None
-        self._run = run
+        self._run, self._count = run, count
         self._epochs = epochs
         self._end: float = 0
         self._batch_size = batch_size
@@ -70,6 +74,13 @@ class SwarmCallback(Callback):  # type: ignore[misc]
         self.optimizer = swarm_optimizer(self._run, trainer.optimizers[0], **{**options, **self._options})
         trainer.strategy.optimizers = [self.optimizer]
         trainer.gradient_clip_val = None  # It would clip by this peer's own norm, before the average.
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Count the batch."""
+        if self.optimizer is not None and self._count is not None:
+            self.optimizer.count(self._count(batch))
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int

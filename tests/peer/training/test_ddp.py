@@ -17,7 +17,7 @@ def test_another_state_of_the_same_epoch_is_shared_too(monkeypatch: pytest.Monke
     sent: list[torch.Tensor] = []
     monkeypatch.setattr(torch.distributed, "get_rank", lambda group: 0)
     monkeypatch.setattr(ddp, "_broadcast", lambda tensor, group: sent.append(tensor))
-    swarm: Any = SimpleNamespace(id=StateId(3, "a" * 64), step=lambda: None)
+    swarm: Any = SimpleNamespace(id=StateId(3, "a" * 64), step=lambda samples: None)
     model: Any = SimpleNamespace(module=network())
     shared = ddp.SharedOptimizer(swarm, model)
     parameters = len(list(model.module.parameters()))
