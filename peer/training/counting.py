@@ -38,11 +38,11 @@ def watch_batches(
         told = "expected a run that was joined with a module, whose batches `count` gets"
         raise Refused(told, "join it with the module, or call `count(number)` before each step")
 
-    def told(module: torch.nn.Module, batch: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+    def see(module: torch.nn.Module, batch: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         if module.training:
             add(count((batch[0] if len(batch) == 1 else batch) if batch else keywords))
 
-    return source.register_forward_pre_hook(told, with_kwargs=True)
+    return source.register_forward_pre_hook(see, with_kwargs=True)
 
 
 class Seen:

@@ -57,7 +57,7 @@ def train(optimizer: SharedOptimizer, model: DistributedDataParallel, rank: int)
         print(f"{type(error).__name__}: {error}", flush=True)
 
 
-def daemon_has_gone(closure: object = None) -> None:
+def daemon_has_gone(closure: object = None, *, samples: object = None) -> None:
     raise ConnectionError("the daemon has gone")
 
 

@@ -23,7 +23,11 @@ def real() -> Any:
 
 
 def test_two_trainers_equal_one_trainer_with_both_batches(tmp_path: Path, real: Any) -> None:
-    made = real.swarm_of(tmp_path, 2, {"target_batch_size": 2 * real.BATCH})
+    tokens = {
+        "target_batch_size": 2 * real.BATCH * real.TOKENS,
+        "count": lambda batch: batch["labels"].ge(0).sum(),
+    }
+    made = real.swarm_of(tmp_path, 2, tokens)
     batches = zip(
         *(torch.utils.data.DataLoader(real.data(peer), real.BATCH) for peer in range(2)), strict=True
     )

@@ -24,9 +24,8 @@ def real() -> Any:
 
 
 def test_two_trainers_equal_one_trainer_with_both_batches(tmp_path: Path, real: Any) -> None:
-    (first, one, _), (second, _, _) = real.swarm_of(
-        tmp_path, {"target_batch_size": 2 * real.BATCH}, gradient_clip_val=0.5
-    )
+    tenths = {"target_batch_size": 20 * real.BATCH, "count": lambda batch: 10 * len(batch[0])}
+    (first, one, _), (second, _, _) = real.swarm_of(tmp_path, tenths, gradient_clip_val=0.5)
     alone = real.Regression()
     real.trainer(tmp_path, gradient_clip_val=0.5).fit(alone, real.batches(0, 1))
     assert one.optimizer is not None
