@@ -9,7 +9,7 @@ from equipoise.averaging.counts import count
 from equipoise.averaging.draw import Drawn, draw
 from equipoise.averaging.matchmaking import messages as wire
 from equipoise.averaging.matchmaking.context import Context
-from equipoise.averaging.matchmaking.group_builder import GroupBuilder, Limit
+from equipoise.averaging.matchmaking.group_builder import UNSETTLED_SECONDS, GroupBuilder, Limit
 from equipoise.averaging.state import StateId
 from equipoise.averaging.strategy import Federated
 from equipoise.averaging.timing import HOLD_SECONDS, KEEPALIVE, PATIENT_KEEPALIVE, REDRAWN_SECONDS
@@ -154,7 +154,7 @@ class QuorumAndGrace(ClosePolicy):
         if builder.introduces:
             return super().awaited(builder, now)
         state = builder.state
-        self._apart[state] = builder.apart
+        self._apart[state] = self._apart_from(builder, now)
         self.draw(state, now)
         since = self._draws[state].since
         missing = {peer for peer, at in since.items() if not self._is_in(builder, peer, at, now)}
@@ -235,7 +235,7 @@ class QuorumAndGrace(ClosePolicy):
     def standing(self, builder: GroupBuilder, now: float) -> wire.Standing | None:
         """See `ClosePolicy.standing`."""
         state = builder.state
-        self._apart[state] = builder.apart
+        self._apart[state] = self._apart_from(builder, now)
         return wire.Standing(state, self.draw(state, now).peers, builder.contributors)
 
     def describe(self, builder: GroupBuilder, expected: Set[str]) -> str:
@@ -243,6 +243,13 @@ class QuorumAndGrace(ClosePolicy):
         counted = f"{count(len(builder.contributors), 'contribution')} in, {self._strategy.quorum} needed"
         told = f"{counted}, {len(expected)} drawn, {len(builder.parked)} here"
         return "; ".join(filter(None, (told, self._lacks(builder))))
+
+    def _apart_from(self, builder: GroupBuilder, now: float) -> frozenset[str]:
+        """The peers that cannot contribute. After `UNSETTLED_SECONDS`, peers beyond the group or its round count too:
+        all have asked them for the means between, and none keeps these."""
+        settled = builder.opened is not None and now >= builder.opened + UNSETTLED_SECONDS
+        beyond = self._context.membership.beyond(builder.round) if settled else frozenset()
+        return builder.apart(settled) | beyond
 
     def _is_in(self, builder: GroupBuilder, peer: str, since: float, now: float) -> bool:
         """True if the peer contributes, or observes though it knew that it was drawn."""

@@ -14,7 +14,13 @@ from equipoise.averaging.manifest import Join, Manifest
 from equipoise.averaging.matchmaking import messages as wire
 from equipoise.averaging.matchmaking.closing import ClosePolicy
 from equipoise.averaging.matchmaking.context import Context
-from equipoise.averaging.matchmaking.group_builder import Closing, GroupBuilder, Outlook, ParkedJoin
+from equipoise.averaging.matchmaking.group_builder import (
+    UNSETTLED_SECONDS,
+    Closing,
+    GroupBuilder,
+    Outlook,
+    ParkedJoin,
+)
 from equipoise.averaging.matchmaking.topology import rank
 from equipoise.averaging.state import StateId
 from equipoise.averaging.timing import MAX_WAIT
@@ -31,10 +37,6 @@ ENDED_KEPT = 64
 """Most rounds whose state and closing time are remembered, longer than the group itself: they show that a contribution
 is late."""
 
-UNSETTLED_SECONDS = 60.0
-"""Longest time for which contributions to the state of a closed group wait for word of that group's round: as long as
-the record of a dead peer lasts. Beyond, the group is taken for dead."""
-
 LEAST_LATE = 1e-3
 """Least lateness told, in seconds: 0 says that a contribution was not late."""
 
@@ -50,12 +52,16 @@ class _Closed(NamedTuple):
 
 
 class _Ended(NamedTuple):
-    """A round whose group closed: the state of most members, and the members that held it; others have another."""
+    """A round whose group closed: the state of most members, and the members that held it; others have another.
+
+    Contributions to the states `apart` were left over: the group was there for its own state.
+    """
 
     state: StateId | None
     peers: frozenset[str]
     at: float
     ok: bool = False
+    apart: frozenset[StateId | None] = frozenset()
 
 
 class Coordinator:
@@ -106,10 +112,11 @@ class Coordinator:
     def lateness(self, bound: StateId | None, round: int, now: float) -> float:
         """Seconds since a round's group closed, if a contribution bound to this state was made for it; else 0.
 
-        A peer may have its round's number wrong, so the number alone does not make a contribution late.
+        A peer may have its round's number wrong, so the number alone does not make a contribution late. The group may
+        have left it over for its state: the peer then attends, and learns the group's.
         """
         ended = self._ended.get(round)
-        return _ago(ended.at, now) if ended is not None and bound and bound == ended.state else 0.0
+        return _ago(ended.at, now) if ended and bound in {ended.state, *ended.apart} - {None} else 0.0
 
     def left_behind(self, join: Join, now: float) -> float:
         """Seconds since the group closed that has led others beyond the state of a parked contribution; 0 if none has.
@@ -279,8 +286,8 @@ class Coordinator:
 
     def _refuse(self, peer: str, join: Join, why: str, now: float, round: int = 0) -> None:
         """Refuse a join, with how late its contribution is for the group that it was made for, if it is."""
-        late = self.lateness(join.bound, join.round, now)
-        group = tuple(sorted(self._ended[join.round].peers)) if late else ()
+        late, ended = self.lateness(join.bound, join.round, now), self._ended.get(join.round)
+        group = tuple(sorted(ended.peers)) if late and ended and ended.state == join.bound else ()
         self._context.refuse(peer, join, why, round=round, late=late, group=group)
 
     def _redirects_join(self, parked: ParkedJoin, now: float) -> bool:
@@ -380,6 +387,8 @@ class Coordinator:
             if peer != context.peer:
                 context.send(peer, formed)
         self.remember(formed, now, closing.began, closing.absent)
+        apart = frozenset(join.bound for join in closing.left_over if builder.is_stale(join))
+        self._ended[builder.round] = self._ended[builder.round]._replace(apart=apart)
         for join in closing.left_over:
             if join.peer != context.peer:
                 why = f"the group of round {join.round} has closed without it"

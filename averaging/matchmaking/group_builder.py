@@ -5,6 +5,7 @@ The builder learns from the lateness of peers how long to wait for the last memb
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Set
 from typing import NamedTuple
@@ -38,6 +39,10 @@ FEW = 4
 MAX_SHIFT = OVERDUE_SECONDS
 """Most seconds of its own pauses that a coordinator adds to one group's wait. Without it, a group on a machine that is
 always late would never close."""
+
+UNSETTLED_SECONDS = 60.0
+"""Longest time for which contributions to the state of a closed group wait for word of that group's round: as long as
+the record of a dead peer lasts. Beyond, the group is taken for dead."""
 
 PATIENCE_SPENT = 0.5
 """Largest share of its patience that a join spends in matchmaking. The group closes when half its joins have spent that
@@ -283,7 +288,7 @@ class GroupBuilder:
             return peer not in outlook.owed, peer not in outlook.group, parked.arrived
 
         order = sorted(self.parked.values(), key=place)
-        joins = [parked.join for parked in order if not self._is_stale(parked.join)]
+        joins = [parked.join for parked in order if not self.is_stale(parked.join)]
         chosen = joins[: self._needs.group_size]
         if not shortfall(chosen, self._needs):
             return chosen
@@ -309,19 +314,22 @@ class GroupBuilder:
         """The state that most of the parked peers claim; see `group_state`."""
         return group_state(filter(None, (parked.join.state for parked in self.parked.values())))
 
-    @property
-    def apart(self) -> frozenset[str]:
-        """The parked peers with another state of the group's epoch: they cannot contribute before they take it on."""
+    def apart(self, settled: bool = False) -> frozenset[str]:
+        """The parked peers that hold another state of the group's epoch or, once that is `settled`, of a later one:
+        they cannot contribute before they take on the group's."""
         group, claims = self.state, {peer: parked.join.state for peer, parked in self.parked.items()}
         return frozenset(
             peer
             for peer, one in claims.items()
-            if group and one and one != group and one.epoch == group.epoch
+            if group
+            and one
+            and one != group
+            and group.epoch <= one.epoch <= (math.inf if settled else group.epoch)
         )
 
-    def _is_stale(self, join: Join) -> bool:
+    def is_stale(self, join: Join) -> bool:
         """True if a contribution is to another state than the group's, in a run in which that counts never."""
         return 0 < self._needs.least <= join.weight and join.state != self.state
 
     def _counts(self, join: Join) -> bool:
-        return join.weight > 0 and join.weight >= self._needs.least and not self._is_stale(join)
+        return join.weight > 0 and join.weight >= self._needs.least and not self.is_stale(join)

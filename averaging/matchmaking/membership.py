@@ -366,6 +366,10 @@ class Membership:
                 self._plans.clear()
             other.round = round
 
+    def beyond(self, round: int) -> frozenset[str]:
+        """The peers whose next round is a later one."""
+        return frozenset(peer for peer, other in self._others.items() if other.round > round)
+
     def miss(self, peers: Iterable[str]) -> None:
         """Note that a group waited for these peers in vain."""
         for peer in peers:

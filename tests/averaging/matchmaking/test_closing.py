@@ -11,7 +11,12 @@ from equipoise.averaging.machines import policy
 from equipoise.averaging.matchmaking import events
 from equipoise.averaging.matchmaking import messages as wire
 from equipoise.averaging.matchmaking.context import Context
-from equipoise.averaging.matchmaking.group_builder import INVITE_AGAIN_SECONDS, GroupBuilder, ParkedJoin
+from equipoise.averaging.matchmaking.group_builder import (
+    INVITE_AGAIN_SECONDS,
+    UNSETTLED_SECONDS,
+    GroupBuilder,
+    ParkedJoin,
+)
 from equipoise.averaging.matchmaking.machine import Matchmaking
 from equipoise.averaging.options import Needs
 from equipoise.averaging.outcome import Gathering, Idle
@@ -191,21 +196,34 @@ def test_a_round_still_waits_for_a_peer_that_a_newcomer_has_displaced() -> None:
     assert order[5] in expected
 
 
-def test_another_trains_in_place_of_a_drawn_peer_that_holds_the_other_state_of_a_fork() -> None:
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_another_trains_in_place_of_a_drawn_peer_that_holds_the_other_state_of_a_fork(ahead: int) -> None:
     first, forked, third, _ = order = draw(NAMES[:4], STATE.lineage, fraction=1.0, minimum=0)
     context = Context(RUN, SPEC, first, Needs(8, 2), signer(first), verify)
     closing, gathering = policy(Federated(fraction=0.5, quorum=2), context), GroupBuilder(0, Needs(8, 2))
     context.membership.see([Record(name) for name in order], 1.0)
     for name in order:
         context.membership.hear(name, 1.0)
-    other = StateId(STATE.epoch, "f" * 64)
+    other = StateId(STATE.epoch + ahead, "f" * 64)
     for name, weight, state in ((first, 1.0, STATE), (forked, 1.0, other), (third, 0.0, STATE)):
         gathering.park(ParkedJoin(join(name, weight=weight, state=state), 1.0, 99.0, 0))
-    assert gathering.apart == {forked}
-    standing = closing.standing(gathering, 1.0)
-    assert standing is not None
-    assert set(standing.drawn) == {first, third}
-    assert closing.awaited(gathering, 1.0)[0] == {first, third}
+    # A peer ahead may give the others the mean between; if none is to be had, they go on without.
+    settled = 1.0 + UNSETTLED_SECONDS * ahead
+    for now, drawn in ((0.99 * settled, {first, forked if ahead else third}), (settled, {first, third})):
+        standing = closing.standing(gathering, now)
+        assert standing is not None
+        assert set(standing.drawn) == drawn
+    assert closing.awaited(gathering, settled)[0] == {first, third}
+
+
+def test_another_trains_in_place_of_a_drawn_peer_that_has_long_been_in_a_later_round() -> None:
+    one, drawn, others = roles(6, fraction=0.5, quorum=2)
+    gone = next(name for name in drawn if name != one.context.peer)
+    one.context.membership.advance(gone, 5)
+    joins(one, others[0], 1.0, 0.0)
+    assert gone in one.draw(STATE, UNSETTLED_SECONDS).peers
+    alive(one, NAMES, UNSETTLED_SECONDS + 2.0, 1.0)
+    assert gone not in one.draw(STATE, UNSETTLED_SECONDS + 2.0).peers
 
 
 def test_no_peer_is_drawn_from_a_state_that_is_older_than_the_peer() -> None:
@@ -310,14 +328,22 @@ def test_late_peers_form_no_round_of_a_state_that_the_others_have_left(left: boo
     assert groups(actions) == ([] if left else [set(others[:2])])
 
 
-def test_a_contribution_to_another_state_than_the_groups_counts_never() -> None:
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("epoch", [2, 4])
+def test_a_contribution_to_another_state_than_the_groups_is_late(own: bool, epoch: int) -> None:
     one, drawn, _ = roles(5, quorum=2, grace=5.0)
-    stale = next(name for name in drawn if name != one.context.peer)
-    one.handle(asks(stale, weight=1.0, state=StateId(2, "a" * 64)), 1.0)
+    stale = next(name for name in drawn if own == (name == one.context.peer))
+    state = StateId(epoch, "a" * 64)
+    one.handle(ready(1.0, state=state) if own else asks(stale, weight=1.0, state=state), 1.0)
     good = [name for name in drawn if name != stale][:2]
     for name in good:
         joins(one, name, 1.0)
-    assert groups(alive(one, drawn, 10.0, 1.0)) == [set(good)]
+    actions = alive(one, drawn, 10.0, 1.0)
+    assert groups(actions) == [set(good)]
+    refused = [(peer, message.late > 0, message.group) for peer, message in sent(actions, wire.JoinRefused)]
+    assert refused == ([] if own else [(stale, True, ())])
+    # It attends the next round, and learns the state of the group.
+    assert sum(isinstance(action, events.Late) for action in actions) == own
 
 
 def after_a_round(ok: bool) -> tuple[Matchmaking, list[str], list[str]]:
