@@ -88,7 +88,7 @@ class Bandwidth:
     def sample_seconds(self) -> float:
         """Time until the next look: a tenth of what the burst has lasted, so that the end of a short one is known."""
         lasted = self._last[0] - self._began[0] if self._began else 0.0
-        return min(max(lasted, SAMPLE_SECONDS) / 10, SAMPLE_SECONDS)
+        return min(max(lasted / 10, WINDOW_SECONDS), SAMPLE_SECONDS)
 
     def end_burst(self, now: float, delivered: int) -> None:
         """All has been delivered, or the burst has been as long as it may."""

@@ -522,8 +522,10 @@ class Sessions:
         delivered, received = self._moved_before
         delivered += sum(channels.delivered for channels in all_channels)
         received += sum(channels.received for channels in all_channels)
-        on_way = sum(channel.in_flight for channels in all_channels for channel in channels.direct)
-        sends = begins or on_way > IDLE_BYTES or any(channels.outbox.has_bulk for channels in all_channels)
+        sends = begins or any(channels.outbox.has_bulk for channels in all_channels)
+        if not sends:  # Else the kernel is not asked, for each of them.
+            on_way = sum(channel.in_flight for channels in all_channels for channel in channels.direct)
+            sends = on_way > IDLE_BYTES
         pauses = []
         for bandwidth, count, is_busy in (
             (self.upload, delivered, sends),
