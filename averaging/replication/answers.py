@@ -34,7 +34,8 @@ class Wish(msgspec.Struct, frozen=True):
         after: The state to which the group applied the mean.
         circle: PeerIDs of the peers that vouch for that state: they held it in a round with this peer, or had a vote on
             its snapshot. More than half of them must offer the same mean, as far as they can be reached. For a
-            snapshot: PeerIDs of the only peers to take it from, while any is there.
+            snapshot: PeerIDs of the only peers that have a vote, while any is there.
+        strict: Whether no other peer has a vote either while none of them is there.
         barred: PeerIDs of the peers whose last snapshot did not fit the newcomer's model: they are not asked.
         patient: Whether to wait for the peers that are not as far, if no other peer has that mean.
     """
@@ -43,6 +44,7 @@ class Wish(msgspec.Struct, frozen=True):
     limit: int = 0
     after: StateId | None = None
     circle: Peers = frozenset()
+    strict: bool = False
     barred: Peers = frozenset()
     patient: bool = False
 

@@ -48,7 +48,9 @@ class Fetch:
         self.ended = False
         self._request = request
         self._began, self._expires = now, now + timeout
-        self._poll: SnapshotQuorum | UpdateQuery = SnapshotQuorum(request.wish.at_least, request.wish.circle)
+        self._poll: SnapshotQuorum | UpdateQuery = SnapshotQuorum(
+            request.wish.at_least, request.wish.circle, request.wish.strict
+        )
         if request.wish.after is not None:
             self._poll = UpdateQuery(request)
         self._poll.barred |= dict.fromkeys(request.wish.barred, "its last image did not fit")

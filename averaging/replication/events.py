@@ -14,10 +14,12 @@ class RoundEnded(msgspec.Struct, frozen=True):
     Attributes:
         outcome: The round's outcome.
         missing: If it is ok: number of known peers that did not take part.
+        elsewhere: Whether a peer that the follower's `Known` awaits is in the run.
     """
 
     outcome: Outcome
     missing: int = 0
+    elsewhere: bool = False
 
 
 class Fetched(msgspec.Struct, frozen=True):

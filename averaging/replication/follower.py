@@ -13,9 +13,9 @@ peer that follows its group asks for that mean at once.
 
 Identities are free, so a number of claims alone proves nothing. A peer that has trained with others, in rounds in which
 they held one state, does not leave that state for a state of strangers, whatever their number or epoch. It believes the
-peers that it has trained with (`Known`), so a peer that was cut off, or has trained alone meanwhile, comes back to
-them. It follows strangers only if none of the known peers is left: a survivor of one island joins another, but two
-islands of several peers keep their states.
+peers that it has trained with and, as a newcomer, those by which its user had it join (`Known`). So a peer that was cut
+off, or has trained alone meanwhile, comes back to them. It follows strangers only if none of the known peers is left: a
+survivor of one island joins another, but two islands of several peers keep their states.
 
 The lineage of an id is a running digest of the first parameters and of everything applied since. Every `CHECK_EVERY`
 epochs it includes the parameters themselves, which reveals hardware that computes differently. Only a peer that holds
@@ -25,6 +25,7 @@ the parameters can compute that link of the chain, so it is not compared before 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -182,9 +183,10 @@ class Follower:
         alone: Alone = "train",
         patience: float = 10.0,
         trust: Trust = "known",
+        named: Iterable[str] = (),
     ) -> None:
         """This peer, `name`, starts with `state`. With `alone="train"` it trains alone after `patience` seconds without
-        company. `trust`: the peers whose claims count."""
+        company. `trust`: the peers whose claims count; `named`: those by which its user had it join."""
         self._name = name
         self._alone = alone
         self._patience = patience
@@ -193,7 +195,7 @@ class Follower:
         self.doubts = False
         self.phase: Phase = Joining()
         self.reason = "it has not met the group yet"
-        self.known = Known(name, trust, patience, now)
+        self.known = Known(name, trust, patience, now, named)
         self.circle: tuple[str, ...] = ()
         # What it does about it.
         self._placed = True
@@ -319,7 +321,9 @@ class Follower:
         outcome, rounds = event.outcome, self._rounds
         rounds.failures, rounds.late, rounds.company_at = 0, 0, now
         self._looks.unsure = self.doubts = False
-        group = self.known.group(outcome, event.missing, now)
+        group = self.known.group(outcome, event.missing, now, event.elsewhere)
+        if group is None and event.elsewhere and not self.behind:
+            return self._ask_named(outcome, now)
         if group is None:
             return self._nobody_knows(now)
         rounds.group_at = now
@@ -381,6 +385,12 @@ class Follower:
         if self.behind and now - self._rounds.group_at >= self._patience:
             self._join_anew("nobody is left who holds the group's state")
         return []
+
+    def _ask_named(self, outcome: Outcome, now: float) -> list[Action]:
+        """Take the state of the peers that the user named: they are in the run, and were not in this round."""
+        if self.follows:
+            return self._look_ahead()
+        return self._fetch(FIRST_SNAPSHOT, now) if any(one.epoch for one in outcome.states.values()) else []
 
     def _join_anew(self, reason: str) -> None:
         self.phase, self.reason, self._snapshot.asked, self._asked = Joining(), reason, None, None

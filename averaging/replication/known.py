@@ -20,14 +20,19 @@ ROUNDS_APART = 3
 
 
 class Known:
-    """The peers that one peer, `name`, has trained with.
+    """The peers that one peer, `name`, believes: those that its user `named`, and those that it has trained with.
 
-    It follows strangers after `patience` seconds, and `ROUNDS_APART` rounds that nobody missed, without a known peer.
+    A newcomer, which has trained with nobody, follows the named peers while one of them is in the run, and else most
+    peers. Later it follows strangers after `patience` seconds, and `ROUNDS_APART` rounds that nobody missed, without a
+    known peer.
     With the trust `heads` it counts the claims of all peers, known or not.
     """
 
-    def __init__(self, name: str, trust: Trust, patience: float, now: float) -> None:
+    def __init__(
+        self, name: str, trust: Trust, patience: float, now: float, named: Iterable[str] = ()
+    ) -> None:
         self._name = name
+        self._named = frozenset(named) - {name}
         self._trust = trust
         self._patience = patience
         self._names = LruDict[str, None](MAX_KNOWN)
@@ -43,20 +48,31 @@ class Known:
     @property
     def names(self) -> tuple[str, ...]:
         """PeerIDs of the only peers to take snapshots from, while one of them is there; empty for all peers."""
-        return () if self._trust == "heads" else tuple(self._names)
+        return () if self._trust == "heads" else (*self._named, *self._names)[:MAX_KNOWN]
 
-    def group(self, outcome: Outcome, missing: int, now: float) -> StateId | None:
+    @property
+    def trained(self) -> bool:
+        """Whether this peer has trained with others, so that no stranger's snapshot is of use."""
+        return self._trust != "heads" and bool(self._names)
+
+    def awaits(self, outcome: Outcome) -> frozenset[str]:
+        """The named peers, if this peer is a newcomer, and none of them has claimed a state in a round."""
+        lacks = self._trust != "heads" and not self._names and self._named.isdisjoint(outcome.states)
+        return self._named if lacks else frozenset()
+
+    def group(self, outcome: Outcome, missing: int, now: float, elsewhere: bool = False) -> StateId | None:
         """The group's state after a round that `missing` known peers missed, by the peers that this peer believes.
 
-        None if none of them claims a state.
+        None if none of them claims a state, or, with `elsewhere`, while an awaited peer is in the run.
         """
-        if self._trust == "heads" or not self._names:
-            return outcome.state
-        believed = {self._name, *self._names}
+        if self.awaits(outcome) or self._trust == "heads" or not (self._names or self._named):
+            own = outcome.states.get(self._name)
+            return outcome.state if not elsewhere or own == outcome.state else None
+        believed = {self._name, *self._named, *self._names}
         claims = {name: state for name, state in outcome.states.items() if name in believed}
         if any(name in self._names for name in outcome.group):
             self._met_at, self._apart = now, 0
-        elif not missing:
+        elif self._names and not missing:
             self._apart += 1
             if self._apart >= ROUNDS_APART and now - self._met_at >= self._patience:
                 self._names.clear()

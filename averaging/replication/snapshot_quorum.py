@@ -46,10 +46,15 @@ MAX_MARGIN = 64
 
 
 class SnapshotQuorum(Answers):
-    """The answers on snapshots of epoch `at_least` and later; from `among` alone, if any of these peers is there."""
+    """The answers on snapshots of epoch `at_least` and later.
 
-    def __init__(self, at_least: int, among: frozenset[str] = frozenset()) -> None:
+    Only the peers `among` have a vote while one of these is there whose trainer has not left, or always, if `strict`.
+    All others that offer the same image are donors too: its digest proves every byte.
+    """
+
+    def __init__(self, at_least: int, among: frozenset[str] = frozenset(), strict: bool = False) -> None:
         super().__init__()
+        self._strict = strict
         self._at_least = at_least
         self._among = among
         self._left: set[str] = set()
@@ -61,8 +66,7 @@ class SnapshotQuorum(Answers):
 
     def see(self, peers: tuple[str, ...], now: float) -> list[str]:
         """See `Answers`."""
-        trusted = tuple(peer for peer in peers if peer in self._among and peer not in self.barred)
-        new = super().see(trusted or peers, now)
+        new = super().see(peers, now)
         self._left &= self.peers.keys()
         self._moved = {peer: moved for peer, moved in self._moved.items() if peer in self.peers}
         return new
@@ -87,7 +91,9 @@ class SnapshotQuorum(Answers):
         """Why no snapshot can come, one line: no known peer holds one or may take one. Empty if one may come."""
         if not self.peers:
             return self._nobody
-        left = self.peers.keys() <= self._left
+        if not self._awaited:
+            return "none of the peers that this peer has trained with is there"
+        left = self._awaited <= self._left
         return "all known peers have left the run, and hold no snapshot" if left else ""
 
     def agreement(self, now: float) -> Agreement | None:
@@ -99,7 +105,7 @@ class SnapshotQuorum(Answers):
         offer = max(tally, key=lambda one: (tally[one], one.state.epoch, one.image.digest))
         offering = tally[offer]
         patience = ANSWER_SECONDS if offering > 1 else LONE_SECONDS
-        if 2 * offering <= len(self.peers) and not self._settled(now, patience):
+        if 2 * offering <= len(self._awaited) and not self._settled(now, patience):
             return None
         moving = [peer for peer in voters if not self._stuck(peer, offer.state.epoch, now)]
         # If most peers stand still, steps take long, and the few that are ahead may lie about their epoch.
@@ -160,20 +166,26 @@ class SnapshotQuorum(Answers):
         return f"{offering} a snapshot of epoch {wanted}"
 
     @property
+    def _awaited(self) -> Set[str]:
+        """The peers that have a vote; see the class."""
+        among = self._among & self.peers.keys()
+        return among if self._strict else among - self._left or self.peers.keys()
+
+    @property
     def _voters(self) -> dict[str, Answer]:
         """Answers of the peers whose state is of use, or soon will be: newcomers at their first epoch do not vote."""
-        least = self._at_least - LAG_EPOCHS
+        least, awaited = self._at_least - LAG_EPOCHS, self._awaited
         return {
             peer: one
             for peer, one in self._answers.items()
-            if one.offers or (one.epoch is not None and one.epoch >= least)
+            if peer in awaited and (one.offers or (one.epoch is not None and one.epoch >= least))
         }
 
     @property
     def _heard_or_late(self) -> Set[str]:
         # Late peers count as voters too, so that the peers which answered first are not all. This gives liars no new
         # power: if they are most, they could also have answered in time and outvoted the others.
-        return self._voters.keys() | (self.peers.keys() - self._answers.keys() - self._silent)
+        return self._voters.keys() | (self._awaited - self._answers.keys() - self._silent)
 
     def _useful(self, offer: Offer) -> bool:
         return offer.state.epoch >= self._at_least

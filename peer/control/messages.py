@@ -61,12 +61,16 @@ class RunRequest(Request[Answer], Generic[Answer], frozen=True):
 
 
 class Welcome(msgspec.Struct, frozen=True):
-    """The daemon that answers; `home` is empty where the home goes with the daemon."""
+    """The daemon that answers; `home` is empty where the home goes with the daemon.
+
+    `named` are the PeerIDs by which its user had it join the swarm.
+    """
 
     peer_id: str
     name: str
     pid: int
     home: str = ""
+    named: frozenset[str] = frozenset()
 
 
 class Hello(Request[Welcome], frozen=True):

@@ -132,7 +132,8 @@ class Daemon:
 
     def welcome(self) -> Welcome:
         """The daemon's answer to a greeting."""
-        return Welcome(self._swarm.peer, self._config.name, os.getpid(), self._config.home)
+        swarm, config = self._swarm, self._config
+        return Welcome(swarm.peer, config.name, os.getpid(), config.home, swarm.named)
 
     def status(self, clients: int) -> Status:
         """A snapshot of everything that can be asked about the daemon, which has so many clients."""

@@ -329,7 +329,9 @@ class Member:
             # The number of known peers that were not in the group, and for which it had places.
             most = min(state.peers + 1, self._run.options.group_size)
             missing = max(most - len(outcome.group), 0)
-        self._hear(events.RoundEnded(outcome, missing))
+        awaited = self._follower.known.awaits(outcome) if outcome.ok else frozenset()
+        elsewhere = bool(awaited) and not awaited.isdisjoint(self._run.progress(held=self.id).drawn.live)
+        self._hear(events.RoundEnded(outcome, missing, elsewhere))
         if not outcome.ok and self._downloads.recovering:
             self._await_mean()  # Asked for before the round ended. The next contribution needs it.
         if was_in_step != self.in_step:
@@ -450,7 +452,7 @@ class Member:
 
     def _start_from(self, state: StateId) -> None:
         options = self._options
-        how = options.alone, options.patience, options.trust
+        how = options.alone, options.patience, options.trust, self._run.core.link.welcome.named
         self._follower = Follower(self._run.peer, state, self.clock(), *how)
 
     def _attend(self) -> None:
@@ -525,8 +527,9 @@ class Member:
             case events.Check():
                 self._news.append(events.Checked(digest(self._model.tensors)))
             case events.FetchSnapshot(at_least):
-                known = frozenset(self._follower.known.names)
-                self._downloads.begin(Wish(at_least, self.limit, None, known), FETCH_SECONDS)
+                known = self._follower.known
+                wish = Wish(at_least, self.limit, None, frozenset(known.names), known.trained)
+                self._downloads.begin(wish, FETCH_SECONDS)
             case events.FetchMean(after):
                 self._recover(after)
             case events.Heal():

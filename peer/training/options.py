@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
@@ -23,6 +24,8 @@ MAX_FRAGMENTS = 12
 
 MAX_VALUE_CHARS = 200
 """Longest description of hyperparameters in a term (a term may have 256); a longer one is cut, and its digest added."""
+
+log = logging.getLogger(__name__)
 
 Schedule = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
 
@@ -73,7 +76,9 @@ class CommonOptions:
         patience: Seconds without company before this peer trains alone.
         timeout: Seconds for one round.
         trust: The peers whose claims decide the group's state. `known`: peers that this peer has trained with, against
-            any number of strangers, while one of them is there. `heads`: all peers, for swarms of known members.
+            any number of strangers, while one of them is there; for a newcomer, the peers by which its daemon's user
+            had it join (`--join`), or else most. `heads`: all peers, for swarms of known members: anybody can make up
+            peers.
     """
 
     wait_for: int = 0
@@ -241,6 +246,10 @@ def from_keywords(
             close = difflib.get_close_matches(name, known, 1)
             hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(known)}"
             raise TypeError(f"unknown option {name!r}; {hint}")
+    if keywords.get("trust") == "heads":
+        log.warning(
+            'trust="heads": strangers that are more than the others replace what this peer has trained'
+        )
     for one in fields(kind):  # type: ignore[arg-type]
         if one.name not in keywords and one.default is one.default_factory is MISSING:
             raise TypeError(f"{call}(...) needs {one.name}=")

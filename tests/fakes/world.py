@@ -109,7 +109,7 @@ class WorldDaemon:
 
     def __init__(self, world: World, peer: str) -> None:
         transport, self.directory = world.net.peer(peer)
-        self.peer = peer
+        self.peer, self._named = peer, world.named
         self.outcomes: deque[Outcome] = deque(maxlen=64)
         tapped: Any = TappedTransport(transport, partial(world.tap, peer))
         lives = world.lives[peer] = world.lives.get(peer, 0) + 1
@@ -120,7 +120,9 @@ class WorldDaemon:
         self.add, self.last = self.outcomes.append, lambda limit: list(self.outcomes)[-limit:]
         self.company = lambda run: frozenset[str]()
 
-    named: frozenset[str] = frozenset()
+    @property
+    def named(self) -> frozenset[str]:
+        return self._named - {self.peer}
 
     def role(self, peer: str) -> str:
         return "trainer"
@@ -136,7 +138,7 @@ class WorldLink(Connection):
     """A script's connection to its daemon."""
 
     def __init__(self, world: World, daemon: WorldDaemon) -> None:
-        self.welcome = Welcome(daemon.peer, daemon.peer, os.getpid())
+        self.welcome = Welcome(daemon.peer, daemon.peer, os.getpid(), named=daemon.named)
         self._world = world
         self._descriptors: deque[int] = deque()
         script = f"the script of {daemon.peer}"
@@ -212,7 +214,10 @@ class World:
         recover_seconds: And that of a mean that was missed.
         codec: Codec of runs that are joined without one.
         options: Further options of `join`.
+        named: The peers by which the others had their daemons join.
     """
+
+    named: frozenset[str] = frozenset()
 
     def __init__(self, codec: str = "fp32", seed: int = 0, **options: Any) -> None:
         self.seed, self.codec, self.options = seed, codec, options

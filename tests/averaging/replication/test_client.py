@@ -6,6 +6,7 @@ import itertools
 from random import Random
 from typing import TypeVar
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -322,10 +323,21 @@ def test_more_than_the_limit_is_refused_before_any_memory_is_asked_for() -> None
     assert f"at most {3 * CHUNK_BYTES - 1} bytes" in end.outcome.reason
 
 
-def test_a_known_peer_that_is_there_is_asked_alone_and_strangers_have_no_say() -> None:
+def test_only_a_believed_peer_has_a_vote_while_it_is_there_and_all_that_offer_the_same_are_donors() -> None:
     poll = snapshot_quorum.SnapshotQuorum(5, frozenset({"a"}))
-    assert poll.see(("a", "b", "c"), 0.0) == ["a"]
-    assert poll.see(("b", "c"), 1.0) == ["b", "c"], "none of them is left"
+    poll.see(tuple("abcde"), 0.0)
+    for peer in "bcd":
+        poll.hear(peer, answer(5, offer_of(5, 1)), 0.1)
+    assert poll.agreement(0.1) is None
+    poll.hear("a", answer(5, offer_of(5, 0)), 0.2)
+    poll.hear("e", answer(5, offer_of(5, 0)), 0.2)
+    agreed = poll.agreement(0.2)
+    assert agreed is not None
+    assert agreed.donors == ("a", "e")
+    poll.hear("a", msgspec.structs.replace(answer(5), left=True), 0.3)
+    agreed = poll.agreement(0.3)
+    assert agreed is not None
+    assert agreed.donors == tuple("bcd"), "the trainer of the believed peer has left without a snapshot"
 
 
 def test_donors_whose_snapshots_differ_are_asked_less_and_less_often() -> None:

@@ -69,3 +69,17 @@ def test_those_remembered_are_bounded_and_the_recent_stay() -> None:
         mine.add([f"s{number}", "b"])
     assert len(mine.names) == MAX_KNOWN
     assert "b" in mine.names
+
+
+def test_a_newcomer_follows_the_peer_that_its_user_named_while_that_is_in_the_run() -> None:
+    mine = Known("a", "known", 10.0, 0.0, ["n"])
+    start, strangers = StateId(0, "c" * 64), {"x": THEIRS, "y": THEIRS}
+    assert mine.group(of({"a": start, "n": OURS, **strangers}), 0, 1.0) == OURS
+    beside = of({"a": start, **strangers})
+    assert mine.awaits(beside) == {"n"}
+    assert mine.group(beside, 0, 2.0, elsewhere=True) is None
+    assert mine.group(of({"a": OURS, "b": OURS, "x": THEIRS}), 0, 3.0, elsewhere=True) == OURS
+    assert mine.group(beside, 0, 4.0) == THEIRS, "it is not in the run"
+    mine.add(["b"])
+    assert mine.group(of({"a": OURS, **strangers}), 0, 5.0) == OURS
+    assert mine.names == ("n", "b")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from equipoise.averaging.counts import count
-from equipoise.averaging.replication.snapshot_quorum import SnapshotQuorum
 from equipoise.averaging.state import StateId
 from fakes.trainers import SAMPLES, Trainer, assert_alike
 from fakes.world import World
@@ -71,10 +70,50 @@ def test_a_peer_that_was_cut_off_among_strangers_gets_the_state_of_those_it_know
     assert_alike(ours)
 
 
-def test_a_snapshot_is_asked_of_those_it_knows_while_one_is_there() -> None:
-    poll = SnapshotQuorum(3, among=frozenset("bc"))
-    assert poll.see(("b", "m", "n"), 0.0) == ["b"]
-    assert sorted(poll.see(("m", "n"), 1.0)) == ["m", "n"]
-    assert poll.see(("c", "m", "n"), 2.0) == ["c"]
-    poll.bar("c", "sent a wrong byte")
-    assert sorted(poll.see(("c", "m", "n"), 3.0)) == ["m", "n"]
+class Stubborn(Stranger):
+    """It keeps its state whatever the others claim, until `awaited` has ended."""
+
+    awaited: Honest
+
+    def join(self) -> None:
+        super().join()
+        self.opt.member._follower.known.group = lambda *_: self.opt.id  # type: ignore[method-assign]
+
+    def backward(self) -> None:
+        super().backward()
+        self.epochs = 0 if self.awaited.ended else THEIRS.epoch * 2
+
+
+class Honest(Trainer):
+    ended = False
+
+    def train(self) -> None:
+        self.held: dict[int, str] = {}
+        super().train()
+        self.ended = True
+
+    def backward(self) -> None:
+        super().backward()
+        self.held[self.opt.epoch] = self.opt.id.lineage
+
+
+@pytest.mark.parametrize(("honest", "strangers"), [(1, 1), (1, 4), (3, 4)])
+def test_a_newcomer_takes_the_state_of_the_peer_that_its_user_named(
+    world: World, honest: int, strangers: int
+) -> None:
+    world.options["group_size"], world.named = 64, frozenset({"peer0"})
+    options = {"target_batch_size": 3 * SAMPLES}
+    ours = [Honest(world, index, 60, **options) for index in range(1 + honest)]
+    newcomer = Honest(world, 5, 30, **options)
+    for trainer in ours:
+        trainer.begin()
+    for index in range(strangers):
+        stranger = Stubborn(world, 10 + index, THEIRS.epoch * 2, **options)
+        stranger.awaited = newcomer
+        stranger.begin(at=3.0)
+    newcomer.begin(at=6.0)
+    world.run()
+    assert max(newcomer.held) < THEIRS.epoch
+    assert newcomer.opt.id.lineage == ours[0].held[newcomer.opt.epoch]
+    alike = newcomer.held.items() & ours[0].held.items()
+    assert len(alike) >= 0.7 * len(newcomer.held) >= 3, "alone among strangers, it makes a step of its own"

@@ -1,0 +1,55 @@
+"""Strangers with another state of a far higher epoch beside peers that have just begun, and a newcomer."""
+
+from __future__ import annotations
+
+import pytest
+
+from e2e.learners import daemons
+from e2e.swarm import Swarm, eventually
+from e2e.test_newcomers import THEIRS, Trainer
+from equipoise.peer import Run
+from equipoise.peer.training import SwarmOptimizer
+
+
+class Honest(Trainer):
+    beside = 1
+
+
+class Stubborn(Trainer):
+    """It keeps its state whatever the others claim."""
+
+    beside = 1
+
+    def _step(self, run: Run, optimizer: SwarmOptimizer, number: int) -> None:
+        optimizer.member._follower.known.group = lambda *_: optimizer.id  # type: ignore[method-assign]
+        super()._step(run, optimizer, number)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("honest", "strangers"), [(1, 1), (1, 4), (3, 1), (3, 4)])
+def test_a_newcomer_ends_in_the_state_of_the_peer_that_it_joins_by(
+    swarm: Swarm, honest: int, strangers: int
+) -> None:
+    places = daemons(swarm, 2 + honest + strangers)  # All but the first were told to join by the first.
+    ours = [Honest(place, index) for index, place in enumerate(places[: 1 + honest])]
+    theirs = [Stubborn(place, 20, stranger=True, pause=0.2) for place in places[2 + honest :]]
+    newcomer = Honest(places[1 + honest], 10)
+    for trainer in ours:
+        trainer.start()
+    eventually(lambda: all(one.updates >= 3 for one in ours), "the first updates", 120.0)
+    for stranger in theirs:
+        stranger.start()
+    eventually(lambda: all(one.steps >= 3 for one in theirs), "steps of the strangers", 120.0)
+    newcomer.start()
+    eventually(lambda: newcomer.updates >= 20, "updates of the newcomer", 120.0)
+    everybody = [newcomer, *theirs, *ours]
+    for trainer in everybody:
+        trainer.ended.set()
+    for trainer in everybody:
+        trainer.join(60.0)
+    for trainer in (*ours, newcomer):
+        assert max(trainer.states) < THEIRS.epoch
+    alike = newcomer.states.items() & ours[0].states.items()
+    print(f"{len(alike)} of {len(newcomer.states)} states of the newcomer were also of the first peer")
+    assert len(alike) >= 0.7 * len(newcomer.states)
