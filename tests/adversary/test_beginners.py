@@ -43,11 +43,11 @@ def test_a_newcomer_ends_in_the_state_of_the_peer_that_it_joins_by(
     eventually(lambda: all(one.steps >= 3 for one in theirs), "steps of the strangers", 120.0)
     newcomer.start()
     eventually(lambda: newcomer.updates >= 20, "updates of the newcomer", 120.0)
-    everybody = [newcomer, *theirs, *ours]
-    for trainer in everybody:
-        trainer.ended.set()
-    for trainer in everybody:
-        trainer.join(60.0)
+    everybody: list[Trainer] = [newcomer, *theirs, *ours]
+    for one in everybody:
+        one.ended.set()
+    for one in everybody:
+        one.join(60.0)
     for trainer in (*ours, newcomer):
         assert max(trainer.states) < THEIRS.epoch
     alike = newcomer.states.items() & ours[0].states.items()
