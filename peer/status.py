@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from equipoise.averaging.ledger import Given
 from equipoise.averaging.outcome import Outcome, RunState
 from equipoise.dht.state import ReachState, SwarmStatus
 from equipoise.peer.config import Setting
@@ -50,8 +51,6 @@ class RunStatus(msgspec.Struct, frozen=True):
         exchanges: Exchanges of a run whose peers meet in pairs; None for others.
         drawn: PeerIDs of the peers that train in the next round of a federated run, in the order of the draw.
         contributed: PeerIDs of those whose contributions are in, as far as this peer knows.
-        rounds_counted: Rounds in whose mean this peer's contribution counts.
-        rounds_since: Rounds of the run since this peer's first.
         advice: The plan of exchanges beside the last ones, and the better setting; empty if peers mostly compute.
     """
 
@@ -74,8 +73,6 @@ class RunStatus(msgspec.Struct, frozen=True):
     exchanges: Exchanges | None = None
     drawn: tuple[str, ...] = ()
     contributed: tuple[str, ...] = ()
-    rounds_counted: int = 0
-    rounds_since: int = 0
     advice: str = ""
 
 
@@ -107,6 +104,7 @@ class PeerRow(msgspec.Struct, frozen=True):
         role: Its role in a private swarm, by its invitation; `trainer` in the open one.
         banned: Whether this daemon refuses it; `why` has the reason.
         faults: What this daemon blames it for, and for how long, one line; empty if for nothing.
+        given: What it has given to the run, by the rounds that this daemon knows.
     """
 
     run: str
@@ -126,6 +124,7 @@ class PeerRow(msgspec.Struct, frozen=True):
     role: str = "trainer"
     banned: bool = False
     faults: str = ""
+    given: Given = Given()
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
@@ -148,6 +147,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
         settings: Its configuration, each value with its origin.
         log: Its log file.
         warnings: Problems of its settings, its device and the swarm for a person to solve; one line each.
+        given: What it has given to each run since its start, by the run's name.
     """
 
     name: str
@@ -166,3 +166,4 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     settings: tuple[Setting, ...]
     log: str
     warnings: tuple[str, ...] = ()
+    given: dict[str, Given] = {}

@@ -46,25 +46,19 @@ class RoundCounts:
 
     Attributes:
         last: The last outcomes, oldest first.
-        first: Number of this peer's first round; None before.
         ok: Rounds that ended in a mean.
         failed: Rounds that did not.
         in_doubt: Those of them whose mean the others may hold.
-        counted: Rounds in whose mean this peer's contribution counts.
     """
 
     last: deque[Outcome] = field(default_factory=lambda: deque(maxlen=MAX_HISTORY))
-    first: int | None = None
     ok: int = 0
     failed: int = 0
     in_doubt: int = 0
-    counted: int = 0
 
-    def add(self, outcome: Outcome, peer: str) -> None:
-        """Count a round that has ended at `peer`, this one."""
+    def add(self, outcome: Outcome) -> None:
+        """Count a round that has ended."""
         self.last.append(outcome)
-        self.first = outcome.round if self.first is None else self.first
-        self.counted += peer in outcome.givers
         self.ok += outcome.ok
         self.failed += not outcome.ok
         self.in_doubt += outcome.in_doubt
@@ -183,7 +177,7 @@ class RunDriver:
             events=notes,
             waits={phase: wait for phase, wait in {**waits, **outcome.waits}.items() if wait[1] >= least},
         )
-        self.counts.add(outcome, self._sessions.peer)
+        self.counts.add(outcome)
         return outcome
 
     @property

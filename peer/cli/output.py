@@ -45,9 +45,6 @@ SHOWN_WEIGHTS = 4
 SHOWN_METRICS = 4
 """Most metrics of one kind that a row of `rounds` lists; of more it tells how many there are."""
 
-COUNTED_SHARE = 0.9
-"""Share of the rounds below which `status` says in how many this peer counts: the first rounds count nowhere."""
-
 TODAY_SECONDS = 20 * 3600.0
 """Age from which a round is shown with its date: the time of day alone would be ambiguous."""
 
@@ -82,6 +79,7 @@ def print_peers(peers: Sequence[PeerRow]) -> None:
     told += [(row, f"tags: {', '.join(row.tags)}") for row in once if row.tags]
     told += [(row, f"{row.run}: other options: {row.differs}") for row in peers if row.differs]
     told += [(row, f"{row.run}: {row.faults}") for row in peers if row.faults]
+    told += [(row, f"{row.run}: {row.given}") for row in peers if row.given.rounds]
     lines = [_line(f"{row.name} {_short(row.peer)}".strip(), line) for row, line in told]
     print_lines([table(titles, rows), Text(), *lines])
 
@@ -129,7 +127,7 @@ def _overview(status: Status) -> Iterator[RenderableType]:
         yield Text()
         titles = ("run", "state", "round", "ok", "why")
         yield table(titles, map(_run, status.runs[:SHOWN_RUNS]), prose=("why",), one_line=True)
-        yield _grid([line for run in status.runs[:SHOWN_RUNS] for line in _told(run, status.peer_id)])
+        yield _grid([line for run in status.runs[:SHOWN_RUNS] for line in _told(run, status)])
     hidden = len(entries[SHOWN_ENTRIES:]) + len(status.runs[SHOWN_RUNS:])
     more = f"{count(hidden, 'row')} more, " if hidden else ""
     yield Text(f"{more}addresses, settings, versions: equipoise status --all", style="dim")
@@ -157,7 +155,7 @@ def _details(status: Status) -> Iterator[RenderableType]:
         name, state, number, ok, why = _run(run)
         values = f"{run.values:,} values in {run.codec}"
         yield _line(name, f"{state}: {why}; round {number}, ok {ok}; {values}{last}")
-        yield from (_line(name, line) for _, line in _told(run, status.peer_id, everything=True))
+        yield from (_line(name, line) for _, line in _told(run, status, everything=True))
     if not status.runs:
         yield _line("runs", "none: a training script joins them")
 
@@ -190,12 +188,14 @@ def _run(run: RunStatus) -> tuple[str, ...]:
     return run.name, type(run.state).__name__, str(run.round), ok, run.reason
 
 
-def _told(run: RunStatus, me: str, everything: bool = False) -> list[tuple[str, str]]:
+def _told(run: RunStatus, status: Status, everything: bool = False) -> list[tuple[str, str]]:
+    me, given = status.peer_id, status.given.get(run.name)
     told = [f"{topic}: {told}" for topic, told in sorted(run.told.items())]
     lines = (
         _exchanges(run.exchanges),
         _drawn(run, me, everything),
-        _pace(run, me),
+        "" if run.last is None else run.last.waited(me),
+        str(given) if given and given.rounds else "",
         run.advice,
         run.transfer,
         *told,
@@ -215,14 +215,6 @@ def _drawn(run: RunStatus, me: str, everything: bool) -> str:
     missing = [peer for peer in run.drawn if peer not in run.contributed]
     title = "drawn, not in" if run.contributed else "drawn"
     return "; ".join(filter(None, (named(title, missing), named("in", run.contributed))))
-
-
-def _pace(run: RunStatus, me: str) -> str:
-    """The peers that the last round waited for, and the rounds in which this peer counts, if many do without it."""
-    told = [] if run.last is None else [run.last.waited(me)]
-    if run.rounds_counted < COUNTED_SHARE * run.rounds_since and run.strategy.startswith("allreduce"):
-        told.append(f"counted in {run.rounds_counted} of {count(run.rounds_since, 'round')}")
-    return "; ".join(filter(None, told))
 
 
 def _exchanges(told: Exchanges | None) -> str:

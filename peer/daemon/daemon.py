@@ -155,6 +155,7 @@ class Daemon:
             settings=self._loaded.settings,
             log=str(self._home.path / LOG_FILE),
             warnings=self._loaded.warnings + swarm.warnings,
+            given=self.service.given,
         )
 
     async def _start(self) -> None:

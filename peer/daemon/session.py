@@ -20,6 +20,7 @@ import msgspec
 from equipoise.averaging.aio.router import MAX_LEFTOVERS
 from equipoise.averaging.draw import Drawn
 from equipoise.averaging.layout import Vectors
+from equipoise.averaging.ledger import Given, Ledger
 from equipoise.averaging.options import Terms
 from equipoise.averaging.outcome import FetchOutcome, NoPeers, Outcome, RunState
 from equipoise.averaging.ports import Candidate
@@ -31,6 +32,7 @@ from equipoise.averaging.strategy import Federated
 from equipoise.compression import kernels
 from equipoise.compression.choice import WORTH_VALUES, are_worth
 from equipoise.dht.records import MAX_RUNS_PER_PEER
+from equipoise.limits import LruDict
 from equipoise.peer.control.messages import MAX_TEXT, Fetch, JoinRun, Progress, StartRound
 from equipoise.peer.errors import Refused
 from equipoise.peer.purposes import AVERAGE, PURPOSES, STEP, agreed_spec, run_specs
@@ -74,8 +76,10 @@ class Session:
         client: The client, as messages name it.
     """
 
-    def __init__(self, router: Router, swarm: Swarm, request: JoinRun, region: Region, client: str) -> None:
-        """Join as the client asks; its vectors lie in `region`.
+    def __init__(
+        self, router: Router, swarm: Swarm, request: JoinRun, region: Region, client: str, ledger: Ledger
+    ) -> None:
+        """Join as the client asks; its vectors lie in `region`, and `ledger` counts its rounds.
 
         Raises:
             ValueError: An option or the schema is not valid, or the region is too small.
@@ -84,6 +88,7 @@ class Session:
         self.client = client
         self._router = router
         self._swarm = swarm
+        self._ledger = ledger
         self._region: Region | None = region
         self._specs = run_specs(request)
         for spec in self._specs.values():
@@ -166,6 +171,7 @@ class Session:
             self._round = None
         if not outcome.started:  # The round ended before a run driver was asked, or the run was left.
             outcome = msgspec.structs.replace(outcome, started=started)
+        self._ledger.add(outcome, self._specs[request.purpose].layout.encoded_size)
         how = "ok" if outcome.ok else "failed"
         took = outcome.seconds.get("total", 0.0)
         log.info("run %s, round %d: %s (%s), %.3f s", outcome.run, outcome.round, how, outcome.reason, took)
@@ -251,7 +257,11 @@ class Session:
             return memory.view(size, writable=True)
 
         wish = msgspec.structs.replace(request.wish, limit=memory.capacity)
-        return await (await self.transfer()).fetch(wish, request.timeout, room)
+        found = await (await self.transfer()).fetch(wish, request.timeout, room)
+        if found.round is not None:
+            spec = self._specs[STEP if STEP in self._specs else AVERAGE]
+            self._ledger.add(found.round, spec.layout.encoded_size)
+        return found
 
     def status(self) -> RunStatus:
         """The run's part of the daemon's status."""
@@ -286,9 +296,7 @@ class Session:
             exchanges=_exchanges(run_driver) if spec.strategy.pairs else None,
             drawn=drawn,
             contributed=contributed,
-            rounds_counted=run_driver.counts.counted,
             advice=run_driver.advice,
-            rounds_since=0 if run_driver.counts.first is None else run_driver.round - run_driver.counts.first,
         )
 
     def _row(self, spec: RunSpec, run_driver: RunDriver, found: Candidate) -> PeerRow:
@@ -311,6 +319,7 @@ class Session:
             role=self._swarm.role(found.peer),
             banned=self._swarm.standing(found.peer) == "banned",
             faults=run_driver.search.machine.context.deeds.told(found.peer),
+            given=self._ledger.of(found.peer),
         )
 
     async def leave(self, reason: str) -> None:
@@ -406,6 +415,7 @@ class Service:
         self._router = router
         self.swarm = swarm
         self._reducer = reducer
+        self.ledgers: LruDict[str, Ledger] = LruDict(MAX_RUNS)
         self._sessions: dict[str, Session] = {}
         self._loading = asyncio.Lock()
 
@@ -413,6 +423,11 @@ class Service:
     def sessions(self) -> Sequence[Session]:
         """Open sessions, by the runs' names."""
         return [self._sessions[name] for name in sorted(self._sessions)]
+
+    @property
+    def given(self) -> dict[str, Given]:
+        """What this daemon has given to the runs of its scripts, by their names, also after they have left."""
+        return {name: ledger.of(self.swarm.peer) for name, ledger in sorted(self.ledgers.items())}
 
     async def join(
         self, request: JoinRun, fd: int, client: str, say: Callable[[str], Awaitable[None]]
@@ -427,7 +442,10 @@ class Service:
         region = Region.attach(fd, request.size)
         await self._load_kernels(request, say)
         await self._make_room(request.run)
-        session = self._sessions[request.run] = Session(self._router, self.swarm, request, region, client)
+        ledger = self.ledgers.get(request.run) or Ledger(self.swarm.peer)
+        session = Session(self._router, self.swarm, request, region, client, ledger)
+        self._sessions[request.run], self.ledgers[request.run] = session, ledger
+        ledger.begin()
         return session
 
     async def leave(self, session: Session, reason: str) -> None:

@@ -274,7 +274,7 @@ class FakeRunDriver:
             vectors.mean[:] = encoded(self._spec.layout, came.mean)
         if outcome.counted(self._peer):
             self._member.accumulated = 0.0
-        self.counts.add(outcome, self._peer)
+        self.counts.add(outcome)
         return outcome
 
     def stop(self, why: str) -> None:

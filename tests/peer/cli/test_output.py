@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from equipoise.averaging.ledger import Given
 from equipoise.averaging.outcome import Gathering, Outcome
 from equipoise.dht.state import BootstrapStatus, DirectStatus, ReachStatus, SwarmStatus
 from equipoise.peer.cli import output
@@ -295,11 +296,11 @@ def test_the_peer_that_a_round_waited_for_is_named_in_rounds_and_in_status(
     assert second.endswith("  all")
 
     status = a_status(runs=1)
-    run = msgspec.structs.replace(status.runs[0], strategy="allreduce:quorum=2", last=one, rounds_counted=91)
-    for since, tail in ((201, "; counted in 91 of 201 rounds"), (92, "")):
-        shown = msgspec.structs.replace(run, rounds_since=since)
-        print_status(msgspec.structs.replace(status, runs=(shown,)))
-        assert f"digits-0  {told}this peer{tail}\n" in capsys.readouterr().out
+    run, given = msgspec.structs.replace(status.runs[0], last=one), Given(201, 91, 2e6, 0, {"late": 110})
+    print_status(msgspec.structs.replace(status, runs=(run,), given={run.name: given}))
+    shown = capsys.readouterr().out
+    assert f"digits-0  {told}this peer\n" in shown
+    assert "digits-0  contributed to 91 of 201 rounds, 2,000,000 samples; 110 missed: 110 late\n" in shown
 
 
 def test_rounds_show_what_was_measured_where_anything_was(capsys: pytest.CaptureFixture[str]) -> None:
