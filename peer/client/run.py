@@ -5,8 +5,10 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import logging
+import math
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from types import MappingProxyType
@@ -94,6 +96,8 @@ class RunCore:
         is_branch: Whether this run is a part of another.
         left: Whether the script has left the run.
         watcher: Watches the contributions, if error feedback needs them.
+        reported: Numbers that go with the next contribution of a loop of ours; see `JoinedRun.report`.
+        listeners: Called after each round that made a mean, as curves are; the branches have the same.
     """
 
     def __init__(
@@ -111,6 +115,8 @@ class RunCore:
         self.replicated = self.is_branch = self.left = False
         self.trained_by = ""
         self.watcher: Watcher | None = None
+        self.reported: dict[str, float | torch.Tensor] = {}
+        self.listeners: list[Callable[[], None]] = []
         self.accumulated: float | None = None
         self.finishing: list[Callable[[], None]] = []
         self.branches: list[JoinedRun] = []
@@ -185,6 +191,7 @@ class RunCore:
             options = structs.replace(self.request.options, **changes)
             branch = self._join(options, name, tensors, self.binding.source)
             branch.core.is_branch, branch.core.binding.shadows = True, self.binding.shadows
+            branch.core.reported, branch.core.listeners = self.reported, self.listeners
             self.branches.append(branch)
         return branch
 
@@ -252,6 +259,8 @@ class JoinedRun:
         self._state: RunState = NoPeers("it has just been joined")
         self._asked: concurrent.futures.Future[RunState] | None = None
         self.rounds_ok = self.rounds_failed = 0
+        self._sums: Counter[str] = Counter()
+        self._last_mean: Outcome | None = None
         self._last_ok: Outcome | None = None
         self._why_not = ""
         self.terms: Mapping[str, str] = {}
@@ -415,7 +424,9 @@ class JoinedRun:
             SchemaError: The parameters have changed since the run was joined, or a buffer is not finite.
             RoundPending: A round of this run has not been collected.
         """
-        reported = values_of(metrics), None if evaluation is None else report_of(evaluation)
+        told = metrics or {name: float(value) for name, value in self.core.reported.items()}
+        told = metrics or {name: value for name, value in told.items() if math.isfinite(value)}
+        reported = values_of(told), None if evaluation is None else report_of(evaluation)
         with self._withdrawn_if_interrupted():
             pending = self._start_step(timeout, state, *reported)
             return pending.result() if wait else pending
@@ -445,6 +456,42 @@ class JoinedRun:
             except EquipoiseError:
                 self._keep()
                 raise
+
+    def report(self, **metrics: float | torch.Tensor) -> None:
+        """Report numbers with each contribution from now on, where a loop of ours calls `step`, as report(loss=loss).
+
+        Tensors of one value are read when the next round begins, so a GPU is not waited for. NaN and Inf are left out.
+
+        Raises:
+            ValueError: There are more than 8, or a name is too long or not printable.
+        """
+        values_of(dict.fromkeys(metrics, 0.0))
+        self.core.reported.clear()
+        self.core.reported.update(
+            {name: one.detach() if isinstance(one, torch.Tensor) else one for name, one in metrics.items()}
+        )
+
+    def metrics(self) -> dict[str, float]:
+        """Numbers for curves: of the last round that made a mean, and sums over all that have ended here.
+
+        Returns:
+            By name: the means of what the peers reported, as `loss`; scores of the state before the round, as
+            `before/accuracy`; `round`, `group_size`, and `seconds/PHASE` of that round; and of all `rounds`,
+            `rounds_ok`, `rounds_counted` (in which this peer's contribution counts), `bytes_sent`, `bytes_received`.
+        """
+        parts = [self, *self.core.branches]
+        latest = [one._last_mean for one in parts if one._last_mean is not None]
+        last = max(latest, key=lambda outcome: outcome.started, default=Outcome(ok=False, reason=""))
+        sums = sum((one._sums for one in parts), Counter())
+        ok = sum(one.rounds_ok for one in parts)
+        return {
+            **last.metrics,
+            **{f"before/{name}": value for name, value in last.evaluation.items()},
+            **{f"seconds/{phase}": value for phase, value in last.seconds.items()},
+            **{name: sums[name] for name in ("rounds_counted", "bytes_sent", "bytes_received")},
+            **{"round": last.round, "group_size": len(last.group), "rounds_ok": ok},
+            "rounds": ok + sum(one.rounds_failed for one in parts),
+        }
 
     @property
     def kernels(self) -> str:
@@ -590,6 +637,13 @@ class JoinedRun:
             self.rounds_ok, self._last_ok = self.rounds_ok + 1, outcome
         elif outcome is not None:
             self.rounds_failed, self._why_not = self.rounds_failed + 1, outcome.reason
+        if outcome is not None:
+            sums = {"bytes_sent": outcome.bytes_sent, "bytes_received": outcome.bytes_received}
+            self._sums.update(sums, rounds_counted=self.peer in outcome.givers)
+        if outcome is not None and outcome.givers:  # Else its peers have only met.
+            self._last_mean = outcome
+            for listener in self.core.listeners:
+                listener()
 
     def _require_idle(self) -> None:
         """Refuse to encode where another may use the memory: an open round's, or that of the process that forked.

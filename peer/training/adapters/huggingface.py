@@ -99,6 +99,13 @@ class SwarmCallback(TrainerCallback):  # type: ignore[misc]
             self.optimizer.batch_size = max(min(size, self._left), 1)
         self._left -= size
 
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Report the loss that the Trainer logs with this peer's next contributions."""
+        if "loss" in (logs := kwargs.get("logs") or {}):
+            self._run.report(loss=logs["loss"])
+
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:

@@ -85,7 +85,10 @@ class SwarmCallback(Callback):  # type: ignore[misc]
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Stop where the swarm has made its epochs."""
+        """Report the loss of the batch, and stop where the swarm has made its epochs."""
+        loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+        if loss is not None:
+            self._run.report(loss=loss)
         if self.optimizer is not None and self.optimizer.epoch >= self._end:
             trainer.should_stop = True
 
