@@ -47,6 +47,10 @@ CPU = "cpu"
 """Name of the device on which a daemon reduces by default."""
 
 
+LOOPBACK = r"\A((127(\.[0-9]{1,3}){3}|\[::1\]):[0-9]{1,5})?\Z"
+"""Where figures may be read: nobody asks their reader for a name."""
+
+
 class Config(SwarmOptions, frozen=True, kw_only=True):
     """The settings of this machine alone: those of its swarm, and these. None is hashed or must be equal elsewhere.
 
@@ -54,11 +58,13 @@ class Config(SwarmOptions, frozen=True, kw_only=True):
         home: Directory of identity, control socket and log.
         log_level: Least severe of what is logged.
         device: Where means are computed: cpu, or a GPU as cuda or cuda:0. Other rules stay on the CPU.  [default: cpu]
+        metrics: Where Prometheus reads figures, as 127.0.0.1:9464: an address of this machine alone.  [default: off]
     """
 
     home: str
     log_level: LogLevel = "info"
     device: Annotated[str, msgspec.Meta(pattern=r"\A(cpu|cuda(:[0-9]{1,2})?)\Z")] = CPU
+    metrics: Annotated[str, msgspec.Meta(pattern=LOOPBACK)] = ""
 
 
 class Setting(msgspec.Struct, frozen=True):
@@ -245,7 +251,11 @@ def _expected(key: str) -> str:
     if TYPES[key] is Tags:
         word = f"1 to {MAX_TAG_CHARACTERS} letters, digits, dots, dashes or underscores"
         return f'a list of at most {MAX_TAGS} words of {word}, such as ["gpu"]'
-    told = {"swarm": "the name of a swarm that this home has joined", "invite": "an invitation, one line"}
+    told = {
+        "swarm": "the name of a swarm that this home has joined",
+        "invite": "an invitation, one line",
+        "metrics": "an address of this machine alone, such as 127.0.0.1:9464",
+    }
     return told.get(key, "1 to 64 printable characters")
 
 

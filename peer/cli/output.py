@@ -6,6 +6,7 @@ is folded or cut. PeerIDs are shortened to their last characters; JSON has them 
 
 from __future__ import annotations
 
+import csv
 import re
 import sys
 import time
@@ -59,7 +60,7 @@ def print_json(value: Any) -> None:
 
 def print_status(status: Status, everything: bool = False) -> None:
     """Print the daemon's state and its reasons, on one screen, or all of the snapshot."""
-    print_lines(_details(status) if everything else _overview(status), one_screen=not everything)
+    print_lines(_details(status) if everything else overview(status), one_screen=not everything)
 
 
 def print_peers(peers: Sequence[PeerRow]) -> None:
@@ -86,9 +87,25 @@ def print_peers(peers: Sequence[PeerRow]) -> None:
 
 def print_rounds(rounds: Sequence[Outcome]) -> None:
     """Print one line for each outcome; where an ok round has metrics, they stand in place of its reason."""
-    if not rounds:
-        print_lines([Text("no rounds yet")])
-        return
+    print_lines([rounds_table(rounds)] if rounds else [Text("no rounds yet")])
+
+
+def print_csv(rounds: Sequence[Outcome]) -> None:
+    """Print a line of figures for each outcome: times in seconds, metrics and phases in columns of their names."""
+    seconds = sorted({phase for one in rounds for phase in one.seconds})
+    metrics = sorted({name for one in rounds for name in one.metrics})
+    titles = ["started", "run", "round", "result", "contributors", "group", "bytes_sent", "bytes_received"]
+    lines = csv.writer(sys.stdout, lineterminator="\n")
+    lines.writerow([*titles, *(f"seconds_{phase}" for phase in seconds), *metrics, "reason"])
+    for one in rounds:
+        result = "ok" if one.ok else _result(one)
+        counts = len(one.givers), len(one.group), one.bytes_sent, one.bytes_received
+        figures = (*(one.seconds.get(phase, "") for phase in seconds), *map(one.metrics.get, metrics))
+        lines.writerow([one.started, one.run, one.round, result, *counts, *figures, escaped(one.reason)])
+
+
+def rounds_table(rounds: Sequence[Outcome], one_line: bool = False) -> Table:
+    """A row for each outcome; see `print_rounds`."""
     rows = []
     for one in rounds:
         took = f"{one.seconds.get('total', 0.0):.3f} s"
@@ -96,7 +113,7 @@ def print_rounds(rounds: Sequence[Outcome]) -> None:
         rows.append((_when(one.started), one.run, str(one.round), _result(one), _weights(one), took, told))
     last = "metrics or why" if any(map(_measured, rounds)) else "why"
     titles = ("when", "run", "round", "result", "weights", "took", last)
-    print_lines([table(titles, rows, prose=("weights", last))])
+    return table(titles, rows, prose=("weights", last), one_line=one_line)
 
 
 def headline(status: Status, warnings: int = SHOWN_WARNINGS) -> Iterator[RenderableType]:
@@ -108,7 +125,8 @@ def headline(status: Status, warnings: int = SHOWN_WARNINGS) -> Iterator[Rendera
         yield Text(f"and {len(status.warnings) - warnings} more warnings: equipoise status --all")
 
 
-def _overview(status: Status) -> Iterator[RenderableType]:
+def overview(status: Status) -> Iterator[RenderableType]:
+    """The daemon's state, its runs, and where the next round of each stands."""
     yield from headline(status)
     yield Text()
     process = f"{_short(status.peer_id)}, pid {status.pid}, up {_duration(status.uptime)}"

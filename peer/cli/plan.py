@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import click
 import psutil
-from humanfriendly import InvalidTimespan, format_size, format_timespan, parse_timespan
+from humanfriendly import format_size, format_timespan
 from rich.text import Text
 
-from equipoise.peer.cli import output
+from equipoise.peer.cli import output, verbs
 from equipoise.peer.cli.verbs import json_option
 from equipoise.peer.config import bytes_per_second
 
@@ -36,13 +36,6 @@ def _rate(text: str) -> float:
         raise click.BadParameter(f"expected a rate such as 20Mbit or 2.5MB/s, got {text!r}") from None
 
 
-def _seconds(text: str) -> float:
-    try:
-        return float(parse_timespan(text))
-    except InvalidTimespan:
-        raise click.BadParameter(f"expected a time such as 1.2s or 300ms, got {text!r}") from None
-
-
 @click.command(short_help="Tell how long exchanges of a model take on some links.")
 @click.option(
     "--parameters", required=True, metavar="N", type=_parameters, help="Of the model, such as 350M or 1B."
@@ -53,7 +46,7 @@ def _seconds(text: str) -> float:
     "--down", required=True, metavar="RATE", type=_rate, help="What a peer receives, such as 100Mbit."
 )
 @click.option(
-    "--step", required=True, metavar="TIME", type=_seconds, help="Of a training step, such as 1.2s."
+    "--step", required=True, metavar="TIME", type=verbs.span, help="Of a training step, such as 1.2s."
 )
 @click.option("--codec", metavar="SPEC", help="One codec; without it, several are compared.")
 @click.option("--every", default=1, show_default=True, metavar="N", help="Steps between two exchanges.")

@@ -57,7 +57,7 @@ def equipoise(context: click.Context) -> None:
 
 for verb in (verbs.demo, verbs.daemon, verbs.launch, verbs.status, verbs.peers, verbs.rounds, verbs.stop):
     equipoise.add_command(verb)
-for verb in (plan.plan, swarms.swarm, swarms.join, swarms.ban, swarms.allow):
+for verb in (verbs.watch, plan.plan, swarms.swarm, swarms.join, swarms.ban, swarms.allow):
     equipoise.add_command(verb)
 
 

@@ -10,11 +10,13 @@ import os
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
+from humanfriendly import InvalidTimespan, parse_timespan
 
 from equipoise.peer.cli import output
 from equipoise.peer.config import (
@@ -42,6 +44,18 @@ ANSWER_SECONDS = 8.0
 """Time for each of greeting and answer: milliseconds on most machines, seconds on one that swaps. People wait."""
 
 HOME = "Directory of identity, control socket and log.  [env: EQUIPOISE_HOME; default: the user's data directory]"
+
+WATCHED_ROUNDS = 8
+"""Rounds of each run that `watch` shows: as many fit one screen beside `status`."""
+
+
+def span(text: str) -> float:
+    """Read a time span, as 1.2s, 300ms or 1d, in seconds."""
+    try:
+        return float(parse_timespan(text))
+    except InvalidTimespan:
+        raise click.BadParameter(f"expected a time such as 1.2s, 300ms or 1d, got {text!r}") from None
+
 
 home_option = click.option("--home", metavar="DIR", type=click.Path(), help=HOME)
 json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
@@ -95,20 +109,45 @@ def peers(home: str | None, as_json: bool) -> None:
 @click.option(
     "--limit", type=click.IntRange(1, 64), default=20, show_default=True, help="How many of each run."
 )
+@click.option(
+    "--since", metavar="DURATION", type=span, help="All that the home keeps of the last 1d, 90m or 30s."
+)
+@click.option("--csv", "as_csv", is_flag=True, help="Print a line of figures for each round.")
 @json_option
-def rounds(home: str | None, limit: int, as_json: bool) -> None:
+def rounds(home: str | None, limit: int, since: float | None, as_csv: bool, as_json: bool) -> None:
     """Show how the last rounds ended, oldest first.
 
     The home keeps them, so those of scripts and daemons that have ended are shown too.
     """
     path = find_home(home, os.environ)[0]
-    try:
-        found = ask(home, AskRounds(limit))
-    except NoDaemon:
-        found = tuple(last_of_each_run(read_history(path), limit))
-        if not found:
-            raise
+    if since is None:
+        try:
+            found = ask(home, AskRounds(limit))
+        except NoDaemon:
+            found = tuple(last_of_each_run(read_history(path), limit))
+            if not found:
+                raise
+    else:
+        kept, begin = read_history(path, sys.maxsize), time.time() - since
+        found = tuple(one for one in kept if one.started >= begin)
+        if len(found) == len(kept) and kept:
+            began = time.strftime("%Y-%m-%d %H:%M", time.localtime(kept[0].started))
+            click.echo(f"the home keeps no rounds from before {began}", err=True)
+    if as_csv:
+        output.print_csv(found)
+        return
     output.print_json(found) if as_json else output.print_rounds(found)
+
+
+@click.command()
+@home_option
+def watch(home: str | None) -> None:
+    """Renew `status` and the last rounds in place, on a terminal, until q."""
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise click.UsageError("watch needs a terminal: use status and rounds elsewhere")
+    from equipoise.peer.cli.watch import watch as renew
+
+    renew(lambda: (ask(home, AskStatus()), ask(home, AskRounds(WATCHED_ROUNDS))))
 
 
 @click.command(short_help="Stop the daemon.")
@@ -160,6 +199,7 @@ METAVARS = {
     "swarm": "NAME",
     "invite": "LINE",
     "device": "DEVICE",
+    "metrics": "HOST:PORT",
     **dict.fromkeys(RATES, "RATE"),
 }
 """Kinds of values of the daemon's options; all others are multiaddresses."""

@@ -181,6 +181,11 @@ class Daemon:
         self.service = Service(router, self._swarm, self._reducer)
         self._ending.push_async_callback(_bounded, lambda: self.server.stop(self._why), "leaving the runs")
         self.server.start(self._home.listen())
+        if self._config.metrics:
+            from equipoise.peer.daemon.exporter import export
+
+            end = export(self._config.metrics, lambda: self.status(self.server.clients()))
+            self._ending.push_async_callback(asyncio.to_thread, end)
         log.info("peer %s, process %d, home %s", self._swarm.peer, os.getpid(), self._home.path)
         self._ending.callback(self._tasks.keep(self._watch).cancel)
 

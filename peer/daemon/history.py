@@ -65,8 +65,8 @@ class RoundHistory:
         self._file.close()
 
 
-def read_history(home: Path) -> list[Outcome]:
-    """Outcomes that daemons on `home` have left, oldest first, at most `MAX_KEPT`; torn lines are left out."""
+def read_history(home: Path, most: int = MAX_KEPT) -> list[Outcome]:
+    """Outcomes that daemons on `home` have left, oldest first, at most so many; torn lines are left out."""
     found: list[Outcome] = []
     for name in (f"{ROUNDS_FILE}.1", ROUNDS_FILE):
         content = b""
@@ -75,7 +75,7 @@ def read_history(home: Path) -> list[Outcome]:
         for line in content.splitlines():
             with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
                 found.append(_outcomes.decode(line))
-    return found[-MAX_KEPT:]
+    return found[-most:]
 
 
 def last_of_each_run(outcomes: Iterable[Outcome], limit: int) -> list[Outcome]:

@@ -181,7 +181,7 @@ class ControlServer:
         self._connections: dict[ServedClient, asyncio.Task[None]] = {}
         self._acceptor: Acceptor | None = None
 
-    def clients(self, asker: ServedClient) -> int:
+    def clients(self, asker: ServedClient | None = None) -> int:
         """Number of connected processes. The one that asks, as `equipoise status`, counts only if it is in a run."""
         return len({one.pid for one in self._connections if one is not asker or one.takes_part})
 

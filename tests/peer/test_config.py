@@ -61,6 +61,7 @@ def test_flags_win_over_environment_wins_over_file(tmp_path: Path) -> None:
         "upload": f"file {tmp_path / 'config.toml'}",
         "download": "default",
         "device": "default",
+        "metrics": "default",
         "swarm": "default",
         "invite": "default",
     }

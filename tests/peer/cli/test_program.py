@@ -41,7 +41,7 @@ def test_python_m_equipoise_is_the_command_line() -> None:
     [
         ({"--parameters": "1x"}, "expected a number such as 350M or 1B, got '1x'"),
         ({"--up": "20Mb"}, "expected a rate such as 20Mbit or 2.5MB/s, got '20Mb'"),
-        ({"--step": "soon"}, "expected a time such as 1.2s or 300ms, got 'soon'"),
+        ({"--step": "soon"}, "expected a time such as 1.2s, 300ms or 1d, got 'soon'"),
         ({"--step": "0s"}, "expected step above 0, got 0.0"),
         ({"--codec": "int9"}, "unknown codec 'int9'"),
     ],

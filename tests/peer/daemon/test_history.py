@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import csv
+import io
 import os
 import sys
+import time
 from pathlib import Path
 
 import msgspec
@@ -103,6 +106,28 @@ def test_rounds_are_listed_after_their_script_and_their_daemon(
     assert program.run(["rounds", "--home", str(tmp_path)]) == 0
     assert "no group formed within" in capsys.readouterr().out
     assert program.run(["status", "--home", str(tmp_path)]) == 3
+
+
+def test_rounds_of_a_time_are_lines_of_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    kept = RoundHistory(tmp_path)
+    for number, age in enumerate((90_000.0, 7200.0, 60.0)):
+        one = msgspec.structs.replace(outcome(number), started=time.time() - age, seconds={"total": 0.5})
+        kept.add(msgspec.structs.replace(one, metrics={"loss": 0.25}, bytes_sent=7, reason="of 2, all"))
+    kept.close()
+
+    def shown(since: str) -> list[dict[str, str]]:
+        assert program.run(["rounds", "--csv", "--since", since, "--home", str(tmp_path)]) == 0
+        return list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+
+    assert [len(shown(since)) for since in ("1d", "90m", "30s")] == [2, 1, 0]
+    (row,) = shown("90m")
+    figures = {
+        name: row[name]
+        for name in ("run", "round", "result", "bytes_sent", "seconds_total", "loss", "reason")
+    }
+    assert list(figures.values()) == ["digits", "2", "ok", "7", "0.5", "0.25", "of 2, all"]
+    assert program.run(["rounds", "--since", "9w", "--home", str(tmp_path)]) == 0
+    assert "keeps no rounds from before" in capsys.readouterr().err
 
 
 def test_a_disk_that_fills_under_a_daemon_is_a_warning_until_there_is_room(
