@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import os
+import pty
+import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 import pytest
+from rich.console import Console
 
 from equipoise.averaging.ledger import Given
 from equipoise.averaging.outcome import Gathering, Outcome
 from equipoise.dht.state import BootstrapStatus, DirectStatus, ReachStatus, SwarmStatus
-from equipoise.peer.cli import output
+from equipoise.peer.cli import output, program, watch
 from equipoise.peer.cli.output import print_lines, print_peers, print_rounds, print_status, settings_lines
 from equipoise.peer.config import Setting
+from equipoise.peer.errors import NoDaemon
 from equipoise.peer.status import Exchanges, Kernels, PeerRow, RunStatus, Status
 
 PEER = "12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
@@ -339,3 +344,35 @@ def test_a_narrow_terminal_wraps_the_reason_and_folds_no_identifier(
     assert " ".join(" ".join(line[56:] for line in lines[1:]).split()).endswith(
         f"where ..{PEER[-8:]} was met before"
     )
+
+
+def test_watch_renews_the_screen_until_q_and_waits_for_a_daemon_that_is_away(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    master, slave = pty.openpty()
+    asked: list[int] = []
+
+    def ask() -> tuple[Status, Sequence[Outcome]]:
+        asked.append(len(asked))
+        if asked == [0]:
+            raise NoDaemon("no daemon is running here")
+        os.write(master, b"q")
+        return a_status(), [Outcome(ok=True, reason="mean over 4 of 4 members", run="digits", round=3)]
+
+    monkeypatch.setattr(watch, "RENEW_SECONDS", 0.0)
+    with os.fdopen(slave) as keys:
+        monkeypatch.setattr(sys, "stdin", keys)
+        watch.watch(ask)
+    assert asked == [0, 1] or len(asked) == 3, "q is seen at the second look at the latest"
+
+    console = Console(width=200)
+    with console.capture() as captured:
+        console.print(watch.screen(ask))
+    os.close(master)
+    shown = captured.get()
+    assert all(text in shown for text in ("gpu-box: searching", "digits-1", "mean over 4 of 4", "q leaves"))
+
+
+def test_watch_needs_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    assert program.run(["watch"]) == 2
+    assert "watch needs a terminal" in capsys.readouterr().err
