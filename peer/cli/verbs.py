@@ -45,9 +45,6 @@ ANSWER_SECONDS = 8.0
 
 HOME = "Directory of identity, control socket and log.  [env: EQUIPOISE_HOME; default: the user's data directory]"
 
-WATCHED_ROUNDS = 8
-"""Rounds of each run that `watch` shows: as many fit one screen beside `status`."""
-
 
 def span(text: str) -> float:
     """Read a time span, as 1.2s, 300ms or 1d, in seconds."""
@@ -137,17 +134,6 @@ def rounds(home: str | None, limit: int, since: float | None, as_csv: bool, as_j
         output.print_csv(found)
         return
     output.print_json(found) if as_json else output.print_rounds(found)
-
-
-@click.command()
-@home_option
-def watch(home: str | None) -> None:
-    """Renew `status` and the last rounds in place, on a terminal, until q."""
-    if not (sys.stdin.isatty() and sys.stdout.isatty()):
-        raise click.UsageError("watch needs a terminal: use status and rounds elsewhere")
-    from equipoise.peer.cli.watch import watch as renew
-
-    renew(lambda: (ask(home, AskStatus()), ask(home, AskRounds(WATCHED_ROUNDS))))
 
 
 @click.command(short_help="Stop the daemon.")

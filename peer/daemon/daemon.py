@@ -23,7 +23,7 @@ from equipoise.peer.daemon.history import RoundHistory
 from equipoise.peer.daemon.logs import PrivateFileHandler, close_log, open_log
 from equipoise.peer.daemon.server import ControlServer
 from equipoise.peer.daemon.session import Service
-from equipoise.peer.errors import EquipoiseError, Refused, Unreached
+from equipoise.peer.errors import ConfigError, EquipoiseError, Refused, Unreached
 from equipoise.peer.home import LOG_FILE, Home
 from equipoise.peer.status import Status
 from equipoise.tasks import Failures, TaskSet, failures
@@ -182,8 +182,12 @@ class Daemon:
         self._ending.push_async_callback(_bounded, lambda: self.server.stop(self._why), "leaving the runs")
         self.server.start(self._home.listen())
         if self._config.metrics:
-            from equipoise.peer.daemon.exporter import export
-
+            try:
+                from equipoise.peer.daemon.exporter import export
+            except ImportError:
+                hint = "pip install 'equipoise[metrics]', or leave the setting out"
+                told = "metrics: the package prometheus-client is not installed"
+                raise ConfigError(told, hint) from None
             end = export(self._config.metrics, lambda: self.status(self.server.clients()))
             self._ending.push_async_callback(asyncio.to_thread, end)
         log.info("peer %s, process %d, home %s", self._swarm.peer, os.getpid(), self._home.path)

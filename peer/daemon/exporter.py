@@ -1,4 +1,7 @@
-"""`/metrics` for Prometheus: one collector over `Status`. Imported only where the setting `metrics` asks for it."""
+"""`/metrics` for Prometheus: one collector over `Status`. Imported only where the setting `metrics` asks for it.
+
+It needs the package prometheus-client.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,11 @@ import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
 from equipoise.averaging.outcome import Outcome
-from equipoise.peer.errors import ConfigError, EquipoiseError
+from equipoise.peer.errors import EquipoiseError
 from equipoise.peer.status import Status
 
 ANSWER_SECONDS = 5.0
@@ -52,7 +58,6 @@ class Collector:
 
     def collect(self) -> Iterator[Any]:
         """The families of one scrape."""
-        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         def family(kind: Any, name: str, told: str, labels: tuple[str, ...], values: Values) -> Any:
             made = kind(PREFIX + name, told, labels=labels)
@@ -86,13 +91,8 @@ def export(address: str, status: Callable[[], Status]) -> Callable[[], None]:
     """Answer Prometheus at `HOST:PORT`, in threads; returns what ends that. Call it in the loop that makes `status`.
 
     Raises:
-        EquipoiseError: prometheus-client is not installed, or the address cannot be used; says what to do.
+        EquipoiseError: The address cannot be used.
     """
-    try:
-        from prometheus_client import CollectorRegistry, start_http_server
-    except ImportError:
-        hint = "pip install 'equipoise[metrics]', or leave the setting out"
-        raise ConfigError("metrics: the package prometheus-client is not installed", hint) from None
     loop = asyncio.get_running_loop()
 
     async def snapshot() -> Status:

@@ -42,6 +42,7 @@ LATE = {
     ("peer/cli/verbs.py", "equipoise.peer.demo.options"),  # torch: the other verbs answer at once.
     ("peer/cli/verbs.py", "equipoise.peer.demo.swarm"),
     ("peer/daemon/daemon.py", "equipoise.peer.daemon"),  # hivemind: `import Peer` does without.
+    ("peer/daemon/daemon.py", "equipoise.peer.daemon.exporter"),  # prometheus-client, an extra.
     ("peer/daemon/run_daemon.py", "equipoise.peer.daemon.daemon"),  # numpy, once OMP_NUM_THREADS is set.
     ("peer/demo/trainer.py", "sklearn.datasets"),  # An extra, which takes a second.
 }

@@ -362,7 +362,7 @@ def test_watch_renews_the_screen_until_q_and_waits_for_a_daemon_that_is_away(
     monkeypatch.setattr(watch, "RENEW_SECONDS", 0.0)
     with os.fdopen(slave) as keys:
         monkeypatch.setattr(sys, "stdin", keys)
-        watch.watch(ask)
+        watch.renew(ask)
     assert asked == [0, 1] or len(asked) == 3, "q is seen at the second look at the latest"
 
     console = Console(width=200)
