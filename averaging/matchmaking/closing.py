@@ -33,7 +33,8 @@ MAX_IN_VAIN = 256
 """Most peers remembered that were drawn in vain."""
 
 MAX_BARRED = 256
-"""Most states for which a peer loses its place: one, then 16 times as many after each further failed round."""
+"""Most states for which a peer loses its place: one, which a mean ends, then 16 times as many after each further failed
+round or two means to which it gives nothing."""
 
 
 class _Draw(NamedTuple):
@@ -45,7 +46,10 @@ class _Draw(NamedTuple):
 
 
 class _InVain(NamedTuple):
-    """The failed rounds for which a peer was drawn and gave nothing, and the first epoch that may draw it again."""
+    """The rounds in a row for which a peer was drawn and gave nothing, and the first epoch that may draw it again.
+
+    A failed round counts twice: a peer may be a little later than a mean once and again.
+    """
 
     times: int = 0
     until: int = 0
@@ -87,8 +91,8 @@ class ClosePolicy:
         live = membership.live(())
         return Drawn(membership.seated(self._context.round) if membership.crowded else live, live)
 
-    def failed(self, standing: wire.Standing) -> None:
-        """Note that a round failed which stood so."""
+    def ended(self, standing: wire.Standing, failed: bool) -> None:
+        """Note how a round stood when it failed or had its mean."""
 
     def believes(self, standing: wire.Standing) -> bool:
         """True if the draw of a coordinator's word counts here."""
@@ -133,7 +137,8 @@ class QuorumAndGrace(ClosePolicy):
     does.
 
     The draw takes peers that were there before the state was, since the lineage of a state says which PeerIDs come
-    first, and takes none that was drawn for a failed round and gave nothing. Others only make up the least number.
+    first, and takes none that was drawn and gave nothing: to a
+    failed round, or to two rounds in a row. Others only make up the least number.
     """
 
     keepalive = PATIENT_KEEPALIVE
@@ -178,10 +183,10 @@ class QuorumAndGrace(ClosePolicy):
         drawn, since, before = self._draws.get(state, _Draw(Drawn((), ()), {}))
         able = self._able(live, state)
         if live != drawn.live or able != before:
-            # Fewer than the quorum could only fail. Where peers die, others take their places.
-            least = max(strategy.minimum, strategy.quorum)
+            # Fewer than the quorum could only fail. Where peers die or lose their places, others take these.
+            least, share = max(strategy.minimum, strategy.quorum), int(len(live) * strategy.fraction)
             seed = "" if state is None else state.lineage
-            peers = draw(able, seed, fraction=strategy.fraction, minimum=max(least, len(drawn.peers)))
+            peers = draw(able, seed, fraction=0, minimum=max(least, share, len(drawn.peers)))
             peers += draw(
                 able.symmetric_difference(live), seed, fraction=0, minimum=max(least - len(peers), 0)
             )
@@ -192,15 +197,19 @@ class QuorumAndGrace(ClosePolicy):
         self._draws[state] = _Draw(drawn, since, able)
         return drawn
 
-    def failed(self, standing: wire.Standing) -> None:
-        """See `ClosePolicy.failed`: what the round's coordinator told all counts, so all that heard it draw alike."""
-        epoch = 0 if standing.state is None else standing.state.epoch
-        for peer in standing.contributed:
-            self._in_vain.pop(peer, None)
+    def ended(self, standing: wire.Standing, failed: bool) -> None:
+        """See `ClosePolicy.ended`: the coordinator's word to all, or the mean, counts, so all draw alike."""
+        epoch, deeds = 0 if standing.state is None else standing.state.epoch, self._context.deeds
+        for peer in self._in_vain.keys() & set(standing.contributed):
+            del self._in_vain[peer]
+            deeds.absolve(peer)
         for peer in set(standing.drawn).difference(standing.contributed):
             times, until = self._in_vain.get(peer, _InVain())
             if epoch >= until:
-                self._in_vain[peer] = _InVain(times + 1, epoch + min(16**times, MAX_BARRED))
+                times += 1 + failed
+                self._in_vain[peer] = _InVain(times, epoch + min(16 ** ((times - 1) // 2), MAX_BARRED))
+                if times > 2 and peer != self._context.peer:  # Its daemon heard of none of these rounds.
+                    deeds.blame(peer, "it was drawn for rounds in a row, and gave nothing")
 
     def believes(self, standing: wire.Standing) -> bool:
         """See `ClosePolicy.believes`: this peer rejects a draw that ignores a failed round."""

@@ -41,7 +41,7 @@ class Matchmaking(Matchmaker):
 
     def __init__(self, context: Context, policy: ClosePolicy | None = None) -> None:
         super().__init__(context)
-        policy = policy or ClosePolicy(context)
+        policy = self._policy = policy or ClosePolicy(context)
         self._coordinator = Coordinator(context, policy)
         joiner = PatientJoiner if policy.patient else Joiner
         self._joiner = joiner(context, self._coordinator, policy)
@@ -94,6 +94,11 @@ class Matchmaking(Matchmaker):
                 if self._exchanging is not None and self._exchanging.round == round:
                     self._exchanging = None
                     self.reason = f"round {round} is over"
+            case events.MeanHeld(outcome) if outcome.givers:
+                # A member that attends has told that it gives nothing, so nobody waited for it.
+                attend = set(outcome.group).difference(outcome.givers)
+                drawn = tuple(peer for peer in outcome.drawn if peer not in attend)
+                self._policy.ended(wire.Standing(outcome.state, drawn, outcome.givers), failed=False)
 
     def _receive(self, peer: str, message: object, now: float) -> None:
         match message:

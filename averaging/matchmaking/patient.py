@@ -103,7 +103,7 @@ class PatientJoiner(Joiner):
         """See `Joiner.gives_up`. A search that had its whole time was for a round that failed."""
         standing, _ = self._view(now)
         if self.search and standing and now >= self.search.since + SPENT * self._patience(self.search):
-            self._policy.failed(standing)
+            self._policy.ended(standing, failed=True)
 
     def _view(self, now: float) -> tuple[wire.Standing | None, float | None]:
         """The standing of the round, and the seconds until it closes; this peer may coordinate while it trains."""

@@ -1,4 +1,4 @@
-"""Daemons that attack: `python -c "from adversary.attackers import main; main(WAY)" daemon` is `equipoise daemon`.
+"""Daemons that attack: `python attackers.py WAY daemon` is `equipoise daemon`.
 
 `stall`: as owner it never sends its share of the mean. `nan`: its contributions do not decode. `each`: as owner it
 gives each member another mean. `mute`: it does not vote.
@@ -7,6 +7,7 @@ gives each member another mean. `mute`: it does not vote.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -37,3 +38,7 @@ def main(way: str) -> None:
     setattr(RoundDriver, "_framed", lies)  # noqa: B010
     setattr(RoundDriver, "_post", says)  # noqa: B010
     equipoise()
+
+
+if __name__ == "__main__":
+    main(sys.argv.pop(1))

@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 
+from adversary import attackers
 from e2e.fleet import Fleet, normal
 from e2e.swarm import CLI, DaemonProcess, Swarm
 
@@ -15,7 +16,7 @@ ATTACK_SECONDS, MEASURED_SECONDS = 60.0, 40.0
 
 def attacker(swarm: Swarm, way: str, first: DaemonProcess, monkeypatch: pytest.MonkeyPatch) -> DaemonProcess:
     with monkeypatch.context() as patch:
-        patch.setattr("e2e.swarm.CLI", (*CLI[:-1], f"from adversary.attackers import main; main({way!r})"))
+        patch.setattr("e2e.swarm.CLI", (CLI[0], attackers.__file__, way))
         return swarm.daemon("attacker", join=[first.address])
 
 

@@ -19,7 +19,7 @@ from equipoise.averaging.matchmaking.group_builder import (
 )
 from equipoise.averaging.matchmaking.machine import Matchmaking
 from equipoise.averaging.options import Needs
-from equipoise.averaging.outcome import Gathering, Idle
+from equipoise.averaging.outcome import Gathering, Idle, Outcome
 from equipoise.averaging.state import StateId
 from equipoise.averaging.strategy import Federated
 from equipoise.averaging.timing import (
@@ -264,11 +264,29 @@ def test_a_drawn_peer_that_gave_nothing_to_a_failed_round_loses_its_place_longer
     policy_ = other._joiner._policy
     assert policy_.believes(wire.Standing(StateId(4, STATE.lineage), order[:3], ()))
     assert not policy_.believes(standing)
-    policy_.failed(wire.Standing(StateId(4, "c" * 64), order[:3], (given,)))
+    policy_.ended(wire.Standing(StateId(4, "c" * 64), order[:3], (given,)), failed=True)
     assert not policy_.believes(wire.Standing(StateId(19, "c" * 64), order[:3], ()))
     assert policy_.believes(wire.Standing(StateId(20, "c" * 64), order[:3], ()))
-    policy_.failed(wire.Standing(StateId(20, "c" * 64), order[:3], order[:3]))
+    assert set(other.context.deeds.suspects) == idle
+    policy_.ended(wire.Standing(StateId(20, "c" * 64), order[:3], order[:3]), failed=True)
     assert policy_.believes(standing), "a contribution ends it"
+    assert not other.context.deeds.suspects
+
+
+def test_a_drawn_peer_that_gave_nothing_to_three_means_in_a_row_loses_its_place_to_the_next() -> None:
+    one = machine(NAMES[0], 6, Federated(fraction=0.5, quorum=2))
+    idle = next(name for name in one.draw(STATE, 0.0).peers if name != NAMES[0])
+    given = dict.fromkeys(set(NAMES[:6]) - {idle}, 1.0)
+    for epoch in (3, 4, 5):
+        before = dict.fromkeys(NAMES[:6], StateId(epoch, STATE.lineage))
+        mean = Outcome(ok=True, reason="", states=before, contributors=given, drawn=tuple(NAMES[:6]))
+        assert not one.context.deeds.suspects
+        one.handle(events.MeanHeld(mean), float(epoch))
+    assert one.context.deeds.suspects == (idle,)
+    for epoch in range(6, 21):
+        state = StateId(epoch, f"{epoch:064x}")
+        order = draw(NAMES[:6], state.lineage, fraction=1.0, minimum=0)
+        assert one.draw(state, float(epoch)).peers == tuple(name for name in order if name != idle)[:3]
 
 
 def test_a_replacement_that_stays_declines() -> None:

@@ -563,7 +563,9 @@ def test_a_late_training_that_has_counted_is_no_more_to_count_though_a_snapshot_
     weights = [record.contributors.get("peer2", 30.0) for record in peers[0].history]
     assert weights == [30.0] * 15
     assert peers[2].records[3].reason.startswith("1 of 3 members left")
-    assert len(peers[2].fits) == sum("peer2" in record.contributors for record in peers[0].history) < 15
+    counted = sum("peer2" in record.contributors for record in peers[0].history)
+    # It was not heard for so long that it has lost its place, and its last training comes too late for the others.
+    assert counted <= len(peers[2].fits) <= counted + 1 < 15
 
 
 @pytest.mark.parametrize(
