@@ -1,9 +1,8 @@
-"""The ledger of a run: in how many rounds each peer's contribution counted, by the lists that all members sign."""
+"""The ledger of a run: in how many rounds each peer's contribution counted, by the lists that all members signed."""
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 
 import msgspec
 
@@ -12,7 +11,7 @@ from equipoise.averaging.outcome import Outcome
 from equipoise.limits import LruDict
 
 MAX_PEERS = 1024
-"""Most peers of a run with a row; the peer that contributed least recently is forgotten."""
+"""Most peers of a run that are remembered; the peer that contributed least recently is forgotten."""
 
 MAX_ROUNDS = 256
 """Most rounds whose end may still change, as a round that failed here and whose mean is downloaded later."""
@@ -20,7 +19,7 @@ MAX_ROUNDS = 256
 COUNTED, LATE, AWAY = "counted", "late", "away"
 
 
-class Given(msgspec.Struct, frozen=True):
+class Given(msgspec.Struct):
     """What a peer has given to a run, as far as a daemon knows its rounds.
 
     Attributes:
@@ -45,26 +44,17 @@ class Given(msgspec.Struct, frozen=True):
         return f"{told}; {sum(self.missed.values())} missed: {why}" if why else told
 
 
-@dataclass
-class _Row:
-    before: int
-    counted: int = 0
-    samples: float = 0.0
-    bytes: int = 0
-
-
 class Ledger:
     """Counts the rounds of one run, each once: those that end at this peer, and those whose means it downloads."""
 
     def __init__(self, me: str) -> None:
         self._me = me
-        self._rows: LruDict[str, _Row] = LruDict(MAX_PEERS)
+        self._given: LruDict[str, Given] = LruDict(MAX_PEERS)  # Its `rounds` are those before, below 0.
         self._listed: LruDict[str, None] = LruDict(MAX_ROUNDS)
-        self._known = 0
         self._ends: LruDict[int, str] = LruDict(MAX_ROUNDS)
         self._totals: Counter[str] = Counter()
+        self._known = self._away = 0
         self._is_late = False
-        self._away = 0
 
     def add(self, outcome: Outcome, size: int) -> None:
         """Count a round; `size` is that of an encoded contribution in bytes."""
@@ -73,9 +63,9 @@ class Ledger:
         if outcome.ok and outcome.digest not in self._listed:
             self._listed[outcome.digest] = None
             for peer in outcome.givers:
-                row = self._rows[peer] = self._rows.get(peer) or _Row(self._known)
-                row.counted, row.bytes = row.counted + 1, row.bytes + size
-                row.samples += outcome.contributors[peer]
+                given = self._given[peer] = self._given.get(peer) or Given(-self._known)
+                given.counted, given.bytes = given.counted + 1, given.bytes + size
+                given.samples += outcome.contributors[peer]
             self._known += 1
         self._end(outcome, self._reason(outcome))
 
@@ -85,11 +75,11 @@ class Ledger:
 
     def of(self, peer: str) -> Given:
         """What a peer has given."""
-        row = self._rows.get(peer) or _Row(self._known)
+        given = self._given.get(peer) or Given(-self._known)
         if peer != self._me:
-            return Given(self._known - row.before, row.counted, row.samples, row.bytes)
+            return msgspec.structs.replace(given, rounds=self._known + given.rounds)
         missed = {reason: number for reason, number in self._totals.items() if number and reason != COUNTED}
-        return Given(row.counted + sum(missed.values()), row.counted, row.samples, row.bytes, missed)
+        return msgspec.structs.replace(given, rounds=given.counted + sum(missed.values()), missed=missed)
 
     def _end(self, outcome: Outcome, reason: str) -> None:
         """Note this peer's part in a round; the word of a later attempt, or of the mean that came after all, counts.
@@ -111,10 +101,10 @@ class Ledger:
     def _reason(self, outcome: Outcome) -> str:
         if outcome.late:
             return LATE
-        if outcome.ok and self._me in outcome.givers:
-            return COUNTED
         if not outcome.ok:
             return "failed" if outcome.group else "no group"
+        if self._me in outcome.givers:
+            return COUNTED
         if self._me in outcome.left_out:
             return "left out"
         return "attended" if self._me in outcome.group else AWAY

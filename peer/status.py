@@ -124,7 +124,7 @@ class PeerRow(msgspec.Struct, frozen=True):
     role: str = "trainer"
     banned: bool = False
     faults: str = ""
-    given: Given = Given()
+    given: Given = msgspec.field(default_factory=Given)
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,6 +1,6 @@
-"""`/metrics` for Prometheus: one collector over `Status`. Imported only where the setting `metrics` asks for it.
+"""`/metrics` for Prometheus, of the package prometheus-client: one collector over `Status`.
 
-It needs the package prometheus-client.
+Imported only where the setting `metrics` asks for it.
 """
 
 from __future__ import annotations
@@ -10,44 +10,62 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, start_http_server
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily as Counter
+from prometheus_client.core import GaugeMetricFamily as Gauge
 
 from equipoise.averaging.outcome import Outcome
 from equipoise.peer.errors import EquipoiseError
-from equipoise.peer.status import Status
+from equipoise.peer.status import RunStatus, Status
 
 ANSWER_SECONDS = 5.0
 """Longest time for the event loop to make a snapshot: Prometheus waits for ten."""
 
-PREFIX = "equipoise_"
-
 Values = Sequence[tuple[tuple[str, ...], float]]
 """Numbers, each with the values of its labels."""
 
-DAEMON: dict[str, tuple[str, Callable[[Status], float]]] = {
-    "up_seconds": ("Seconds since the daemon started.", lambda status: status.uptime),
-    "memory_bytes": ("Resident bytes of the daemon.", lambda status: status.memory),
-    "open_files": ("Open descriptors of the daemon.", lambda status: status.files),
-    "peers": ("Peers in contact.", lambda status: len(status.swarm.connected)),
-    "scripts": ("Scripts that are connected.", lambda status: status.clients),
-    "warnings": ("Problems for a person to solve.", lambda status: len(status.warnings)),
-}
-"""Gauges of the daemon."""
+Look = Callable[[Status], Values]
 
-GIVEN = {
-    "rounds_known": ("Rounds since this peer's first.", "rounds"),
-    "rounds_counted": ("Rounds in whose mean this peer's contribution counts.", "counted"),
-    "samples": ("Weights of this peer that counted.", "samples"),
-    "contributed_bytes": ("Encoded bytes of the contributions that counted.", "bytes"),
-}
-"""Counters of a run, by fields of `Given`."""
 
-LAST: dict[str, tuple[str, Callable[[Outcome], float]]] = {
-    "group_size": ("Members of the last group.", lambda last: len(last.group)),
-    "sent_bytes": ("Bytes that the last round sent.", lambda last: last.bytes_sent),
-    "received_bytes": ("Bytes that the last round received.", lambda last: last.bytes_received),
-}
-"""Gauges of a run's last round."""
+def _each(labels: Callable[[RunStatus], list[tuple[tuple[str, ...], float]]]) -> Look:
+    return lambda status: [value for run in status.runs for value in labels(run)]
+
+
+def _given(field: str) -> Look:
+    return lambda status: [((run,), getattr(given, field)) for run, given in status.given.items()]
+
+
+def _last(count: Callable[[Outcome], float]) -> Look:
+    return _each(lambda run: [((run.name,), count(run.last))] if run.last is not None else [])
+
+
+def _by_name(numbers: Callable[[Outcome], dict[str, float]]) -> Look:
+    def named(run: RunStatus) -> list[tuple[tuple[str, ...], float]]:
+        found = {} if run.last is None else numbers(run.last)
+        return [((run.name, key), number) for key, number in found.items()]
+
+    return _each(named)
+
+
+FAMILIES: tuple[tuple[Any, str, str, str, Look], ...] = (
+    (Gauge, "up_seconds", "Since the daemon started.", "", lambda status: [((), status.uptime)]),
+    (Gauge, "memory_bytes", "Resident, of the daemon.", "", lambda status: [((), status.memory)]),
+    (Gauge, "open_files", "Of the daemon.", "", lambda status: [((), status.files)]),
+    (Gauge, "peers", "In contact.", "", lambda status: [((), len(status.swarm.connected))]),
+    (Gauge, "scripts", "That are connected.", "", lambda status: [((), status.clients)]),
+    (Gauge, "warnings", "For a person to solve.", "", lambda status: [((), len(status.warnings))]),
+    (Gauge, "state", "1 for the daemon's state.", "state", lambda status: [((status.swarm.state,), 1)]),
+    (Counter, "rounds_ok", "Ended here in a mean.", "run", _each(lambda run: [((run.name,), run.rounds_ok)])),
+    (Counter, "rounds_failed", "Did not.", "run", _each(lambda run: [((run.name,), run.rounds_failed)])),
+    (Counter, "rounds_known", "Of the run, since this peer's first.", "run", _given("rounds")),
+    (Counter, "rounds_counted", "With this peer's contribution in the mean.", "run", _given("counted")),
+    (Counter, "samples", "Weights of this peer that counted.", "run", _given("samples")),
+    (Counter, "contributed_bytes", "Encoded, of what counted.", "run", _given("bytes")),
+    (Gauge, "group_size", "Of the last round.", "run", _last(lambda last: len(last.group))),
+    (Gauge, "sent_bytes", "In the last round.", "run", _last(lambda last: last.bytes_sent)),
+    (Gauge, "received_bytes", "In the last round.", "run", _last(lambda last: last.bytes_received)),
+    (Gauge, "seconds", "Of the last round.", "run phase", _by_name(lambda last: last.seconds)),
+    (Gauge, "metric", "Reported for the last round, averaged.", "run name", _by_name(lambda last: last.metrics)),
+)  # fmt: skip
 
 
 class Collector:
@@ -58,33 +76,12 @@ class Collector:
 
     def collect(self) -> Iterator[Any]:
         """The families of one scrape."""
-
-        def family(kind: Any, name: str, told: str, labels: tuple[str, ...], values: Values) -> Any:
-            made = kind(PREFIX + name, told, labels=labels)
-            for label, value in values:
-                made.add_metric(label, value)
-            return made
-
         status = self._status()
-        for name, (told, of) in DAEMON.items():
-            yield family(GaugeMetricFamily, name, told, (), [((), of(status))])
-        yield family(GaugeMetricFamily, "state", "1 for the state.", ("state",), [((status.swarm.state,), 1)])
-        ended = [((run.name, "ok"), run.rounds_ok) for run in status.runs]
-        ended += [((run.name, "failed"), run.rounds_failed) for run in status.runs]
-        yield family(CounterMetricFamily, "rounds", "Rounds that have ended here.", ("run", "result"), ended)
-        for name, (told, field) in GIVEN.items():
-            values = [((run,), getattr(given, field)) for run, given in status.given.items()]
-            yield family(CounterMetricFamily, name, told, ("run",), values)
-        lasts = {run.name: run.last for run in status.runs if run.last is not None}
-        for name, (told, count) in LAST.items():
-            yield family(
-                GaugeMetricFamily, name, told, ("run",), [((r,), count(o)) for r, o in lasts.items()]
-            )
-        seconds = [((run, phase), took) for run, one in lasts.items() for phase, took in one.seconds.items()]
-        yield family(GaugeMetricFamily, "seconds", "Of the last round, by phase.", ("run", "phase"), seconds)
-        told = "What peers reported for the last round, averaged."
-        metrics = [((run, name), value) for run, one in lasts.items() for name, value in one.metrics.items()]
-        yield family(GaugeMetricFamily, "metric", told, ("run", "name"), metrics)
+        for kind, name, told, labels, look in FAMILIES:
+            family = kind(f"equipoise_{name}", told, labels=labels.split())
+            for values, number in look(status):
+                family.add_metric(values, number)
+            yield family
 
 
 def export(address: str, status: Callable[[], Status]) -> Callable[[], None]:
@@ -104,7 +101,7 @@ def export(address: str, status: Callable[[], Status]) -> Callable[[], None]:
     registry, (host, _, port) = CollectorRegistry(), address.rpartition(":")
     registry.register(Collector(ask))
     try:
-        server, thread = start_http_server(int(port), host.strip("[]"), registry)
+        server, _ = start_http_server(int(port), host.strip("[]"), registry)
     except OSError as error:
         why = f"metrics: cannot listen on {address}: {error.strerror}"
         raise EquipoiseError(why, "name another address in the setting metrics") from error
@@ -112,6 +109,5 @@ def export(address: str, status: Callable[[], Status]) -> Callable[[], None]:
     def end() -> None:
         server.shutdown()
         server.server_close()
-        thread.join()
 
     return end

@@ -4,65 +4,49 @@ from __future__ import annotations
 
 import importlib
 import logging
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 from equipoise.peer.client.run import JoinedRun
 
 log = logging.getLogger(__name__)
 
 
-class Writer(Protocol):
-    """A `torch.utils.tensorboard.SummaryWriter`, or another object with its method."""
-
-    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> object:
-        """Write one number."""
-
-
 class _Curves:
     """Follows the rounds of a run. A writer that fails is told of once, and costs the training nothing."""
 
-    def __init__(self, run: JoinedRun) -> None:
-        self._run = run
-        self._failed = False
+    def __init__(self, run: JoinedRun, write: Callable[[dict[str, float], int], object]) -> None:
+        self._run, self._write, self._failed = run, write, False
         run.core.listeners.append(self._ended)
 
     def _ended(self) -> None:
+        metrics = self._run.metrics()
+        numbers = {f"{self._run.name}/{name}": value for name, value in metrics.items()}
         try:
-            self._write(self._run.metrics())
+            self._write(numbers, int(metrics["round"]))
         except Exception as error:
             if not self._failed:
                 log.warning("run %s: its curves cannot be written: %s", self._run.name, error)
             self._failed = True
 
-    def _write(self, metrics: dict[str, float]) -> None:
-        raise NotImplementedError
-
 
 class TensorBoard(_Curves):
-    """Writes curves for TensorBoard: `TensorBoard(run, SummaryWriter("logs"))`; the step is the number of the round."""
+    """Writes curves for TensorBoard, from the next round on: `TensorBoard(run, SummaryWriter("logs"))`.
 
-    def __init__(self, run: JoinedRun, writer: Writer) -> None:
-        """Write from the next round on."""
-        super().__init__(run)
-        self._writer = writer
+    The writer is torch's, or any object with its `add_scalar`. The step is the number of the round.
+    """
 
-    def _write(self, metrics: dict[str, float]) -> None:
-        for name, value in metrics.items():
-            self._writer.add_scalar(f"{self._run.name}/{name}", value, int(metrics["round"]))
+    def __init__(self, run: JoinedRun, writer: Any) -> None:
+        super().__init__(run, lambda numbers, at: [writer.add_scalar(*one, at) for one in numbers.items()])
 
 
 class WandB(_Curves):
-    """Logs curves to the script's run of Weights & Biases, and starts one where `wandb.init` was not called."""
+    """Logs curves to the script's run of Weights & Biases; starts one where `wandb.init` was not called.
+
+    Raises ImportError without the package wandb.
+    """
 
     def __init__(self, run: JoinedRun) -> None:
-        """Log from the next round on.
-
-        Raises:
-            ImportError: The package wandb is not installed.
-        """
-        super().__init__(run)
         wandb: Any = importlib.import_module("wandb")
-        self._log = (wandb.run or wandb.init(project=run.name)).log
-
-    def _write(self, metrics: dict[str, float]) -> None:
-        self._log({f"{self._run.name}/{name}": value for name, value in metrics.items()})
+        tracked = wandb.run or wandb.init(project=run.name)
+        super().__init__(run, lambda numbers, _: tracked.log(numbers))
