@@ -277,7 +277,9 @@ class Federated:
             drawn = self._drawn[1] if self._drawn[0] == number else ()
             record = Record(number=number, ok=False, reason=failure, drawn=drawn)
         else:
-            record = next(one for one in reversed(self.history) if one.number == number)
+            told = "the state that this peer took on has no record of this round"
+            lacking = Record(number=number, ok=False, reason=told)  # Its donors may have lied.
+            record = next((one for one in reversed(self.history) if one.number == number), lacking)
         record = structs.replace(
             record,
             late=late,

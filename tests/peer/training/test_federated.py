@@ -17,6 +17,7 @@ from equipoise.averaging.aio.round_driver import HEADER_PREFIX_BYTES, ROUND_FRAM
 from equipoise.averaging.aio.transfer import TRANSFER_FRAME
 from equipoise.averaging.matchmaking.topology import ranked
 from equipoise.averaging.replication.messages import Answer, decode
+from equipoise.averaging.state import StateId
 from equipoise.peer import Refused
 from equipoise.peer.client.run import RunCore
 from equipoise.peer.training import Checkpoints, Federated
@@ -304,6 +305,29 @@ def test_an_image_with_another_outer_state_is_refused() -> None:
     liar.trained._outer.load_state_dict({**state, "v": {**state["v"], "w": torch.ones(7)}})
     with pytest.raises(ImageError, match=r"'w' of the outer step's 'v' has shape \[2\] here, got \[7\]"):
         peer.trained.member.read(liar.trained.member.image())
+
+
+class Liar(Client):
+    """It claims a model of a far later round than its history has records of."""
+
+    def work(self) -> None:
+        self.join()
+        while self.trained.epoch < 2:
+            self.trained.step()
+        self.trained.member._start_from(StateId(30, "b" * 64))
+        end = self.swarm.now + 60.0
+        while self.swarm.now < end and not self.trained.ended:
+            self.trained.step()
+
+
+def test_a_state_of_liars_without_the_rounds_before_it_ends_no_script() -> None:
+    world = federated("federated:deadline=8,grace=1")
+    ours = clients(world, 3, rounds=36)
+    for index in range(3, 7):
+        Liar(world, index, rounds=36).begin()
+    world.run()
+    assert all(one.trained.ended for one in ours)
+    assert any("has no record of this round" in record.reason for one in ours for record in one.records)
 
 
 def test_buffers_are_averaged_and_evaluated() -> None:
