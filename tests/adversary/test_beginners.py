@@ -4,25 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from adversary.test_other_terms import Pair
 from e2e.learners import daemons
 from e2e.swarm import Swarm, eventually
 from e2e.test_newcomers import THEIRS, Trainer
-from equipoise.peer import Run
-from equipoise.peer.training import SwarmOptimizer
-
-
-class Honest(Trainer):
-    beside = 1
-
-
-class Stubborn(Trainer):
-    """It keeps its state whatever the others claim."""
-
-    beside = 1
-
-    def _step(self, run: Run, optimizer: SwarmOptimizer, number: int) -> None:
-        optimizer.member._follower.known.group = lambda *_: optimizer.id  # type: ignore[method-assign]
-        super()._step(run, optimizer, number)
 
 
 @pytest.mark.slow
@@ -32,9 +17,9 @@ def test_a_newcomer_ends_in_the_state_of_the_peer_that_it_joins_by(
     swarm: Swarm, honest: int, strangers: int
 ) -> None:
     places = daemons(swarm, 2 + honest + strangers)  # All but the first were told to join by the first.
-    ours = [Honest(place, index) for index, place in enumerate(places[: 1 + honest])]
-    theirs = [Stubborn(place, 20, stranger=True, pause=0.2) for place in places[2 + honest :]]
-    newcomer = Honest(places[1 + honest], 10)
+    ours = [Pair(place, index) for index, place in enumerate(places[: 1 + honest])]
+    theirs = [Pair(place, 20, stranger=True, pause=0.2) for place in places[2 + honest :]]
+    newcomer = Pair(places[1 + honest], 10)
     for trainer in ours:
         trainer.start()
     eventually(lambda: all(one.updates >= 3 for one in ours), "the first updates", 120.0)

@@ -66,6 +66,8 @@ class Trainer(threading.Thread):
             )
             if self._stranger:
                 optimizer.load(optimizer.member._state.image(THEIRS))
+                # Without it, it would take the state of the trainer that its daemon was told to join by.
+                optimizer.member._follower.known.group = lambda *_: optimizer.id  # type: ignore[method-assign]
             else:
                 run.wait_for(self.beside, timeout=60.0)
             for number in itertools.count():
