@@ -229,13 +229,21 @@ async def _launch(loaded: Loaded, command: Sequence[str], environment: Mapping[s
     keeper = DaemonKeeper(loaded)
     if (refused := await keeper.start()) > 0:
         return refused
-    try:
-        script = await asyncio.create_subprocess_exec(*command, env=environment)
-    except OSError as error:
-        await keeper.stop()
-        hint = "check the command after --"
-        raise EquipoiseError(f"cannot run {command[0]!r}: {error.strerror}", hint) from error
-    with on_signals(partial(_forward, script), forced=lambda _: _send(script, signal.SIGKILL)):
+    starting = asyncio.create_task(asyncio.create_subprocess_exec(*command, env=environment))
+
+    def send(
+        how: Callable[[asyncio.subprocess.Process, signal.Signals], None], number: signal.Signals
+    ) -> None:
+        """Reach the script, also with a signal that comes while it is being started."""
+        starting.add_done_callback(lambda done: None if done.exception() else how(done.result(), number))
+
+    with on_signals(partial(send, _forward), forced=lambda _: send(_send, signal.SIGKILL)):
+        try:
+            script = await starting
+        except OSError as error:
+            await keeper.stop()
+            hint = "check the command after --"
+            raise EquipoiseError(f"cannot run {command[0]!r}: {error.strerror}", hint) from error
         ended = asyncio.create_task(script.wait())
         keeping = asyncio.create_task(keeper.keep())
         await asyncio.wait({ended, keeping}, return_when=asyncio.FIRST_COMPLETED)
