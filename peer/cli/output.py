@@ -100,7 +100,8 @@ def print_csv(rounds: Sequence[Outcome]) -> None:
     for one in rounds:
         result = "ok" if one.ok else _result(one)
         counts = len(one.givers), len(one.group), one.bytes_sent, one.bytes_received
-        figures = (*(one.seconds.get(phase, "") for phase in seconds), *map(one.metrics.get, metrics))
+        took = [round(one.seconds[phase], 6) if phase in one.seconds else "" for phase in seconds]
+        figures = (*took, *map(one.metrics.get, metrics))
         lines.writerow([one.started, one.run, one.round, result, *counts, *figures, escaped(one.reason)])
 
 
