@@ -10,11 +10,11 @@ from functools import singledispatch
 from random import Random
 
 from equipoise.averaging.gossip.machine import Pairing
-from equipoise.averaging.matchmaking.closing import ClosePolicy, QuorumAndGrace
+from equipoise.averaging.matchmaking.closing import ClosePolicy, Grace, QuorumAndGrace
 from equipoise.averaging.matchmaking.context import Context
 from equipoise.averaging.matchmaking.machine import Matchmaking
 from equipoise.averaging.matchmaking.matchmaker import Matchmaker
-from equipoise.averaging.strategy import Federated, Gossip, Strategy
+from equipoise.averaging.strategy import AllReduce, Federated, Gossip, Strategy
 
 
 @singledispatch
@@ -32,6 +32,11 @@ def _(strategy: Gossip, context: Context, chance: Random) -> Matchmaker:
 def policy(strategy: Strategy, context: Context) -> ClosePolicy:
     """Make the policy by which a coordinator in `context` closes its groups."""
     return ClosePolicy(context)
+
+
+@policy.register
+def _(strategy: AllReduce, context: Context) -> ClosePolicy:
+    return ClosePolicy(context) if strategy.grace == () else Grace(context, strategy)
 
 
 @policy.register

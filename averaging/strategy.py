@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from equipoise.averaging.options import MAX_SPEC_CHARS, TOPOLOGIES
 from equipoise.averaging.weights import LEAST_CONTRIBUTION
-from equipoise.compression.grammar import canonical, choice, decimal, whole, words
+from equipoise.compression.grammar import canonical, choice, decimal, off, seconds_or, whole, words
 from equipoise.compression.registry import Registry
 
 EXCHANGE_SECONDS = 120.0
@@ -31,6 +31,8 @@ class Strategy:
         codec: The codec of a run that names none.
         pairs: Whether groups are pairs, whose outcomes tell the distance of the two (`Outcome.apart`).
         batches: Whether a round may be due by what all peers have accumulated, so that each tells it at once.
+        late: What becomes of a contribution that comes too late for its round: `drop`, or `next` if a loop of local
+            steps, or federated rounds, are to have it count in the next round, at a discount.
     """
 
     name: str
@@ -40,18 +42,29 @@ class Strategy:
     codec: str = "int8"
     pairs: bool = False
     batches: bool = True
+    late: str = "drop"
 
 
 class AllReduce(Strategy):
-    """Groups by round: the ready peers meet once a round, up to `group_size` in a group."""
+    """Groups by round: the ready peers meet once a round, up to `group_size` in a group.
+
+    Attributes:
+        grace: Seconds for which a group waits for the other peers, once its quorum is reached; `auto` to learn them
+            from how late each peer is. Off, the wait begins with the first peer, and is learnt from the last ones.
+    """
 
     name = "allreduce"
 
-    def __init__(self, quorum: int = 2) -> None:
+    def __init__(
+        self, quorum: int = 2, grace: float | str | tuple[()] = (), late: str | tuple[()] = ()
+    ) -> None:
         if quorum < 2:
             raise ValueError(f"expected a quorum of at least 2 contributors, got {quorum}")
-        self.quorum = quorum
-        self.spec = canonical(self.name, {"quorum": quorum})
+        if isinstance(grace, float) and grace > MAX_SECONDS:
+            raise ValueError(f"allreduce: expected a grace of at most {MAX_SECONDS} s, got {grace:g}")
+        self.quorum, self.grace = quorum, grace
+        self.late = late or "drop"
+        self.spec = canonical(self.name, {"quorum": quorum, "grace": grace, "late": late})
 
 
 class Gossip(Strategy):
@@ -121,7 +134,13 @@ class Federated(Strategy):
 STRATEGIES: Registry[Strategy] = Registry("strategy", "strategies", "gossip:topology=random", MAX_SPEC_CHARS)
 """All strategies; `STRATEGIES.register` adds another."""
 
-STRATEGIES.register("allreduce", AllReduce, quorum=whole(2))
+STRATEGIES.register(
+    "allreduce",
+    AllReduce,
+    quorum=whole(2),
+    grace=off(seconds_or("auto", 10.0)),
+    late=off(choice("drop", "next")),
+)
 STRATEGIES.register("gossip", Gossip, topology=choice(*TOPOLOGIES))
 STRATEGIES.register(
     "federated",

@@ -74,6 +74,12 @@ def shrinkage(
     return tuple(1.0 if norm <= most else most / norm for norm in norms)
 
 
+def discounted(weight: float, age: int) -> float:
+    """The weight of a contribution `age` rounds after its own: weight / sqrt(1 + age) (FedBuff, Nguyen 2022,
+    2106.06639)."""
+    return weight / math.sqrt(1 + max(age, 0))
+
+
 def contributing(weights: Sequence[float], least: float = 0.0) -> int:
     """Return the bitmask of the members that contribute: those with a weight above 0, and of at least `least`.
 

@@ -1,7 +1,7 @@
 """Specs as people write them and runs agree on them: `name`, or `name:option=value,option=value`.
 
 Codecs, strategies and rules are named so. Each option is given at most once, in any order. The canonical form spells
-out every option, in the order in which it is documented; only an empty list is left out.
+out every option, in the order in which it is documented; only an empty list, and an option that is off, is left out.
 """
 
 from __future__ import annotations
@@ -64,6 +64,14 @@ def decimal(default: float) -> Option:
     return Option(default, f"a decimal number such as {_written(default)}", _decimal)
 
 
+def seconds_or(word: str, default: float) -> Option:
+    """An option that is a decimal number, as with `decimal`, or a word."""
+    number = decimal(default)
+    return Option(
+        default, f"{number.expected}, or {word}", lambda text: text if text == word else number.read(text)
+    )
+
+
 def words() -> Option:
     """An option that is a list of different words, as "gpu+fast"; their order means nothing, and they are sorted."""
     letters = f"1 to {MAX_WORD_CHARS} characters of A-Z, a-z, 0-9, _, . and -"
@@ -74,6 +82,11 @@ def words() -> Option:
 def choice(*words: str) -> Option:
     """An option that is one of these words; the first is the default."""
     return Option(words[0], f"one of {', '.join(words)}", lambda text: text if text in words else None, words)
+
+
+def off(option: Option) -> Option:
+    """The same option, which is off unless it is given: then it is (), and not in the canonical spec."""
+    return option._replace(default=())
 
 
 def canonical(name: str, options: Mapping[str, Value]) -> str:

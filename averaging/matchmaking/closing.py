@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+import statistics
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence, Set
 from typing import NamedTuple
 
 from equipoise.averaging.counts import count
 from equipoise.averaging.draw import Drawn, draw
 from equipoise.averaging.matchmaking import messages as wire
 from equipoise.averaging.matchmaking.context import Context
-from equipoise.averaging.matchmaking.group_builder import UNSETTLED_SECONDS, GroupBuilder, Limit
+from equipoise.averaging.matchmaking.group_builder import FEW, UNSETTLED_SECONDS, GroupBuilder, Limit
+from equipoise.averaging.matchmaking.membership import MISSES
 from equipoise.averaging.state import StateId
-from equipoise.averaging.strategy import Federated
-from equipoise.averaging.timing import HOLD_SECONDS, KEEPALIVE, PATIENT_KEEPALIVE, REDRAWN_SECONDS
+from equipoise.averaging.strategy import AllReduce, Federated
+from equipoise.averaging.timing import (
+    HOLD_SECONDS,
+    INITIAL_WAIT,
+    KEEPALIVE,
+    MAX_WAIT,
+    MIN_WAIT,
+    PATIENT_KEEPALIVE,
+    REDRAWN_SECONDS,
+)
 from equipoise.averaging.weights import contributing
 from equipoise.limits import LruDict
 
@@ -35,6 +46,13 @@ MAX_IN_VAIN = 256
 MAX_BARRED = 256
 """Most states for which a peer loses its place: one, which a mean ends, then 16 times as many after each further failed
 round or two means to which it gives nothing."""
+
+
+MAX_LATE, LATE_ROUNDS = 256, 16
+"""Most peers whose lateness is remembered, and most rounds of each: few, as the median should follow a change."""
+
+SPREADS = 4.0
+"""Median distances from its usual lateness by which a peer is waited for longer: all but one of 150, were it normal."""
 
 
 class _Draw(NamedTuple):
@@ -91,6 +109,12 @@ class ClosePolicy:
         live = membership.live(())
         return Drawn(membership.seated(self._context.round) if membership.crowded else live, live)
 
+    def learn(self, late: Mapping[str, float], absent: Collection[str]) -> None:
+        """Take from a group that has closed how late its members and the absent peers were; see `Closing.late`.
+
+        Members that only attend count as absent.
+        """
+
     def ended(self, standing: wire.Standing, failed: bool) -> None:
         """Note how a round stood when it failed or had its mean."""
 
@@ -116,7 +140,12 @@ class ClosePolicy:
         if in_all == 1:
             return "nobody is left" if self._context.next_round.floor else "nobody else is in this run"
         waits = f"waits for {named(missing)}, " if missing else "waits "
-        return f"{told}; {waits}for {self._context.straggler_wait.reason}"
+        return f"{told}; {waits}for {self._wait(missing)[1]}"
+
+    def _wait(self, missing: Sequence[str]) -> tuple[float, str]:
+        """Seconds for which to wait for missing peers, and the reason for that, one line."""
+        learnt = self._context.straggler_wait
+        return learnt.wait, learnt.reason
 
     def _lacks(self, builder: GroupBuilder) -> str:
         """The contributors that the parked peers lack, one line; empty if they are enough, or this peer is alone."""
@@ -128,6 +157,71 @@ class ClosePolicy:
         if not any(weights):
             return f"all observe: {needed}, and all weights are 0"
         return f"{needed}, {contributors} of {len(weights)} have a weight above 0"
+
+
+class Grace(ClosePolicy):
+    """All-reduce with a grace: a group closes when all live peers are in, or some seconds after its quorum is.
+
+    Unless they are given, they follow from how late each missing peer has been: its median lateness and some spreads.
+    A peer that is mostly later than `MAX_WAIT` is not waited for: its contribution is late, and may count in the next
+    round. A peer that was absent counts as twice as late as the group waited, so a longer wait is tried next time.
+    """
+
+    def __init__(self, context: Context, strategy: AllReduce) -> None:
+        super().__init__(context)
+        self._quorum = strategy.quorum
+        self._given = strategy.grace if isinstance(strategy.grace, float) else None
+        self.hold = HOLD_SECONDS + (self._given or 0.0)
+        self._late: LruDict[str, deque[float]] = LruDict(MAX_LATE)
+
+    def awaited(self, builder: GroupBuilder, now: float) -> tuple[Set[str], Set[str]]:
+        """See `ClosePolicy.awaited`. A peer that is mostly late stays expected: that shows when it is late no more."""
+        misses = float("inf") if self._given is None else MISSES
+        expected = self._context.membership.expected(builder.round, now, misses)
+        if (
+            builder.round >= self._context.round + MISSES
+        ):  # Rounds have gone by without this peer's own script.
+            expected.discard(self._context.peer)
+        return expected, expected - builder.parked.keys()
+
+    def limit(self, builder: GroupBuilder, now: float) -> Limit:
+        """See `ClosePolicy.limit`. Where some of the quorum only attend, the wait is that of other all-reduce runs."""
+        reached = builder.quorum_at(self._quorum)
+        if reached == float("inf"):
+            return super().limit(builder, now)
+        grace, why = self._wait(sorted(self.awaited(builder, now)[1]))
+        patience = builder.out_of_patience()
+        why = f"waited {why}" if reached + grace <= patience else "half of them have spent half their time"
+        return Limit(min(reached + grace, patience), why)
+
+    def learn(self, late: Mapping[str, float], absent: Collection[str]) -> None:
+        """See `ClosePolicy.learn`."""
+        for peer, seconds in late.items():
+            seen = self._late.setdefault(peer, deque(maxlen=LATE_ROUNDS))
+            # A group that has not waited for a peer, or that it only attends, shows nothing of how late it is.
+            seen.append(max(seconds, self._usual(seen)) if peer in absent else seconds)
+
+    def _wait(self, missing: Sequence[str]) -> tuple[float, str]:
+        after = f"after the quorum of {self._quorum}"
+        if self._given is not None:
+            return self._given, f"{self._given:g} s {after}"
+        wait, why = max((self._wait_for(peer) for peer in missing), default=(0.0, "nobody is missing"))
+        return wait, f"{wait:.1f} s {after}: {why}"
+
+    def _wait_for(self, peer: str) -> tuple[float, str]:
+        """Seconds after the quorum for which to wait for a peer, and the reason."""
+        seen = self._late.get(peer, deque())
+        usual = self._usual(seen)
+        if usual >= MAX_WAIT:
+            return 0.0, f"{peer} is mostly over {MAX_WAIT:g} s late"
+        spread = statistics.median_high(abs(one - usual) for one in seen) if seen else 0.0
+        least = MIN_WAIT if len(seen) >= FEW else INITIAL_WAIT
+        told = f"{peer} was {usual:.1f} s late in {count(len(seen), 'round')}, give or take {spread:.1f} s"
+        return min(max(usual + SPREADS * spread, least), MAX_WAIT), told
+
+    @staticmethod
+    def _usual(seen: deque[float]) -> float:
+        return statistics.median_high(seen) if seen else 0.0
 
 
 class QuorumAndGrace(ClosePolicy):
@@ -170,9 +264,8 @@ class QuorumAndGrace(ClosePolicy):
         if builder.introduces:
             return super().limit(builder, now)
         quorum, grace = self._strategy.quorum, self._strategy.grace
-        arrived = sorted(builder.parked[peer].arrived for peer in builder.contributors)
-        reached = arrived[quorum - 1] if len(arrived) >= quorum else float("inf")
-        return Limit(reached + grace, f"{len(arrived)} are in, {grace:g} s after the quorum of {quorum}")
+        told = f"{len(builder.contributors)} are in, {grace:g} s after the quorum of {quorum}"
+        return Limit(builder.quorum_at(quorum) + grace, told)
 
     def draw(self, state: StateId | None, now: float) -> Drawn:
         """See `ClosePolicy.draw`."""

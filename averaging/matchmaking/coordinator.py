@@ -24,6 +24,7 @@ from equipoise.averaging.matchmaking.group_builder import (
 from equipoise.averaging.matchmaking.topology import rank
 from equipoise.averaging.state import StateId
 from equipoise.averaging.timing import MAX_WAIT
+from equipoise.averaging.weights import LEAST_CONTRIBUTION
 from equipoise.limits import LruDict
 
 MAX_GATHERINGS = 4
@@ -220,6 +221,9 @@ class Coordinator:
     ) -> None:
         """Keep a closed group, so that this peer can tell its members even if their coordinator dies first."""
         manifest = formed.manifest
+        late = dict(zip((*manifest.peers, *formed.absent), formed.late, strict=False))
+        idle = (join.peer for join in manifest.members if join.weight < LEAST_CONTRIBUTION)
+        self._policy.learn(late, {*formed.absent, *idle})
         self._closed[manifest.round] = _Closed(formed, began, set(awaited), set())
         while len(self._closed) > CLOSED_KEPT:
             del self._closed[min(self._closed)]
@@ -382,7 +386,11 @@ class Coordinator:
         reason = f"{closing.reason}; coordinated by {context.peer}"[: wire.MAX_DETAIL_CHARS]
         lateness = min(closing.lateness, MAX_WAIT)
         waited = closing.last, min(closing.waited, wire.MAX_PATIENCE)
-        formed = wire.GroupFormed(context.run, manifest, lateness, tuple(closing.absent), reason, *waited)
+        names = (*manifest.peers, *closing.absent) if closing.late else ()
+        late = tuple(closing.late[peer] for peer in names)
+        formed = wire.GroupFormed(
+            context.run, manifest, lateness, tuple(closing.absent), reason, *waited, late
+        )
         for peer in manifest.peers:
             if peer != context.peer:
                 context.send(peer, formed)

@@ -25,6 +25,7 @@ from equipoise.averaging.timing import (
     MIN_WAIT,
     OVERDUE_SECONDS,
 )
+from equipoise.averaging.weights import LEAST_CONTRIBUTION
 
 WINDOW = 32
 """Most rounds remembered: enough for a quantile, few enough to follow a swarm that changes."""
@@ -96,7 +97,10 @@ class ParkedJoin(msgspec.Struct):
 
 
 class Closing(msgspec.Struct, frozen=True):
-    """The decision to close a group now; `last` is the peer that it waited for, for `waited` seconds."""
+    """The decision to close a group now; `last` is the peer that it waited for, for `waited` seconds.
+
+    `late` has the seconds for which each member came after the quorum, and of each absent peer a guess.
+    """
 
     members: list[Join]
     left_over: list[Join]
@@ -106,6 +110,7 @@ class Closing(msgspec.Struct, frozen=True):
     reason: str
     last: str
     waited: float
+    late: dict[str, float] = {}
 
 
 class Limit(NamedTuple):
@@ -241,7 +246,17 @@ class GroupBuilder:
             # Learning only from peers that came would shorten the wait every time. A missing peer teaches more once it
             # comes; until then the wait stays, for it may never come.
             lateness = max(lateness, (now - began) / FACTOR)
-        return Closing(members, left_over, sorted(missing), lateness, began, reason, last, waited)
+        late = self._late(arrivals, missing, now)
+        return Closing(members, left_over, sorted(missing), lateness, began, reason, last, waited, late)
+
+    def _late(self, arrivals: dict[str, float], missing: Set[str], now: float) -> dict[str, float]:
+        """See `Closing`; empty without a quorum that shows it."""
+        reached = self.quorum_at(self._needs.quorum)
+        if reached > now:
+            return {}
+        guess = min(FACTOR * (now - reached), MAX_WAIT)
+        late = {peer: min(max(at - reached, 0.0), MAX_WAIT) for peer, at in arrivals.items()}
+        return late | dict.fromkeys(missing, guess)
 
     def _reason(self, members: list[Join], outlook: Outlook, now: float) -> str:
         """Why the group closes now with these members; empty if it does not."""
@@ -302,6 +317,12 @@ class GroupBuilder:
     def contributors(self) -> tuple[str, ...]:
         """The parked peers whose contribution counts towards the quorum, in the order in which they came."""
         return tuple(peer for peer, parked in self.parked.items() if self._counts(parked.join))
+
+    def quorum_at(self, quorum: int) -> float:
+        """When as many peers were in that do not only attend; infinity if they are not."""
+        given = (one for one in self.parked.values() if one.join.weight >= LEAST_CONTRIBUTION)
+        arrived = sorted(one.arrived for one in given if self._counts(one.join))
+        return arrived[quorum - 1] if len(arrived) >= quorum else float("inf")
 
     @property
     def introduces(self) -> bool:

@@ -212,6 +212,10 @@ class Joiner:
             search.alone = True
             self._reason = "no peer that can be dialled is alive"
             self.state = Looking(act_at=now + ASK_AGAIN_SECONDS)
+        if isinstance(self.state, Coordinating) and (late := self._left_behind(search, now)):
+            self._end_late(
+                late, "the others have gone beyond its state"
+            )  # Before its group closes with this join.
 
     def accepted(self, peer: str, message: wire.JoinAccepted, now: float) -> None:
         """Handle a coordinator's word that it has parked the join, or still holds it."""
@@ -379,8 +383,7 @@ class Joiner:
         while coordinator.has_closed(round.number):
             late = late or coordinator.lateness(search.stated.join.bound, round.number, now)
             round.number += 1
-        if search.join is not None and isinstance(self.state, Coordinating):
-            late = late or coordinator.left_behind(search.join, now)
+        late = late or self._left_behind(search, now)
         if late:
             why = "its group closed here"
         else:
@@ -389,6 +392,12 @@ class Joiner:
         if late:
             self._end_late(late, why)
         return late > 0
+
+    def _left_behind(self, search: Search, now: float) -> float:
+        """Seconds since others have gone beyond the state of this peer's own contribution, which is parked here."""
+        if search.join is None or not isinstance(self.state, Coordinating):
+            return 0.0
+        return self._coordinator.left_behind(search.join, now)
 
     def _is_behind(self, search: Search, now: float) -> bool:
         """True if the others are beyond this peer's round."""

@@ -427,10 +427,10 @@ class Membership:
         """The planned group of a peer; an unknown peer is a group of its own."""
         return next((group for group in self.plan(round) if peer in group), (peer,))
 
-    def expected(self, round: int, now: float) -> set[str]:
-        """Members of this peer's planned group that are worth waiting for."""
+    def expected(self, round: int, now: float, misses: float = MISSES) -> set[str]:
+        """Members of this peer's planned group that are worth waiting for: with fewer `misses` in a row."""
         group = self.group(self.peer, round)
-        return {peer for peer in group if self.alive(peer, now) and self._may_come(peer, round)}
+        return {peer for peer in group if self.alive(peer, now) and self._may_come(peer, round, misses)}
 
     def coordinator(self, peer: str, round: int, now: float, *, anywhere: bool = False) -> str | None:
         """Return a group's coordinator: the first live, dialable peer, in an order that changes from round to round.
@@ -526,11 +526,11 @@ class Membership:
                 shunned = shunned or peer
         return shunned
 
-    def _may_come(self, peer: str, round: int) -> bool:
+    def _may_come(self, peer: str, round: int, misses: float) -> bool:
         if peer == self.peer:
-            return self.own_misses < MISSES
+            return self.own_misses < misses
         other = self._others[peer]
-        return other.misses < MISSES and other.round <= round
+        return other.misses < misses and other.round <= round
 
     def _change(self, now: float) -> None:
         """Note that the set of peers that were met has changed."""

@@ -152,6 +152,7 @@ class GroupFormed(_Message, frozen=True, tag=True):
         reason: Why the group closed.
         last: PeerID of the peer that the group waited for: the last to join, or the first that did not.
         waited: Seconds from the first join until the last, or until the group closed without that peer.
+        late: Seconds after the quorum of each member, in the manifest's order, and then of each absent peer.
     """
 
     manifest: Manifest
@@ -160,6 +161,7 @@ class GroupFormed(_Message, frozen=True, tag=True):
     reason: Detail = ""
     last: PeerName | None = None
     waited: Span = 0.0
+    late: Annotated[tuple[Wait, ...], msgspec.Meta(max_length=2 * MAX_GROUP_SIZE)] = ()
 
 
 class Invitation(_Message, frozen=True, tag=True):

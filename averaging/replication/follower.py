@@ -314,8 +314,9 @@ class Follower:
             return self._return(now)
         self.reason = outcome.reason if outcome.late else f"the last round failed: {outcome.reason}"
         # The others may have a mean. If this peer's contribution counts in it, this peer must not give that again; if
-        # it came too late, the next contribution needs the mean.
-        return self._look_ahead() if (outcome.group or outcome.late) and self.follows else []
+        # it came too late, the next contribution needs the means.
+        most = MAX_MISSED if outcome.late else 1
+        return self._look_ahead(most) if (outcome.group or outcome.late) and self.follows else []
 
     def _round_succeeded(self, event: events.RoundEnded, now: float) -> list[Action]:
         outcome, rounds = event.outcome, self._rounds
@@ -479,7 +480,7 @@ class Follower:
         # The next round tells whether this is the group's state; most likely it is.
         self.phase = Following()
         self.reason = f"it caught up with the group at {lineage.told(self.state)}"
-        return self._look_ahead(MAX_MISSED if group is None else 1)
+        return self._look_ahead(MAX_MISSED)
 
     # ---- looks for the mean after its own state ----
 
@@ -491,7 +492,7 @@ class Follower:
     def _look_failed(self, found: FetchOutcome, now: float) -> list[Action]:
         decided, beyond = not found.unheard, found.beyond
         looks, self._asked, self._looks.ahead = self._looks, None, 0
-        if beyond > self.state.epoch and (looks.meets or not self._placed):
+        if beyond > self.state.epoch and (looks.meets or not self._placed or self._rounds.late):
             return self._overtaken(beyond, now)
         if decided and looks.back[0] == self.state:
             looks.back = self.state, LOOKS_BACK

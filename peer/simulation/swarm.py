@@ -145,9 +145,9 @@ class Company(Membership):
         there = self._run.present.items()
         return tuple(sorted(peer for peer, one in there if wanted <= one.tags and not one.observes))
 
-    def expected(self, round: int, now: float) -> set[str]:
+    def expected(self, round: int, now: float, misses: float = MISSES) -> set[str]:
         """See `Membership.expected`."""
-        return {peer for peer, one in self._run.present.items() if one.misses < MISSES}
+        return {peer for peer, one in self._run.present.items() if one.misses < misses}
 
 
 class SimulatedRun:
@@ -371,6 +371,7 @@ class SimulatedRun:
         manifest = Manifest.of(min(join.peer for join in closing.members), closing.members, drawn)
         going = Exchange(manifest, self._time.now)
         self._wait.learn(closing.lateness)
+        self._policy.learn(closing.late, closing.absent)
         for peer in closing.absent:
             self.members[peer].misses += 1
         self._round += 1

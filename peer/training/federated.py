@@ -37,7 +37,7 @@ from equipoise.averaging.schema import SchemaError
 from equipoise.averaging.state import StateId
 from equipoise.averaging.strategy import MAX_SECONDS
 from equipoise.averaging.strategy import Federated as FederatedStrategy
-from equipoise.averaging.weights import LEAST_CONTRIBUTION
+from equipoise.averaging.weights import LEAST_CONTRIBUTION, discounted
 from equipoise.peer.client.interrupts import frees_its_run
 from equipoise.peer.client.run import JoinedRun
 from equipoise.peer.client.tensors import copies_of, stepped_tensors
@@ -125,7 +125,7 @@ class Result:
 
     def weight_at(self, state: StateId) -> float:
         """Its weight in the round after a state: discounted by its age."""
-        return self.weight / math.sqrt(1 + max(state.epoch - self.state.epoch, 0))
+        return discounted(self.weight, state.epoch - self.state.epoch)
 
 
 class Federated:

@@ -44,6 +44,11 @@ class Feedback:
         self._sum = {name: (self.residual[name] * self._beta).add_(one) for name, one in differences.items()}
         return self._sum
 
+    def again(self) -> dict[str, torch.Tensor]:
+        """Return e, to be contributed: it has a contribution that came too late."""
+        self._sum = self.residual
+        return self._sum
+
     def withdraw(self) -> None:
         """Note that the last sum was not contributed: it is not finite."""
         self._sum = None

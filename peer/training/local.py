@@ -15,7 +15,7 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, Generic, Self, TypeVar, Unpack
+from typing import Any, Generic, NamedTuple, Self, TypeVar, Unpack
 
 import torch
 from humanfriendly.text import pluralize
@@ -28,6 +28,7 @@ from equipoise.averaging.outer import Average, Descent, Nesterov, OuterStep, par
 from equipoise.averaging.replication.follower import ATTENDANCE
 from equipoise.averaging.schema import SchemaError
 from equipoise.averaging.state import StateId
+from equipoise.averaging.weights import discounted
 from equipoise.peer.client.interrupts import frees_its_run
 from equipoise.peer.client.run import JoinedRun
 from equipoise.peer.client.tensors import copies_of, stepped_tensors
@@ -37,7 +38,14 @@ from equipoise.peer.training.checkpoint import Checkpoints, keep_checkpoints
 from equipoise.peer.training.counting import Seen, counted, watch_batches
 from equipoise.peer.training.feedback import Feedback
 from equipoise.peer.training.guard import is_probe, require_same_tensors
-from equipoise.peer.training.member import FINISH_SECONDS, Finished, Member, require_places, wait_for
+from equipoise.peer.training.member import (
+    CATCH_UP_SECONDS,
+    FINISH_SECONDS,
+    Finished,
+    Member,
+    require_places,
+    wait_for,
+)
 from equipoise.peer.training.options import LocalKeywords, LocalOptions, from_keywords, number
 
 End = TypeVar("End")
@@ -55,6 +63,24 @@ _lock = threading.Lock()
 
 RETRIES = 10
 """Most attempts after a failed round, spread over the steps to the next exchange: the others may be about to come."""
+
+
+LATE_SECONDS = 600.0
+"""Longest time for which a late contribution waits for the next round: the steps of the others may take minutes."""
+
+
+class Offer(NamedTuple):
+    """A contribution that no mean has, as far as this peer knows.
+
+    Attributes:
+        state: The state from which it was made.
+        moved: What it moves back by, by name, fp32; with error feedback, the residual has it.
+        weight: Its weight in its own round.
+    """
+
+    state: StateId
+    moved: Named
+    weight: float
 
 
 class LocalTraining(ABC, Generic[End]):
@@ -360,6 +386,7 @@ class Fragment:
         sent_at: The step at which the last exchange began.
         seen: What is in the local copy, and in no mean.
         diverged: Whether local steps have just led to NaN or Inf, and were given up.
+        offer: What this peer has offered last, until a mean has it, in a run that counts late contributions.
         feedback: The error feedback; None without.
     """
 
@@ -378,7 +405,10 @@ class Fragment:
         self._merged = copies_of(half) if options.merge else {}
         self._offset = (at + 1) * options.every // options.fragments
         self._retry_at: int | None = None
-        self.diverged = self._gave = self._caught_up = False
+        self.diverged = self._gave = self._caught_up = self._is_late = False
+        self._counts_late = run.core.strategy.late == "next"
+        self.offer: Offer | None = None
+        self._round: Outcome | None = None
         self._model = image.ModelPart(self._agreed, buffers, self._follow_agreed, run.core.binding.counters)
         state = image.TrainingState(self._model, {"outer": image.OuterPart(outer, self._agreed)})
         self.feedback = Feedback(run, options.feedback, self._agreed) if options.feedback else None
@@ -393,13 +423,17 @@ class Fragment:
         if self.member.in_step and self.member.pending and self._may_collect(step):
             self._collect(step)
         if not self.member.in_step or (self.member.pending and not self._gave):
-            self.member.find_group() if step == 1 else self.member.find_group(0.0)
+            # Steps from another state than the group's are in vain; but no fragment delays the rounds of others.
+            waits = step == 1 or (self.member.behind and self._options.fragments == 1)
+            self.member.find_group(CATCH_UP_SECONDS if waits else 0.0)
         if step % max(self._options.every // RETRIES, 1) == 0:
             self.member.serve()
         # The end of a round shows at which step the others are; the arrival of a missed mean does not.
-        if self.member.id.epoch == epoch and self._is_due(step):
+        if not self._owes(step) and self.member.id.epoch == epoch and self._is_due(step):
             self._exchange(step)
-        told = self.member.id.epoch != epoch and self.member.outcomes != ended
+        if self._owes(step):
+            self._exchange(step, self.offer)
+        told = self.member.id.epoch != epoch and (self._counts_late or self.member.outcomes != ended)
         return self._place(step) if told or self._caught_up else None
 
     def ended(self) -> Finished:
@@ -428,21 +462,40 @@ class Fragment:
         regular = step % self._options.every == self._offset % self._options.every
         return not self.member.pending and (regular or step == self._retry_at)
 
-    def _exchange(self, step: int) -> None:
+    def _owes(self, step: int) -> bool:
+        """True if a contribution that came too late may count in the next round: this peer holds a later state now."""
+        late = self.offer is not None and self.offer.state != self.member.id
+        ready = late and self.member.in_step and not self.member.pending
+        return ready and step >= (self._retry_at or 0) and self.member.has_company()
+
+    def _exchange(self, step: int, late: Offer | None = None) -> None:
+        """Contribute, and take the mean: what this peer has moved by or, if given, a `late` contribution."""
         before, self.sent_at, self._retry_at = self.member.id, step, None
         self.member.find_group(0.0)  # Without waiting, so that this peer misses no round of another fragment.
         if self.member.id != before:
             return  # No step of this peer has been made from there.
         self.member.drop()
-        self._contribute()
-        self._gave = self.member.in_step
-        self.member.meet(wait=self._options.delay == 0)
+        if late is None:
+            self._contribute()
+        else:
+            moved = late.moved if self.feedback is None else self.feedback.again()
+            self.member.accumulate(moved, discounted(late.weight, self.member.id.epoch - late.state.epoch))
+        self._gave, self._is_late, rounds = self.member.in_step, False, self.member.outcomes
+        self.member.meet(self._options.delay == 0, None if late is None else LATE_SECONDS)
+        self._ended(before, rounds, step)
+
+    def _ended(self, before: StateId, rounds: int, step: int) -> None:
+        """Note the end of an exchange, if it has ended: it may have failed, or been late."""
+        if self.member.outcomes != rounds and self.member.last is not None:
+            self._is_late = self.member.last.late > 0
         if self.member.id == before and not self.member.pending:
             self._retry_at = step + max(self._options.every // RETRIES, 1)
 
     def _contribute(self) -> None:
         self.seen.give()
         moved, weight = self._differences(), self._options.weight * self.seen.weight
+        if self._counts_late and self.member.in_step:
+            self.offer = Offer(self.member.id, moved if self.feedback is None else {}, weight)
         differences: Named | dict[str, None] = moved
         if self.feedback is not None and self.member.in_step:
             differences = self.feedback.add(moved)
@@ -452,7 +505,7 @@ class Fragment:
             self.member.accumulate(differences, max(weight, ATTENDANCE))
         except SchemaError as error:
             log.warning("its local steps have led nowhere, and are given up: %s", error)
-            self.diverged = True
+            self.diverged, self.offer = True, None
             if self.feedback is not None:
                 self.feedback.withdraw()
             self._write()
@@ -460,10 +513,9 @@ class Fragment:
             self.member.accumulate(dict.fromkeys(self._local), ATTENDANCE)
 
     def _collect(self, step: int) -> None:
-        before = self.member.id
+        before, rounds = self.member.id, self.member.outcomes
         self.member.collect()
-        if self.member.id == before:
-            self._retry_at = step + max(self._options.every // RETRIES, 1)
+        self._ended(before, rounds, step)
 
     @property
     def group_step(self) -> int:
@@ -480,11 +532,15 @@ class Fragment:
         return local if local.element_size() >= 4 else local + (written - written.to(local.dtype).float())
 
     def _applied(self, before: StateId, outcome: Outcome) -> None:
+        self._round = outcome
         if self.feedback is not None:
             self.feedback.applied(outcome)
 
     def _update(self, mean: Mapping[str, torch.Tensor]) -> None:
         """Make the outer step, and merge its result into the local parameters."""
+        if self._round is None or self.run.peer in self._round.givers:  # Without a round, this peer is alone.
+            self.offer = None
+        self._round = None
         if self.feedback is not None:
             self.feedback.alone()
         with torch.no_grad():
@@ -494,6 +550,8 @@ class Fragment:
     def _follow_agreed(self) -> None:
         """Go on from the agreed parameters, which have come from another peer."""
         self._caught_up = True
+        if not self._is_late:
+            self.offer = None  # It may have counted: the state does not tell.
         if self.feedback is not None:
             self.feedback.replaced()
         self._write()

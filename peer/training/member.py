@@ -121,7 +121,7 @@ class Member:
         self._run = run
         self._state, self._model = state, state.model
         self._update, self._applied = update, applied
-        self._options = options
+        self._options, self._seconds = options, options.timeout
         self._target = target
         self.clock = run.core.clock
         start = beginning(state.digest())
@@ -151,6 +151,11 @@ class Member:
     def in_step(self) -> bool:
         """Whether that is the group's state, as far as this peer knows."""
         return self._follower.follows
+
+    @property
+    def behind(self) -> bool:
+        """Whether this peer knows that the group holds another state."""
+        return self._follower.behind
 
     @property
     def reason(self) -> str:
@@ -292,17 +297,25 @@ class Member:
             if self.clock() >= deadline or (self._follower.gives_up and not self.pending):
                 break
         self._look_for_download()  # The snapshot that put this peer in step may be older than the group's last mean.
-        made_good = self.in_step and (self._target is not None or self.waits)
+        late = self._run.core.strategy.late == "next"
+        made_good = self.in_step and (self._target is not None or self.waits or late)
         if self._pending is not None and not self.gave and (made_good or not self.has_company()):
             self._stop_search()
+            if late:  # Where the others are in their steps does not matter: this peer may be late.
+                self.collect()
+                self._await_mean()
 
     def look_back(self) -> None:
         """Catch up with the means that the others have left behind, now that no other peer is known."""
         self._hear(events.Deserted())
 
-    def meet(self, wait: bool = True) -> None:
-        """Make the due update, with the group or alone, if the follower says so; `wait=False` only starts the round."""
+    def meet(self, wait: bool = True, seconds: float | None = None) -> None:
+        """Make the due update, with the group or alone, if the follower says so; `wait=False` only starts the round.
+
+        The round has `seconds`; by default the option `timeout`.
+        """
         before, self._looks_from = self._pending, self.id
+        self._seconds = self._options.timeout if seconds is None else seconds
         if self._waits and self._downloads.recovering:
             self._await_mean()
         self._hear(events.Due(self.has_company(), not self._waits))
@@ -500,8 +513,14 @@ class Member:
             self._run.accumulate(own.mean(), own.weight)
 
     def _hear(self, event: events.Event) -> None:
-        """Tell the follower an event, and perform its actions; what these bring about, it hears after them."""
+        """Tell the follower an event, as `_take` does; then wait for the mean that it asks for."""
         self._asks = False
+        self._take(event)
+        if self._asks:
+            self._await_mean()
+
+    def _take(self, event: events.Event) -> None:
+        """Tell the follower an event, and perform its actions; what these bring about, it hears after them."""
         self._news.append(event)
         try:
             while self._news:
@@ -513,8 +532,6 @@ class Member:
             raise
         self._whole = self.id
         self._tell()
-        if self._asks:
-            self._await_mean()
 
     def _new_driver(self) -> Driver[events.Event, events.Action]:
         """A driver that stays would keep this member and its tensors from being freed."""
@@ -553,7 +570,7 @@ class Member:
             if not self._run.accumulated:
                 # This peer has just come into step. Beside a single contributor it needs a weight above 0.
                 self._run.accumulate(dict.fromkeys(self._model.tensors), ATTENDANCE)
-            self._start(self._options.timeout)
+            self._start(self._seconds)
             self.gave = True
 
     def _commit(self, mean: events.Commit) -> None:
@@ -611,18 +628,18 @@ class Member:
         self._asks = True
 
     def _await_mean(self) -> None:
-        """Wait for the mean that is being fetched, unless this peer is astray, ends, or is in a round."""
-        astray = self._follower.behind
-        if astray or self._ends_at is not None or self._pending is not None:
-            return
-        # A peer that follows the others waits for one mean, and takes those that are there.
-        seconds = GONE_SECONDS if self._waits and self.id != self._looks_from else LOOK_AHEAD_SECONDS
-        self._downloads.wait(seconds)
-        event = self._downloads.ended()
-        if event is None:
-            self._downloads.stop()
-            event = events.Fetched(FetchOutcome(ok=False, reason=f"not within {seconds:g} s", unheard=1))
-        self._hear(event)
+        """Wait for means that are being fetched, unless this peer is astray, ends, or is in a round."""
+        while self._downloads.recovering and not self._follower.behind:
+            if self._ends_at is not None or self._pending is not None:
+                return
+            # A peer that follows the others waits for one mean, and takes those that are there.
+            seconds = GONE_SECONDS if self._waits and self.id != self._looks_from else LOOK_AHEAD_SECONDS
+            self._downloads.wait(seconds)
+            event = self._downloads.ended()
+            if event is None:
+                self._downloads.stop()
+                event = events.Fetched(FetchOutcome(ok=False, reason=f"not within {seconds:g} s", unheard=1))
+            self._take(event)
 
     def _look_for_download(self) -> None:
         event = self._downloads.ended()

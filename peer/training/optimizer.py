@@ -474,6 +474,9 @@ def _check_inner(run: JoinedRun, inner: torch.optim.Optimizer) -> dict[str, torc
         told = "expected an optimizer that makes a step from gradients, got LBFGS, which computes them several times"
         raise TypeError(f"{told}: `DiLoCo` takes it")
     run.core.refuse_if_trained()
+    if run.core.strategy.late != "drop":
+        told = f"expected a strategy that drops late gradients, {run.name!r} has {run.core.strategy.spec!r}"
+        raise Refused(told, "leave out late=, or train with local steps, as DiLoCo(run, every)")
     other = _runs[inner]() if inner in _runs else None
     if other not in (None, run) and not other.core.left:
         told = f"expected an optimizer of its own, got the one that steps run {other.name!r}"

@@ -34,6 +34,8 @@ def test_a_federated_strategy_tells_its_options() -> None:
     [
         ("allreduce", "allreduce:quorum=2", "allreduce"),
         ("allreduce:quorum=3", "allreduce:quorum=3", "allreduce"),
+        ("allreduce:late=next,grace=10.0", "allreduce:quorum=2,grace=10,late=next", "allreduce"),
+        ("allreduce:grace=auto", "allreduce:quorum=2,grace=auto", "allreduce"),
         ("gossip", "gossip:topology=random", "gossip"),
         ("gossip:topology=ring", "gossip:topology=ring", "gossip"),
         ("federated", FEDERATED, "federated"),
@@ -57,6 +59,8 @@ def test_the_canonical_form_spells_out_every_option(spec: str, canonical: str, n
         (parse_strategy, "gossip:topology=star", ["'star'", "one of random, exponential, ring"]),
         (parse_strategy, "allreduce:qorum=3", ["'qorum'", "did you mean 'quorum'?"]),
         (parse_strategy, "allreduce:quorum=1", ["at least 2", "1"]),
+        (parse_strategy, "allreduce:grace=soon", ["a decimal number such as 10, or auto", "'soon'"]),
+        (parse_strategy, "allreduce:grace=1e9", ["a grace of at most 86400 s"]),
         (parse_strategy, "federated:fraction=0", ["a fraction above 0, at most 1, got 0"]),
         (parse_strategy, "federated:fraction=1.5", ["a fraction above 0, at most 1, got 1.5"]),
         (parse_strategy, "federated:minimum=0", ["at least 1 drawn peer, got 0"]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,10 +22,13 @@ from equipoise.averaging.matchmaking.machine import Matchmaking
 from equipoise.averaging.options import Needs
 from equipoise.averaging.outcome import Gathering, Idle, Outcome
 from equipoise.averaging.state import StateId
-from equipoise.averaging.strategy import Federated
+from equipoise.averaging.strategy import Federated, parse_strategy
 from equipoise.averaging.timing import (
     HOLD_SECONDS,
+    INITIAL_WAIT,
     INVITE_SECONDS,
+    MAX_WAIT,
+    MIN_WAIT,
     OVERDUE_SECONDS,
     PATIENT_KEEPALIVE,
     REDRAWN_SECONDS,
@@ -77,6 +81,21 @@ def joins(one: Matchmaking, name: str, now: float, weight: float = 1.0) -> list[
     if name == one.context.peer:
         return one.handle(ready(weight, state=STATE), now)
     return one.handle(asks(name, weight=weight, state=STATE), now)
+
+
+def gathers(spec: str, own: bool = True) -> tuple[Matchmaking, list[str], Callable[[str, float], list[Any]]]:
+    """The coordinator of six peers in an all-reduce run, which is ready last; the others; how one of them joins."""
+    strategy = parse_strategy(spec)
+    coordinator, *others = in_order(0, NAMES[:6])
+    context = Context(RUN, SPEC, coordinator, Needs(8, strategy.quorum), signer(coordinator), verify)
+    one = Matchmaking(context, policy(strategy, context))
+    one.handle(seen(*others), 0.0)
+    meet(one, *others)
+
+    def joins(name: str, at: float) -> list[Any]:
+        return one.handle(ready() if name == coordinator else asks(name), at)
+
+    return one, [coordinator, *others], joins
 
 
 def groups(actions: list[events.Action]) -> list[set[str]]:
@@ -549,3 +568,71 @@ def test_a_search_that_ends_in_vain_at_a_short_deadline_leads_to_the_peer_in_a_l
     alice.handle(events.Withdrew(), seconds)
     alice.handle(ready(state=STATE, patience=patience), seconds)
     assert alice.round == round
+
+
+def test_a_group_of_an_all_reduce_closes_some_seconds_after_its_quorum() -> None:
+    one, peers, joins = gathers("allreduce:quorum=3,grace=4")
+    before = 0.0
+    for name, at in zip(peers[:3], (1.0, 2.0, 20.0), strict=True):
+        assert not groups([*alive(one, peers, at, before), *joins(name, at)])
+        before = at
+    assert not groups(alive(one, peers, 23.9, 20.0))
+    actions = alive(one, peers, 24.0, 23.9)
+    assert groups(actions) == [set(peers[:3])]
+    assert {message.reason for _, message in sent(actions, wire.GroupFormed)} == {
+        f"waited 4 s after the quorum of 3; coordinated by {peers[0]}"
+    }
+
+
+@pytest.mark.parametrize("spec", ["allreduce:quorum=3,grace=100", "allreduce:quorum=3,grace=auto"])
+def test_a_group_of_an_all_reduce_closes_at_once_when_all_live_peers_are_in(spec: str) -> None:
+    one, peers, joins = gathers(spec)
+    for name in peers[:4]:
+        assert not groups(joins(name, 1.0))
+    assert not groups(one.handle(events.PeerLost(peers[5]), 1.1))
+    one.context.membership.lose(peers[5], 1.1)
+    assert groups(joins(peers[4], 1.2)) == [set(peers[:5])]
+
+
+@pytest.mark.parametrize(
+    ("past", "wait", "why"),
+    [
+        ([], INITIAL_WAIT, "was 0.0 s late in 0 rounds"),
+        ([0.1] * 4, MIN_WAIT, "was 0.1 s late in 4 rounds, give or take 0.0 s"),
+        ([2.0, 2.2, 2.5, 2.0], 2.2 + 4 * 0.2, "was 2.2 s late in 4 rounds, give or take 0.2 s"),
+        ([1.0, 5.0, 3.0, 3.0, 5.0, 1.0], MAX_WAIT, "was 3.0 s late in 6 rounds, give or take 2.0 s"),
+        ([0.0, MAX_WAIT, MAX_WAIT, 0.0], 0.0, f"is mostly over {MAX_WAIT:g} s late"),
+    ],
+)
+def test_a_learnt_grace_follows_from_how_late_each_missing_peer_has_been(
+    past: list[float], wait: float, why: str
+) -> None:
+    one, peers, joins = gathers("allreduce:quorum=3,grace=auto")
+    for seconds in past:
+        one._coordinator._policy.learn({peers[5]: seconds, peers[4]: 0.0}, ())
+    for name in peers[1:5]:
+        assert not groups(joins(name, 1.0))
+    actions = joins(peers[0], 1.0)
+    if wait:
+        assert not groups([*actions, *alive(one, peers, 0.99 + wait, 1.0)])
+        assert why in one.reason
+        assert f"{wait:.1f} s after the quorum of 3: {peers[5]}" in one.reason
+        actions = alive(one, peers, 1.01 + wait, 0.99 + wait)
+    assert groups(actions) == [set(peers[:5])]
+    (told,) = {message.late for _, message in sent(actions, wire.GroupFormed)}
+    assert told[-1] == pytest.approx(min(2 * wait, MAX_WAIT), abs=0.05), "the absent one"
+    assert not any(told[:-1])
+
+
+def test_a_longer_grace_is_tried_until_the_peer_comes_or_is_later_than_any_wait() -> None:
+    one, peers, _ = gathers("allreduce:quorum=3,grace=auto")
+    grace, late = one._coordinator._policy, peers[5]
+    waits = []
+    for _ in range(4):
+        wait, _ = grace._wait([late])
+        waits.append(wait)
+        grace.learn({late: min(2 * wait, MAX_WAIT)}, [late])
+    assert waits == [INITIAL_WAIT, 2 * INITIAL_WAIT, 0.0, 0.0]
+    for _ in range(20):
+        grace.learn({late: 1.0}, ())
+    assert grace._wait([late])[0] == MIN_WAIT, "it is late no more"

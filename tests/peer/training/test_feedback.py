@@ -173,6 +173,18 @@ def test_what_was_sent_is_taken_off_only_if_it_counted_or_that_cannot_be_known()
     assert run.residual == 8
 
 
+def test_what_came_too_late_stays_in_the_residual_and_is_offered_again() -> None:
+    run = Run()
+    run.send(8.0, Outcome(ok=False, reason="", late=3.0))
+    run.feedback.applied(PASSED_OVER)
+    assert run.residual == 8
+    assert run.feedback.again()["w"].item() == 8
+    run.feedback.sends(1.0, memoryview(b"5"))
+    run.feedback.ended(COUNTED)
+    run.feedback.applied(COUNTED)
+    assert run.residual == 3
+
+
 def test_the_residual_lies_in_this_peers_own_checkpoints_alone(tmp_path: Path) -> None:
     def train(exchanges: int) -> list[Linear]:
         world = World("sparse")
