@@ -50,6 +50,10 @@ KEPT_BYTES = 256 * 1024 * 1024
 """Most bytes of all means that a daemon keeps, but for the last of each run, which is kept whatever its size: two of
 100 million int8 values. Runs share it alike."""
 
+IMAGE_BYTES, FEW_MEANS = 12, 8
+"""Bytes of a value in an image with Adam's two moments: a peer that lacks more bytes of means takes a snapshot, so no
+more are kept. But `FEW_MEANS` are, for a snapshot has to be made first."""
+
 ASKS_SECONDS, MAX_ASKS, MAX_ASKS_OF_ONE = 0.5, 64, 8
 """Bounds how many new questions are looked up in the directory, in so many seconds: in all, and of one peer. A peer
 that catches up asks for one mean after another. A question that is dropped comes again a second later."""
@@ -288,7 +292,9 @@ class Transfer:
         if before is not None and not self._left:
             self._drop(before)
             self._means[before] = mean
-            self._driver.tell(events.MeanKept(before, mean.size, KEPT_BYTES // max(len(self._runs), 1), age))
+            useful = max(IMAGE_BYTES * self._spec.layout.size, FEW_MEANS * mean.size)
+            most = min(KEPT_BYTES // max(len(self._runs), 1), useful)
+            self._driver.tell(events.MeanKept(before, mean.size, most, age))
 
     def begin(self, manifest: Manifest) -> None:
         """Note that a round of this run exchanges values here; the run driver calls `over` when it has ended."""

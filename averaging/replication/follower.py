@@ -65,9 +65,9 @@ LOOKS_BACK = 3
 """Most questions of a peer whose group has left for the mean after one state; each may cost seconds of training."""
 
 MAX_MISSED = 32
-"""Most means that a peer applies on its way to the group's state, if daemons keep them. A snapshot with Adam's two
-moments has twelve bytes a value, a round in int8 about two. So on a link that bounds both, a snapshot is six rounds
-old, and older if the link is shared."""
+"""Most means that a peer applies after a snapshot, if daemons keep them. A snapshot with Adam's two moments has twelve
+bytes a value, a round in int8 about two. So on a link that bounds both, a snapshot is six rounds old, and older if the
+link is shared."""
 
 FETCH_PAUSE = 0.5
 """Seconds from a failed download to the next. The pause doubles after each failure in a row: otherwise a peer that no
@@ -168,6 +168,7 @@ class Follower:
         phase: This peer's phase.
         reason: Reason for the phase, one line.
         doubts: Whether the script has written to the state, and no round has ended since.
+        most_missed: Most means that are together no larger than a snapshot: a peer that missed more takes that.
         known: The peers that this peer has trained with, and believes before all others.
         circle: PeerIDs of the peers that vouch for the group's state: they held it in the last round, or had a vote on
             the snapshot.
@@ -193,6 +194,7 @@ class Follower:
         # What it holds, and what it knows of the group.
         self.state = state
         self.doubts = False
+        self.most_missed = MAX_MISSED
         self.phase: Phase = Joining()
         self.reason = "it has not met the group yet"
         self.known = Known(name, trust, patience, now, named)
@@ -315,7 +317,7 @@ class Follower:
         self.reason = outcome.reason if outcome.late else f"the last round failed: {outcome.reason}"
         # The others may have a mean. If this peer's contribution counts in it, this peer must not give that again; if
         # it came too late, the next contribution needs the means.
-        most = MAX_MISSED if outcome.late else 1
+        most = max(MAX_MISSED, self.most_missed) if outcome.late else 1
         return self._look_ahead(most) if (outcome.group or outcome.late) and self.follows else []
 
     def _round_succeeded(self, event: events.RoundEnded, now: float) -> list[Action]:
@@ -405,7 +407,7 @@ class Follower:
             return []
         group = self.phase.group
         missed = 0 if group is None else group.epoch - self.state.epoch
-        if self._given_up != self.state and 0 < missed <= MAX_MISSED:
+        if self._given_up != self.state and 0 < missed <= self.most_missed:
             return self._ask()
         return self._fetch(self.phase.epoch, now)
 
@@ -480,7 +482,7 @@ class Follower:
         # The next round tells whether this is the group's state; most likely it is.
         self.phase = Following()
         self.reason = f"it caught up with the group at {lineage.told(self.state)}"
-        return self._look_ahead(MAX_MISSED)
+        return self._look_ahead(MAX_MISSED if group is None else 1)
 
     # ---- looks for the mean after its own state ----
 

@@ -22,9 +22,8 @@ from equipoise.averaging.replication.upload_queue import Serving
 from equipoise.averaging.state import StateId
 from equipoise.averaging.timing import ASKER_SECONDS
 
-KEPT_MEANS = 8
-"""Most means that a donor keeps. A peer that is further behind takes a snapshot instead: eight means in int8 are as
-large as the image of a state with Adam's two moments."""
+KEPT_MEANS = 256
+"""Most means that a donor keeps, of small models: 256 manifests of eight members take 1 MB. Of others, bytes decide."""
 
 OWN_MEANS, OWN_BYTES = 32, 1024 * 1024 * 1024
 """Most means that a donor keeps because its own trainer lacks them, while that downloads a snapshot, and their bytes: a
@@ -263,8 +262,10 @@ class Server:
         while len(means) > 1:
             *older, _ = means.items()
             lacks = self._epoch is not None and older[0][0].epoch >= self._epoch
-            count, size = (OWN_MEANS, OWN_BYTES) if lacks else (KEPT_MEANS, most)
-            if len(means) <= count and sum(one.size for one in means.values()) <= size:
+            size = sum(one.size for one in means.values())
+            if (len(means) <= KEPT_MEANS and size <= most) or (
+                lacks and len(means) <= OWN_MEANS and size <= OWN_BYTES
+            ):
                 return
             unread = (state for state, one in older if one.image is None or one.image.digest not in read)
             oldest = next(unread, older[0][0])

@@ -29,7 +29,7 @@ from equipoise.averaging.matchmaking.patient import federated
 from equipoise.averaging.matchmaking.spec_diff import answer_of, differences
 from equipoise.averaging.options import MAX_GROUP_SIZE
 from equipoise.averaging.outcome import Exchanging, Gathering, Idle, NoPeers, Outcome, RunState
-from equipoise.averaging.replication.server import OWN_MEANS
+from equipoise.averaging.replication.server import KEPT_MEANS
 from equipoise.averaging.spec import RunSpec
 from equipoise.averaging.state import StateId
 from equipoise.averaging.strategy import Federated
@@ -163,7 +163,7 @@ class SimulatedRun:
     def __init__(self, spec: RunSpec, time: VirtualTime, chance: Random, pool: BufferPool) -> None:
         self.spec = spec
         self.members: dict[str, Member] = {}
-        self.kept: LruDict[StateId, Exchanged] = LruDict(OWN_MEANS)
+        self.kept: LruDict[StateId, Exchanged] = LruDict(KEPT_MEANS)
         self.downloads: list[Waiting] = []
         self._time = time
         self._chance = chance

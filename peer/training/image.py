@@ -127,6 +127,11 @@ class TrainingState:
         about = {"format": FORMAT, "epoch": state.epoch, "lineage": state.lineage, "plain": plain}
         return pack(tensors, {"equipoise": json.dumps(about, sort_keys=True, separators=(",", ":"))})
 
+    def size(self) -> int:
+        """Bytes of the tensors of an image, once all parameters have made a step."""
+        tensors, _ = self._outline()
+        return sum(one.numel() * one.element_size() for one in tensors.values())
+
     def digest(self) -> str:
         """BLAKE3 in hex of the parameters, and of the tensors that an optimizer or outer step remembers."""
         tensors: dict[str, torch.Tensor] = {}
@@ -172,15 +177,20 @@ class TrainingState:
 
     def _most_header(self) -> int:
         """Longest header of another peer's image: twice that of this peer's state, once it has made a step."""
+        tensors, plain = self._outline()
+        room = sum(getattr(part, "header_room", 0) for part in self._parts.values())
+        return min(
+            2 * header_bytes(tensors, {"equipoise": json.dumps(plain)}) + 1024 + room, MAX_HEADER_BYTES
+        )
+
+    def _outline(self) -> tuple[dict[str, torch.Tensor], dict[str, Tree]]:
+        """The tensors and all else of an image, once all parameters have made a step."""
         tensors: dict[str, torch.Tensor] = {}
         plain = {
             name: split(part.outline() if isinstance(part, OptimizerPart) else part.tree(), name, tensors)
             for name, part in self._parts.items()
         }
-        room = sum(getattr(part, "header_room", 0) for part in self._parts.values())
-        return min(
-            2 * header_bytes(tensors, {"equipoise": json.dumps(plain)}) + 1024 + room, MAX_HEADER_BYTES
-        )
+        return tensors, plain
 
 
 class ModelPart:

@@ -15,7 +15,13 @@ from equipoise.averaging.metrics import Evaluation
 from equipoise.averaging.outcome import Exchanging, FetchOutcome, Idle, NoPeers, Outcome
 from equipoise.averaging.replication import events
 from equipoise.averaging.replication.answers import Wish
-from equipoise.averaging.replication.follower import ATTENDANCE, FIRST_SNAPSHOT, MEETING_WEIGHT, Follower
+from equipoise.averaging.replication.follower import (
+    ATTENDANCE,
+    FIRST_SNAPSHOT,
+    MAX_MISSED,
+    MEETING_WEIGHT,
+    Follower,
+)
 from equipoise.averaging.replication.lineage import beginning
 from equipoise.averaging.state import StateId
 from equipoise.averaging.weights import ATTENDANCE_LIMIT
@@ -50,6 +56,12 @@ GONE_SECONDS = 0.25
 
 SERVE_SECONDS = 0.5
 """Time between two looks, while a peer seeks the group's state, whether it has a place, and newcomers want a state."""
+
+MIN_CONTRIBUTORS = 2
+"""Contributors of a mean, before a round has told."""
+
+SMALL_BYTES = 1024 * 1024
+"""Bytes of a snapshot below which missed means are fetched first, whatever their size: a snapshot has to be made."""
 
 WAIT_SECONDS = 60.0
 """Longest wait for other peers to join. Sixteen processes that import torch on two cores take half of that time."""
@@ -121,6 +133,7 @@ class Member:
         self._run = run
         self._state, self._model = state, state.model
         self._update, self._applied = update, applied
+        self._contributors = MIN_CONTRIBUTORS
         self._options, self._seconds = options, options.timeout
         self._target = target
         self.clock = run.core.clock
@@ -338,6 +351,9 @@ class Member:
         if outcome.ok and moved and of is not None and of.epoch < self.id.epoch:
             return  # A download has brought a later state: this mean is of no more use.
         missing = 0
+        self._contributors = len(outcome.shares) or self._contributors
+        if outcome.late or (outcome.ok and outcome.state != self.id):
+            self._follower.most_missed = self._most_missed()
         if outcome.ok and isinstance(state := self._run.state, Idle):
             # The number of known peers that were not in the group, and for which it had places.
             most = min(state.peers + 1, self._run.options.group_size)
@@ -351,6 +367,14 @@ class Member:
             self._move_accumulated()
         if self.in_step and not self._downloads.recovering:
             self._downloads.stop()  # It needs no snapshot any more.
+
+    def _most_missed(self) -> int:
+        """The number of means, each of as many contributors as the last, that are together no larger than a snapshot.
+
+        It is 0 if the snapshot is the smaller one.
+        """
+        snapshot, layout = self._state.size(), self._run.core.binding.steps.layout
+        return MAX_MISSED if snapshot < SMALL_BYTES else snapshot // layout.mean_size(self._contributors)
 
     def _comes(self, pending: PendingRound) -> bool:
         """Wait for a round; returns whether it has ended. If not, a download has brought its mean meanwhile."""

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from equipoise.averaging.outcome import Outcome
+from equipoise.averaging.outcome import FetchOutcome, Outcome
 from equipoise.averaging.replication import follower
 from equipoise.averaging.replication.events import (
     Action,
@@ -154,6 +154,26 @@ def test_a_peer_that_missed_a_few_rounds_fetches_those_means_in_place_of_a_snaps
         assert told(machine.handle(mean(epoch), 1.3)) == [f"m{epoch}", FetchMean(state_at(epoch + 1))]
     assert told(machine.handle(mean(3), 1.4)) == ["m3"]
     assert machine.handle(ok(state_at(4 + MAX_MISSED + 1)), 2.0) == [FetchSnapshot(4 + MAX_MISSED + 1)]
+
+
+def test_means_that_are_together_larger_than_a_snapshot_are_not_fetched() -> None:
+    for missed, action in ((3, FetchMean(START)), (4, FetchSnapshot(4))):
+        machine = following()
+        machine.most_missed = 3
+        assert machine.handle(ok(state_at(missed)), 1.0) == [action]
+
+
+def test_all_means_that_followed_are_asked_for_where_a_contribution_came_too_late() -> None:
+    machine = following()
+    machine.most_missed = MAX_MISSED + 8
+    actions = machine.handle(LATE, 1.0)
+    for epoch in range(MAX_MISSED + 8):
+        assert actions[-1] == FetchMean(state_at(epoch))
+        actions = machine.handle(mean(epoch), 1.1)
+    lost = following()
+    lost.handle(LATE, 1.0)
+    beyond = Fetched(FetchOutcome(ok=False, reason="nobody keeps it", beyond=5))
+    assert lost.handle(beyond, 1.1) == [FetchSnapshot(5)]
 
 
 def test_where_no_more_means_come_a_snapshot_does() -> None:

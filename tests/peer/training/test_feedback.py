@@ -11,7 +11,8 @@ import torch
 
 from equipoise.averaging.outcome import Outcome
 from equipoise.peer import Refused
-from equipoise.peer.training import Checkpoints, DiLoCo, Gossip, SparseLoCo
+from equipoise.peer.control.messages import Fetch
+from equipoise.peer.training import Checkpoints, DiLoCo, Gossip, SparseLoCo, member
 from equipoise.peer.training.checkpoint import RESIDUAL_FILE
 from equipoise.peer.training.feedback import Feedback
 from equipoise.peer.training.image import digest
@@ -24,9 +25,10 @@ PEERS, EVERY, SIZE = 3, 3, 700
 class Linear:
     """One peer whose loss is linear: a step moves the parameters by what they do not depend on."""
 
-    def __init__(self, world: World, index: int, exchanges: int, **options: Any) -> None:
+    def __init__(self, world: World, index: int, exchanges: int, size: int = SIZE, **options: Any) -> None:
         self.world, self.index, self.steps, self.options = world, index, exchanges * EVERY, options
-        self.parameter = torch.nn.Parameter(torch.linspace(-1, 1, SIZE))
+        self.away = 0
+        self.parameter = torch.nn.Parameter(torch.linspace(-1, 1, size))
         self.start = self.parameter.detach().clone()
         self.moved: dict[int, torch.Tensor] = {}
         self.residuals: list[tuple[int, str]] = []
@@ -54,11 +56,15 @@ class Linear:
         with self.trained:
             for step in range(self.steps):
                 self.world.compute(0.5)
+                if step == 4 * EVERY:
+                    self.world.compute(0.5 * EVERY * self.away)
                 drawn = torch.Generator().manual_seed(1000 * self.index + step)
-                self.parameter.grad = torch.randn(SIZE, generator=drawn)
+                self.parameter.grad = torch.randn(self.parameter.numel(), generator=drawn)
                 optimizer.step()
                 self.residuals.append((fragment.member.id.epoch, digest(self.trained.residual)))
                 self.at[fragment.member.id.epoch] = self.trained.residual["w"]
+                if self.away and fragment.member.id.epoch * EVERY >= self.steps:
+                    break
         self.at[fragment.member.id.epoch] = self.trained.residual["w"]
         run.leave()
 
@@ -183,6 +189,25 @@ def test_what_came_too_late_stays_in_the_residual_and_is_offered_again() -> None
     run.feedback.ended(COUNTED)
     run.feedback.applied(COUNTED)
     assert run.residual == 3
+
+
+def test_a_peer_that_was_away_for_twenty_exchanges_fetches_their_means_which_are_smaller_than_a_snapshot(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(member, "SMALL_BYTES", 0)
+    size = 7000
+    world = World("sparse")
+    peers = [Linear(world, index, 30, size=size, wait_for=PEERS - 1) for index in range(PEERS)]
+    peers[2].away = 20
+    world.run(*peers)
+    assert all(torch.equal(one.agreed, peers[0].agreed) for one in peers)
+    fetched = [
+        (one.wish.after, got) for _, peer, one, got in world.log if isinstance(one, Fetch) and peer == "peer2"
+    ]
+    got = [one for _, one in fetched if one and one.ok]
+    assert len(got) >= 19
+    assert all(after is not None for after, _ in fetched), "no snapshot"
+    assert sum(one.size for one in got) <= 21 * (2 * size * 10 / 512 + 4096)
 
 
 def test_the_residual_lies_in_this_peers_own_checkpoints_alone(tmp_path: Path) -> None:
