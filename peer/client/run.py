@@ -463,13 +463,18 @@ class JoinedRun:
         Tensors of one value are read when the next round begins, so a GPU is not waited for. NaN and Inf are left out.
 
         Raises:
-            ValueError: There are more than 8, or a name is too long or not printable.
+            ValueError: There are more than 8, a name is too long or not printable, or a value is not one number.
         """
         values_of(dict.fromkeys(metrics, 0.0))
+        for name, one in metrics.items():
+            if isinstance(one, torch.Tensor) and one.numel() != 1:
+                raise ValueError(f"expected one number as {name!r}, got a tensor of shape {list(one.shape)}")
+        read = {
+            name: one.detach() if isinstance(one, torch.Tensor) else float(one)
+            for name, one in metrics.items()
+        }
         self.core.reported.clear()
-        self.core.reported.update(
-            {name: one.detach() if isinstance(one, torch.Tensor) else one for name, one in metrics.items()}
-        )
+        self.core.reported.update(read)
 
     def metrics(self) -> dict[str, float]:
         """Numbers for curves: of the last round that made a mean, and sums over all that have ended here.

@@ -23,6 +23,8 @@ def train(peer: SimulatedPeer, index: int, watch: Any = lambda run: None) -> dic
     w = torch.nn.Parameter(torch.zeros(300))
     with peer.join("digits", [w]) as run:
         watch(run)
+        with pytest.raises(ValueError, match=r"expected one number as 'loss', got a tensor of shape \[2\]"):
+            run.report(loss=torch.zeros(2))
         optimizer = run.optimizer(torch.optim.SGD([w], 0.1), target_batch_size=2, wait_for=1)
         while optimizer.epoch < 4:
             loss = (w - index).square().mean()
