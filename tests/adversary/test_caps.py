@@ -12,7 +12,7 @@ import torch
 from adversary import attackers
 from e2e.fleet import Fleet, normal
 from e2e.swarm import CLI, DaemonProcess, Swarm
-from e2e.threads import begin
+from e2e.threads import begin, together
 from equipoise.peer import Run
 
 ATTACK_SECONDS, MEASURED_SECONDS = 60.0, 40.0
@@ -83,3 +83,34 @@ def test_a_member_at_fault_leaves_the_others_most_of_their_rounds(
     )
     assert after >= 0.6 * before
     assert way == "mute" or all(faults)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_gossip_partner_that_does_not_vote_leaves_the_others_most_of_their_exchanges(
+    swarm: Swarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    daemons = swarm.daemons(4)
+    values, over = normal(5, 100_000), threading.Event()
+
+    def exchanges(runs: Sequence[Run], seconds: float) -> float:
+        began = time.monotonic()
+
+        def gossip(run: Run) -> int:
+            ends = []
+            while time.monotonic() < began + seconds:
+                ends += [time.monotonic()] if run.average(weight=1.0, timeout=20.0) else []
+            return sum(at > began + seconds / 3 for at in ends)
+
+        return sum(together(gossip, runs)) / (seconds * 2 / 3)
+
+    with Fleet(daemons, values[:4], codec="fp32", strategy="gossip") as fleet:
+        before = exchanges(fleet.runs, 20.0)
+    hostile = attacker(swarm, "mute", daemons[0], monkeypatch)
+    with Fleet([*daemons, hostile], values, codec="fp32", strategy="gossip") as fleet:
+        end = begin(take_part, fleet.runs[4], over)
+        after = exchanges(fleet.runs[:4], ATTACK_SECONDS)
+        over.set()
+        end.result(30.0)
+    print(f"gossip: {before:.2f} exchanges a second before, {after:.2f} in the last {MEASURED_SECONDS:g} s")
+    assert after >= 0.6 * before
