@@ -101,7 +101,9 @@ class Client:
                 module `average` exchanges all parameters and persistent floating-point buffers, and `step` the
                 gradients of the parameters that require them; `step` leaves buffers alone.
             strategy: The form of the groups. `allreduce:quorum=2`: all that are ready, or as many as a group holds,
-                round by round. `gossip:topology=random`: pairs, whenever two are free; also `exponential` and `ring`.
+                round by round; with `grace=10` or `auto`, closed so many seconds after the quorum, and for local steps
+                with `late=next`, which counts a late contribution in the next round, at a discount.
+                `gossip:topology=random`: pairs, whenever two are free; also `exponential` and `ring`.
                 `federated:fraction=1,quorum=2,grace=10`: rounds of peers that train for minutes, for
                 `equipoise.peer.training.Federated`; `averaging.strategy.Federated` tells all options.
             rule: The rule that makes one vector of the contributions: `mean`, `median` or `trimmed:beta=0.2`.

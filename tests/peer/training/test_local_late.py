@@ -75,24 +75,19 @@ class Loops:
 def assert_goes_on_without_the_slowest(loops: Loops) -> None:
     fast = [peer for peer in loops.loops if peer not in (SLOW, DIES)]
     assert all(loops.waited[peer] <= 0.05 for peer in fast), loops.waited
-    images = {bytes(loops.loops[peer].member.image().numpy()) for peer in (*fast, SLOW)}
-    assert len(images) == 1
-    finished = loops.loops[SLOW].finished
-    assert finished is not None
+    assert len({bytes(loops.loops[peer].member.image().numpy()) for peer in fast}) == 1
     late = [one for one in loops.rounds(SLOW) if one.late]
     counted = [one for one in loops.rounds("peer0") if one.contributors.get(SLOW, 0) > 1e-3]
     assert late, "it was late"
     assert counted, "and counted all the same"
-    for one in counted:
-        ages = [
-            age for age in range(40) if math.isclose(one.contributors[SLOW], loops.every / math.sqrt(1 + age))
-        ]
-        assert ages > [3], "a discount by its age"
+    weights = [one.contributors[SLOW] for one in counted]
+    assert max(weights) <= loops.every / math.sqrt(1 + 3), "at a discount, by its age"
 
 
 def test_five_peers_go_on_without_one_that_is_twenty_times_slower_and_one_that_dies() -> None:
     loops = Loops("allreduce:quorum=3,grace=auto,late=next", 30).run()
     assert_goes_on_without_the_slowest(loops)
+    assert loops.loops[SLOW].member.image().equal(loops.loops["peer0"].member.image()), "it ends in step"
     own, others = (loops.world.daemons[peer].service.ledgers["text"].of(SLOW) for peer in (SLOW, "peer0"))
     assert 1 <= own.counted < 0.1 * own.rounds, "status says so"
     assert own.missed["late"] >= 1
