@@ -169,6 +169,7 @@ class Follower:
         reason: Reason for the phase, one line.
         doubts: Whether the script has written to the state, and no round has ended since.
         most_missed: Most means that are together no larger than a snapshot: a peer that missed more takes that.
+        counts_late: Whether a contribution that came too late may count in the next round.
         known: The peers that this peer has trained with, and believes before all others.
         circle: PeerIDs of the peers that vouch for the group's state: they held it in the last round, or had a vote on
             the snapshot.
@@ -194,7 +195,7 @@ class Follower:
         # What it holds, and what it knows of the group.
         self.state = state
         self.doubts = False
-        self.most_missed = MAX_MISSED
+        self.most_missed, self.counts_late = MAX_MISSED, False
         self.phase: Phase = Joining()
         self.reason = "it has not met the group yet"
         self.known = Known(name, trust, patience, now, named)
@@ -317,7 +318,7 @@ class Follower:
         self.reason = outcome.reason if outcome.late else f"the last round failed: {outcome.reason}"
         # The others may have a mean. If this peer's contribution counts in it, this peer must not give that again; if
         # it came too late, the next contribution needs the means.
-        most = max(MAX_MISSED, self.most_missed) if outcome.late else 1
+        most = max(MAX_MISSED, self.most_missed) if outcome.late and self.counts_late else 1
         return self._look_ahead(most) if (outcome.group or outcome.late) and self.follows else []
 
     def _round_succeeded(self, event: events.RoundEnded, now: float) -> list[Action]:
@@ -494,7 +495,9 @@ class Follower:
     def _look_failed(self, found: FetchOutcome, now: float) -> list[Action]:
         decided, beyond = not found.unheard, found.beyond
         looks, self._asked, self._looks.ahead = self._looks, None, 0
-        if beyond > self.state.epoch and (looks.meets or not self._placed or self._rounds.late):
+        if beyond > self.state.epoch and (
+            looks.meets or not self._placed or (self._rounds.late and self.counts_late)
+        ):
             return self._overtaken(beyond, now)
         if decided and looks.back[0] == self.state:
             looks.back = self.state, LOOKS_BACK

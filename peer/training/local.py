@@ -424,7 +424,8 @@ class Fragment:
             self._collect(step)
         if not self.member.in_step or (self.member.pending and not self._gave):
             # Steps from another state than the group's are in vain; but no fragment delays the rounds of others.
-            waits = step == 1 or (self.member.behind and self._options.fragments == 1)
+            catches_up = self._counts_late and self.member.behind and self._options.fragments == 1
+            waits = step == 1 or catches_up
             self.member.find_group(CATCH_UP_SECONDS if waits else 0.0)
         if step % max(self._options.every // RETRIES, 1) == 0:
             self.member.serve()

@@ -491,6 +491,7 @@ class Member:
         options = self._options
         how = options.alone, options.patience, options.trust, self._run.core.link.welcome.named
         self._follower = Follower(self._run.peer, state, self.clock(), *how)
+        self._follower.counts_late = self._run.core.strategy.late == "next"
 
     def _attend(self) -> None:
         """Take part in a round without a contribution, to learn the group's state, or its mean."""
