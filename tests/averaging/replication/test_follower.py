@@ -164,13 +164,12 @@ def test_means_that_are_together_larger_than_a_snapshot_are_not_fetched() -> Non
 
 
 def test_all_means_that_followed_are_asked_for_where_a_contribution_came_too_late() -> None:
-    machine = following()
-    machine.most_missed = MAX_MISSED + 8
+    machine, lost = following(), following()
+    machine.most_missed, machine.counts_late, lost.counts_late = MAX_MISSED + 8, True, True
     actions = machine.handle(LATE, 1.0)
     for epoch in range(MAX_MISSED + 8):
         assert actions[-1] == FetchMean(state_at(epoch))
         actions = machine.handle(mean(epoch), 1.1)
-    lost = following()
     lost.handle(LATE, 1.0)
     beyond = Fetched(FetchOutcome(ok=False, reason="nobody keeps it", beyond=5))
     assert lost.handle(beyond, 1.1) == [FetchSnapshot(5)]
