@@ -222,10 +222,9 @@ class Codec(ABC):
             self._check(self._aligned(self._sized(shared(payload), count)), count)
 
     def squares(self, payload: Buffer, count: int) -> float:
-        """Return the sum of the squares of the `count` values of a payload, to a thousandth.
+        """Return the sum of the squares of the `count` values of a payload; of many blocks an estimate from a sample.
 
-        Raises:
-            CodecError: See `check`.
+        It is not finite where the payload is not sound, or may be.
         """
         values, total = np.empty(min(count, SQUARED_VALUES), np.float32), 0.0
         given = self._bytes(payload, count)

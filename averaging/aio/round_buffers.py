@@ -22,8 +22,8 @@ VALUE_BYTES = 4
 """Bytes of a value in scratch memory, f32."""
 
 
-LEEWAY = 1.01
-"""Most of the norm of a member's parts, in norms that it signed: kernels round sums of squares in their own ways."""
+LEEWAY = 2.0
+"""Most of a part's norm, in signed norms of the whole contribution: norms of large parts are estimates."""
 
 
 class Reduction(NamedTuple):
@@ -97,9 +97,8 @@ class RoundBuffers:
             CodecError: It does not decode to finite values, or to larger ones than its sender signed.
         """
         codec, count = self._codecs[part], self._counts[part]
-        if self._group.norm_cap == math.inf:
-            codec.check(payload, count)
-        else:
+        codec.check(payload, count)
+        if self._group.norm_cap < math.inf:
             self._squares[member] += codec.squares(payload, count)
             if not self._squares[member] <= (LEEWAY * self._group.norms[member]) ** 2:
                 raise CodecError(
