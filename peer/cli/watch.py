@@ -49,7 +49,7 @@ def renew(look: Callable[[], tuple[Status, Sequence[Outcome]]]) -> None:
 
 
 def screen(look: Callable[[], tuple[Status, Sequence[Outcome]]]) -> Group:
-    """One screen: the daemon, its runs, the last rounds; or why there is none."""
+    """One screen: the daemon, its runs and the last rounds; or the reason why the daemon does not answer."""
     leave = Text("q leaves", style="dim")
     try:
         status, rounds = look()
