@@ -189,6 +189,10 @@ class Candidate(Protocol):
     def observes(self) -> bool:
         """True if it trains nothing in the run: no draw takes it."""
 
+    @property
+    def trained(self) -> bool:
+        """True if it holds a trained state of the run."""
+
 
 class Directory(Protocol):
     """The peers that take part in a run, as far as this peer knows.
@@ -211,6 +215,7 @@ class Directory(Protocol):
         bandwidth: float = 0.0,
         left: bool = False,
         observes: bool = False,
+        trained: bool = False,
     ) -> None:
         """Publish this peer's state in the run named `run`; renewed until withdrawn.
 

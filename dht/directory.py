@@ -177,6 +177,7 @@ class RunDirectory:
         bandwidth: float = 0.0,
         left: bool = False,
         observes: bool = False,
+        trained: bool = False,
     ) -> None:
         """Publish this peer's state in `run` until withdrawn, without waiting; raises Malformed beyond a bound."""
         before = self._own.get(run)
@@ -190,6 +191,7 @@ class RunDirectory:
                 accumulated=accumulated,
                 bandwidth=bandwidth,
                 observes=observes,
+                trained=trained,
             ),
             for_all=not is_routine,
         )
@@ -315,7 +317,7 @@ class RunDirectory:
         return self.carry(peer, self._protocol.pack(peer, [kept]))
 
     def _renew(self, own: _Own) -> None:
-        names = ["state", "spec", "round", "accumulated", "bandwidth", "observes"]
+        names = ["state", "spec", "round", "accumulated", "bandwidth", "observes", "trained"]
         if own.record.ready:
             # The join that this peer has signed says so too: others must not see the two differ.
             names.append("dialable")

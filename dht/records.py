@@ -86,6 +86,7 @@ class Readiness(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         credential: Where others open direct channels with it (`direct.credential`); decoded when it is used.
         tags: Properties of its machine, in its user's words.
         observes: Whether it trains nothing in the run: no draw takes it.
+        trained: Whether it holds a trained state of the run.
     """
 
     version: int
@@ -105,6 +106,7 @@ class Readiness(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     credential: Annotated[bytes, msgspec.Meta(max_length=MAX_CREDENTIAL_BYTES)] = b""
     tags: Tags = ()
     observes: bool = False
+    trained: bool = False
 
     @property
     def ready(self) -> bool:

@@ -22,6 +22,7 @@ class Announcer:
     Attributes:
         accumulated: Weight accumulated here towards the next contribution.
         ready: Whether this peer looks for a group.
+        trained: Whether this peer holds a trained state.
         has_left: Whether it takes part no longer: stragglers may still ask it, and no peer waits for it.
     """
 
@@ -35,7 +36,7 @@ class Announcer:
         tasks: TaskSet,
     ) -> None:
         self.accumulated = 0.0
-        self.ready = self.has_left = False
+        self.ready = self.trained = self.has_left = False
         self._spec = spec
         self._sessions = sessions
         self._directory = directory
@@ -55,6 +56,12 @@ class Announcer:
         """Note that what was accumulated counts: from now on the same weight again is news."""
         self.accumulated = self._reported = 0.0
 
+    def note_epoch(self, epoch: int) -> None:
+        """Note the epoch of this peer's state: newcomers that were told to join by a trained peer wait for it."""
+        if epoch > 0 and not self.trained:
+            self.trained = True
+            self.publish()
+
     def publish(self) -> None:
         """Have the record say how this peer stands now."""
         if not self.has_left:
@@ -72,6 +79,7 @@ class Announcer:
             bandwidth=0.0 if self.has_left else self._sessions.upload.told,
             left=self.has_left,
             observes=self._membership.observes,
+            trained=self.trained,
         )
 
     def _report(self) -> None:

@@ -74,6 +74,7 @@ class _Other(msgspec.Struct):
     dialable: bool
     tags: tuple[str, ...] = ()
     observes: bool = False
+    trained: bool = False
     mate: bool = False
     apart: bool = False
     placed: bool = False
@@ -146,6 +147,7 @@ class Membership:
             self._others[record.peer] = other
             other.ready, other.dialable = record.ready, record.dialable
             other.tags, other.observes = record.tags, record.observes
+            other.trained = record.trained
             self.advance(record.peer, record.round)
         self.seen_at = now
         if set(met) != set(self.met):
@@ -401,6 +403,12 @@ class Membership:
         live = [peer for peer, other in there if wanted.issubset(other.tags) and not other.observes]
         own = frozenset(() if self._own is None else self._own.tags)
         return tuple(sorted([*live, self.peer] if wanted <= own and not self.observes else live))
+
+    def is_trained(self, peers: Iterable[str]) -> bool:
+        """Whether one of these peers is in the run, and holds a trained state by its own word."""
+        return any(
+            peer in self._others and self._others[peer].trained and self._takes_part(peer) for peer in peers
+        )
 
     def plan(self, round: int) -> Groups:
         """All groups of the round, of the peers that were met. Peers further than `LEAP` from it cannot come.

@@ -13,8 +13,8 @@ class RoundEnded(msgspec.Struct, frozen=True):
 
     Attributes:
         outcome: The round's outcome.
-        missing: If it is ok: number of known peers that did not take part.
-        elsewhere: Whether a peer that the follower's `Known` awaits is in the run.
+        missing: If it is ok: number of known peers that might have taken part, and did not.
+        elsewhere: Whether a peer that the follower's `Known` awaits is in the run, and has trained.
     """
 
     outcome: Outcome

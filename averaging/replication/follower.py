@@ -148,11 +148,19 @@ class _Looks:
 
 @dataclass
 class _Snapshot:
-    """The download of a snapshot: the epoch asked for, if it goes on; else, the time before which none must begin."""
+    """The download of a snapshot.
+
+    Attributes:
+        after: The time before which none must begin.
+        pause: Seconds from the last failure to the next download.
+        asked: The epoch asked for, if one goes on.
+        among: The peers that were asked for it.
+    """
 
     after: float
     pause: float = 0.0
     asked: int | None = None
+    among: frozenset[str] = frozenset()
 
     def put_off(self, now: float) -> None:
         """Wait, for longer each time, before the next download."""
@@ -327,7 +335,7 @@ class Follower:
         self._looks.unsure = self.doubts = False
         group = self.known.group(outcome, event.missing, now, event.elsewhere)
         if group is None and event.elsewhere and not self.behind:
-            return self._ask_named(outcome, now)
+            return self._ask_named(now)
         if group is None:
             return self._nobody_knows(now)
         rounds.group_at = now
@@ -390,11 +398,11 @@ class Follower:
             self._join_anew("nobody is left who holds the group's state")
         return []
 
-    def _ask_named(self, outcome: Outcome, now: float) -> list[Action]:
+    def _ask_named(self, now: float) -> list[Action]:
         """Take the state of the peers that the user named: they are in the run, and were not in this round."""
         if self.follows:
             return self._look_ahead()
-        return self._fetch(FIRST_SNAPSHOT, now) if any(one.epoch for one in outcome.states.values()) else []
+        return self._fetch(FIRST_SNAPSHOT, now)
 
     def _join_anew(self, reason: str) -> None:
         self.phase, self.reason, self._snapshot.asked, self._asked = Joining(), reason, None, None
@@ -404,6 +412,9 @@ class Follower:
     def _return(self, now: float) -> list[Action]:
         """Return to the group: by the missed means or, if no peer has them, by a snapshot."""
         assert isinstance(self.phase, Behind)
+        asked, donors = self._snapshot.among, self.donors
+        if asked != donors and asked.isdisjoint(donors):
+            self._snapshot.asked = None  # The peers that it asked do not hold the group's state.
         if self._snapshot.asked is not None or self._asked is not None:
             return []
         group = self.phase.group
@@ -419,8 +430,19 @@ class Follower:
     def _fetch(self, at_least: int, now: float) -> list[Action]:
         if self._snapshot.asked is not None or now < self._snapshot.after:
             return []
-        self._snapshot.asked = at_least
+        self._snapshot.asked, self._snapshot.among = at_least, self.donors
         return [events.FetchSnapshot(at_least)]
+
+    @property
+    def donors(self) -> frozenset[str]:
+        """The peers that have a vote on the snapshot, while any is there; all if empty.
+
+        A newcomer that knows the group's state asks the peers that hold it: of them, those that the user named.
+        """
+        believed = frozenset(self.known.names)
+        if self.known.trained or not isinstance(self.phase, Behind) or self.phase.group is None:
+            return believed
+        return believed.intersection(self.circle) or frozenset(self.circle) or believed
 
     def _snapshot_failed(self, reason: str, now: float) -> list[Action]:
         self._snapshot.asked = None

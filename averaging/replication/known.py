@@ -55,19 +55,24 @@ class Known:
         """Whether this peer has trained with others, so that no stranger's snapshot is of use."""
         return self._trust != "heads" and bool(self._names)
 
-    def awaits(self, outcome: Outcome) -> frozenset[str]:
-        """The named peers, if this peer is a newcomer, and none of them has claimed a state in a round."""
-        lacks = self._trust != "heads" and not self._names and self._named.isdisjoint(outcome.states)
-        return self._named if lacks else frozenset()
+    def awaits(self, outcome: Outcome) -> bool:
+        """Whether this peer is a newcomer, and none of the named peers has claimed a state in a round."""
+        if self._trust == "heads" or self._names or not self._named:
+            return False
+        return self._named.isdisjoint(outcome.states)
 
     def group(self, outcome: Outcome, missing: int, now: float, elsewhere: bool = False) -> StateId | None:
         """The group's state after a round that `missing` known peers missed, by the peers that this peer believes.
 
-        None if none of them claims a state, or, with `elsewhere`, while an awaited peer is in the run.
+        None if none of them claims a state, or, with `elsewhere`, while an awaited peer holds a trained state. While
+        nobody has trained, all choose alike among all claims: there is nothing to lose, and no state to prefer.
         """
-        if self.awaits(outcome) or self._trust == "heads" or not (self._names or self._named):
-            own = outcome.states.get(self._name)
-            return outcome.state if not elsewhere or own == outcome.state else None
+        own = outcome.states.get(self._name)
+        if self.awaits(outcome) and elsewhere:
+            return own if own is not None and own.epoch and own == outcome.state else None
+        untrained = not self._names and not any(state.epoch for state in outcome.states.values())
+        if self._trust == "heads" or untrained or self.awaits(outcome) or not (self._names or self._named):
+            return outcome.state
         believed = {self._name, *self._named, *self._names}
         claims = {name: state for name, state in outcome.states.items() if name in believed}
         if any(name in self._names for name in outcome.group):

@@ -154,6 +154,7 @@ class Progress(msgspec.Struct, frozen=True):
             A later state serves too, but donors may then differ and the newcomer must ask again.
         waits: Why this peer contributes to no round for now, one line; empty if it may.
         drawn: The peers that train from the state that this peer holds, if it was told, and those that live.
+        awaited: Whether a peer by which the user had this one join is in the run, and has trained.
     """
 
     local: float
@@ -161,6 +162,7 @@ class Progress(msgspec.Struct, frozen=True):
     wanted: int | None = None
     waits: str = ""
     drawn: Drawn = Drawn((), ())
+    awaited: bool = False
 
 
 class AskProgress(RunRequest[Progress], frozen=True):

@@ -233,7 +233,8 @@ class Session:
         self._held = held or self._held
         drawn = run_driver.search.draw(held) if held is not None else Drawn((), ())
         others, own = await run_driver.others_accumulated(target), run_driver.search.announcer.accumulated
-        return Progress(own, own + others, run_driver.transfer.wanted, run_driver.waits, drawn)
+        awaited = run_driver.search.membership.is_trained(self._swarm.named)
+        return Progress(own, own + others, run_driver.transfer.wanted, run_driver.waits, drawn, awaited)
 
     async def transfer(self) -> Transfer:
         """The exchange of the run's state, among the peers that step if there are gradients."""
@@ -364,10 +365,10 @@ class Session:
             if self._leaving is None:
                 raise
             return self._failed("the run was left before the round began")
-        region, transfer, state = self._region, run_driver.transfer, request.state
+        region, state = self._region, request.state
         assert region is not None, "leaving cancels the round before it releases the memory"
         if state is not None:
-            transfer.reach(state.epoch)
+            self._reach(run_driver, state.epoch)
         if self._stopped:  # `stop_round` was called before the search began.
             return self._failed(self._stopped)
         spec = self._specs[request.purpose]
@@ -378,8 +379,12 @@ class Session:
         self._claimed |= weight < request.weight
         outcome = await run_driver.average(vectors, weight, request.timeout, state, *reported)
         if state is not None and outcome.givers and outcome.state == state:
-            transfer.reach(state.epoch + 1)
+            self._reach(run_driver, state.epoch + 1)
         return outcome
+
+    def _reach(self, run_driver: RunDriver, epoch: int) -> None:
+        run_driver.transfer.reach(epoch)
+        run_driver.search.announcer.note_epoch(epoch)
 
     def _failed(self, reason: str) -> Outcome:
         return Outcome(ok=False, reason=reason, run=self.name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -355,11 +356,15 @@ class Member:
         if outcome.late or (outcome.ok and outcome.state != self.id):
             self._follower.most_missed = self._most_missed()
         if outcome.ok and isinstance(state := self._run.state, Idle):
-            # The number of known peers that were not in the group, and for which it had places.
-            most = min(state.peers + 1, self._run.options.group_size)
-            missing = max(most - len(outcome.group), 0)
-        awaited = self._follower.known.awaits(outcome) if outcome.ok else frozenset()
-        elsewhere = bool(awaited) and not awaited.isdisjoint(self._run.progress(held=self.id).drawn.live)
+            # The number of known peers that were not in the group, and for which it had places. While its members begin
+            # from different parameters, the next group may have other members.
+            alike = 2 * sum(one == outcome.state for one in outcome.states.values()) > len(outcome.states)
+            places = (
+                self._run.options.group_size if alike or not self._run.core.strategy.batches else math.inf
+            )
+            missing = max(int(min(state.peers + 1, places)) - len(outcome.group), 0)
+        awaits = outcome.ok and self._follower.known.awaits(outcome)
+        elsewhere = awaits and self._run.progress(self._target).awaited
         self._hear(events.RoundEnded(outcome, missing, elsewhere))
         if not outcome.ok and self._downloads.recovering:
             self._await_mean()  # Asked for before the round ended. The next contribution needs it.
@@ -569,8 +574,7 @@ class Member:
             case events.Check():
                 self._news.append(events.Checked(digest(self._model.tensors)))
             case events.FetchSnapshot(at_least):
-                known = self._follower.known
-                wish = Wish(at_least, self.limit, None, frozenset(known.names), known.trained)
+                wish = Wish(at_least, self.limit, None, self._follower.donors, self._follower.known.trained)
                 self._downloads.begin(wish, FETCH_SECONDS)
             case events.FetchMean(after):
                 self._recover(after)

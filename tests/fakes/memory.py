@@ -26,6 +26,7 @@ class Entry:
     left: bool = False
     tags: tuple[str, ...] = ()
     observes: bool = False
+    trained: bool = False
 
 
 async def passed(seconds: float) -> None:
@@ -241,6 +242,7 @@ class MemoryDirectory:
         bandwidth: float = 0.0,
         left: bool = False,
         observes: bool = False,
+        trained: bool = False,
     ) -> None:
         peer = self._transport.peer
         if self._net.lag:
@@ -258,6 +260,7 @@ class MemoryDirectory:
             left=left,
             tags=self._net.tags.get(peer, ()),
             observes=observes,
+            trained=trained,
         )
 
     async def withdraw(self, run: str) -> None:

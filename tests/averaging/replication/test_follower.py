@@ -376,3 +376,19 @@ def test_a_state_that_the_script_has_written_is_claimed_only_after_a_round() -> 
     assert machine.claim is None
     machine.handle(ok(None, INTRODUCED), 2.0)
     assert machine.claim == StateId(1, beginning("w").lineage)
+
+
+def test_a_newcomer_asks_the_peers_that_hold_the_groups_state_and_asks_others_once_another_is_the_groups() -> (
+    None
+):
+    machine = Follower("a", OTHER, 0.0, named=["n"])
+    machine.handle(Overdue(FIRST_SNAPSHOT), 1.0)
+    assert machine.donors == {"n"}
+    assert machine.handle(ok(START, {"b": 8.0}), 2.0) == [FetchSnapshot(0)], "n may never hold that"
+    assert machine.donors == {"b"}
+    assert machine.handle(ok(START, {"b": 8.0}), 3.0) == []
+    assert machine.handle(ok(state_at(4), {"c": 8.0}), 4.0) == [FetchMean(OTHER)]
+    assert machine.handle(NOBODY, 4.1) == [FetchSnapshot(4)]
+    assert machine.donors == {"c"}
+    assert machine.handle(ok(state_at(5), {"n": 8.0}), 5.0) == [FetchSnapshot(5)]
+    assert machine.donors == {"n"}, "its user named it, and it holds the group's state now"

