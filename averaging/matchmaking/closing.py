@@ -11,7 +11,7 @@ from equipoise.averaging.counts import count
 from equipoise.averaging.draw import Drawn, draw
 from equipoise.averaging.matchmaking import messages as wire
 from equipoise.averaging.matchmaking.context import Context
-from equipoise.averaging.matchmaking.group_builder import FEW, UNSETTLED_SECONDS, GroupBuilder, Limit
+from equipoise.averaging.matchmaking.group_builder import FEW, UNSETTLED_SECONDS, Closing, GroupBuilder, Limit
 from equipoise.averaging.matchmaking.membership import MISSES
 from equipoise.averaging.state import StateId
 from equipoise.averaging.strategy import AllReduce, Federated
@@ -109,8 +109,12 @@ class ClosePolicy:
         live = membership.live(())
         return Drawn(membership.seated(self._context.round) if membership.crowded else live, live)
 
+    def late(self, builder: GroupBuilder, closing: Closing, now: float) -> dict[str, float]:
+        """Seconds from the quorum to each join, for absent peers a guess; empty where nobody learns from it."""
+        return {}
+
     def learn(self, late: Mapping[str, float], absent: Collection[str]) -> None:
-        """Take from a group that has closed how late its members and the absent peers were; see `Closing.late`.
+        """Take from a group that has closed how late its members and the absent peers were; see `late`.
 
         Members that only attend count as absent.
         """
@@ -193,6 +197,15 @@ class Grace(ClosePolicy):
         patience = builder.out_of_patience()
         why = f"waited {why}" if reached + grace <= patience else "half of them have spent half their time"
         return Limit(min(reached + grace, patience), why)
+
+    def late(self, builder: GroupBuilder, closing: Closing, now: float) -> dict[str, float]:
+        """See `ClosePolicy.late`."""
+        reached = builder.quorum_at(self._quorum)
+        if self._given is not None or reached > now:
+            return {}
+        arrivals = {join.peer: builder.parked[join.peer].arrived for join in closing.members}
+        guesses = dict.fromkeys(closing.absent, reached + 2 * (now - reached))
+        return {peer: min(max(at - reached, 0.0), MAX_WAIT) for peer, at in (arrivals | guesses).items()}
 
     def learn(self, late: Mapping[str, float], absent: Collection[str]) -> None:
         """See `ClosePolicy.learn`."""

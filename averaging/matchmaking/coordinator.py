@@ -386,8 +386,8 @@ class Coordinator:
         reason = f"{closing.reason}; coordinated by {context.peer}"[: wire.MAX_DETAIL_CHARS]
         lateness = min(closing.lateness, MAX_WAIT)
         waited = closing.last, min(closing.waited, wire.MAX_PATIENCE)
-        names = (*manifest.peers, *closing.absent) if closing.late else ()
-        late = tuple(closing.late[peer] for peer in names)
+        seconds = self._policy.late(builder, closing, now)
+        late = tuple(seconds[peer] for peer in (*manifest.peers, *closing.absent)) if seconds else ()
         formed = wire.GroupFormed(
             context.run, manifest, lateness, tuple(closing.absent), reason, *waited, late
         )

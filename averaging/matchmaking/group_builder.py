@@ -97,10 +97,7 @@ class ParkedJoin(msgspec.Struct):
 
 
 class Closing(msgspec.Struct, frozen=True):
-    """The decision to close a group now; `last` is the peer that it waited for, for `waited` seconds.
-
-    `late` has the seconds for which each member came after the quorum, and of each absent peer a guess.
-    """
+    """The decision to close a group now; `last` is the peer that it waited for, for `waited` seconds."""
 
     members: list[Join]
     left_over: list[Join]
@@ -110,7 +107,6 @@ class Closing(msgspec.Struct, frozen=True):
     reason: str
     last: str
     waited: float
-    late: dict[str, float] = {}
 
 
 class Limit(NamedTuple):
@@ -246,17 +242,7 @@ class GroupBuilder:
             # Learning only from peers that came would shorten the wait every time. A missing peer teaches more once it
             # comes; until then the wait stays, for it may never come.
             lateness = max(lateness, (now - began) / FACTOR)
-        late = self._late(arrivals, missing, now)
-        return Closing(members, left_over, sorted(missing), lateness, began, reason, last, waited, late)
-
-    def _late(self, arrivals: dict[str, float], missing: Set[str], now: float) -> dict[str, float]:
-        """See `Closing`; empty without a quorum that shows it."""
-        reached = self.quorum_at(self._needs.quorum)
-        if reached > now:
-            return {}
-        guess = min(FACTOR * (now - reached), MAX_WAIT)
-        late = {peer: min(max(at - reached, 0.0), MAX_WAIT) for peer, at in arrivals.items()}
-        return late | dict.fromkeys(missing, guess)
+        return Closing(members, left_over, sorted(missing), lateness, began, reason, last, waited)
 
     def _reason(self, members: list[Join], outlook: Outlook, now: float) -> str:
         """Why the group closes now with these members; empty if it does not."""

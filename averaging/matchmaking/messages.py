@@ -152,7 +152,7 @@ class GroupFormed(_Message, frozen=True, tag=True):
         reason: Why the group closed.
         last: PeerID of the peer that the group waited for: the last to join, or the first that did not.
         waited: Seconds from the first join until the last, or until the group closed without that peer.
-        late: Seconds after the quorum of each member, in the manifest's order, and then of each absent peer.
+        late: If the run learns its grace: seconds after the quorum of each member, in order, and of each absent peer.
     """
 
     manifest: Manifest

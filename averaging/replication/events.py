@@ -15,11 +15,13 @@ class RoundEnded(msgspec.Struct, frozen=True):
         outcome: The round's outcome.
         missing: If it is ok: number of known peers that might have taken part, and did not.
         elsewhere: Whether a peer that the follower's `Known` awaits is in the run, and has trained.
+        most_missed: A peer that missed more means takes a snapshot, which is smaller; None leaves the number as it was.
     """
 
     outcome: Outcome
     missing: int = 0
     elsewhere: bool = False
+    most_missed: int | None = None
 
 
 class Fetched(msgspec.Struct, frozen=True):

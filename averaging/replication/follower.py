@@ -176,8 +176,6 @@ class Follower:
         phase: This peer's phase.
         reason: Reason for the phase, one line.
         doubts: Whether the script has written to the state, and no round has ended since.
-        most_missed: Most means that are together no larger than a snapshot: a peer that missed more takes that.
-        counts_late: Whether a contribution that came too late may count in the next round.
         known: The peers that this peer has trained with, and believes before all others.
         circle: PeerIDs of the peers that vouch for the group's state: they held it in the last round, or had a vote on
             the snapshot.
@@ -194,16 +192,18 @@ class Follower:
         patience: float = 10.0,
         trust: Trust = "known",
         named: Iterable[str] = (),
+        counts_late: bool = False,
     ) -> None:
         """This peer, `name`, starts with `state`. With `alone="train"` it trains alone after `patience` seconds without
-        company. `trust`: the peers whose claims count; `named`: those by which its user had it join."""
+        company. `trust`: the peers whose claims count; `named`: those by which its user had it join. `counts_late`:
+        whether a contribution that came too late may count in the next round."""
         self._name = name
         self._alone = alone
         self._patience = patience
         # What it holds, and what it knows of the group.
         self.state = state
         self.doubts = False
-        self.most_missed, self.counts_late = MAX_MISSED, False
+        self._most_missed, self._counts_late = MAX_MISSED, counts_late
         self.phase: Phase = Joining()
         self.reason = "it has not met the group yet"
         self.known = Known(name, trust, patience, now, named)
@@ -255,7 +255,8 @@ class Follower:
     def handle(self, event: Event, now: float) -> list[Action]:
         """Take an event, at `now` seconds of any steady clock; return the actions, in order."""
         match event:
-            case events.RoundEnded(outcome):
+            case events.RoundEnded(outcome, most_missed=most_missed):
+                self._most_missed = self._most_missed if most_missed is None else most_missed
                 return self._round_succeeded(event, now) if outcome.ok else self._round_failed(outcome, now)
             case events.Fetched(outcome, values):
                 return self._on_download(outcome, values, now)
@@ -326,7 +327,7 @@ class Follower:
         self.reason = outcome.reason if outcome.late else f"the last round failed: {outcome.reason}"
         # The others may have a mean. If this peer's contribution counts in it, this peer must not give that again; if
         # it came too late, the next contribution needs the means.
-        most = max(MAX_MISSED, self.most_missed) if outcome.late and self.counts_late else 1
+        most = max(MAX_MISSED, self._most_missed) if outcome.late and self._counts_late else 1
         return self._look_ahead(most) if (outcome.group or outcome.late) and self.follows else []
 
     def _round_succeeded(self, event: events.RoundEnded, now: float) -> list[Action]:
@@ -419,7 +420,7 @@ class Follower:
             return []
         group = self.phase.group
         missed = 0 if group is None else group.epoch - self.state.epoch
-        if self._given_up != self.state and 0 < missed <= self.most_missed:
+        if self._given_up != self.state and 0 < missed <= self._most_missed:
             return self._ask()
         return self._fetch(self.phase.epoch, now)
 
@@ -518,7 +519,7 @@ class Follower:
         decided, beyond = not found.unheard, found.beyond
         looks, self._asked, self._looks.ahead = self._looks, None, 0
         if beyond > self.state.epoch and (
-            looks.meets or not self._placed or (self._rounds.late and self.counts_late)
+            looks.meets or not self._placed or (self._rounds.late and self._counts_late)
         ):
             return self._overtaken(beyond, now)
         if decided and looks.back[0] == self.state:

@@ -371,7 +371,7 @@ class SimulatedRun:
         manifest = Manifest.of(min(join.peer for join in closing.members), closing.members, drawn)
         going = Exchange(manifest, self._time.now)
         self._wait.learn(closing.lateness)
-        self._policy.learn(closing.late, closing.absent)
+        self._policy.learn(self._policy.late(self._builder, closing, self._time.now), closing.absent)
         for peer in closing.absent:
             self.members[peer].misses += 1
         self._round += 1

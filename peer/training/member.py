@@ -353,8 +353,7 @@ class Member:
             return  # A download has brought a later state: this mean is of no more use.
         missing = 0
         self._contributors = len(outcome.shares) or self._contributors
-        if outcome.late or (outcome.ok and outcome.state != self.id):
-            self._follower.most_missed = self._most_missed()
+        missed = outcome.late or (outcome.ok and outcome.state != self.id)
         if outcome.ok and isinstance(state := self._run.state, Idle):
             # The number of known peers that were not in the group, and for which it had places. While its members begin
             # from different parameters, the next group may have other members.
@@ -365,7 +364,7 @@ class Member:
             missing = max(int(min(state.peers + 1, places)) - len(outcome.group), 0)
         awaits = outcome.ok and self._follower.known.awaits(outcome)
         elsewhere = awaits and self._run.progress(self._target).awaited
-        self._hear(events.RoundEnded(outcome, missing, elsewhere))
+        self._hear(events.RoundEnded(outcome, missing, elsewhere, self._most_missed() if missed else None))
         if not outcome.ok and self._downloads.recovering:
             self._await_mean()  # Asked for before the round ended. The next contribution needs it.
         if was_in_step != self.in_step:
@@ -495,8 +494,8 @@ class Member:
     def _start_from(self, state: StateId) -> None:
         options = self._options
         how = options.alone, options.patience, options.trust, self._run.core.link.welcome.named
-        self._follower = Follower(self._run.peer, state, self.clock(), *how)
-        self._follower.counts_late = self._run.core.strategy.late == "next"
+        late = self._run.core.strategy.late == "next"
+        self._follower = Follower(self._run.peer, state, self.clock(), *how, counts_late=late)
 
     def _attend(self) -> None:
         """Take part in a round without a contribution, to learn the group's state, or its mean."""

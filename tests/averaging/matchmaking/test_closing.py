@@ -624,6 +624,14 @@ def test_a_learnt_grace_follows_from_how_late_each_missing_peer_has_been(
     assert not any(told[:-1])
 
 
+@pytest.mark.parametrize("spec", ["allreduce", "allreduce:quorum=3", "allreduce:quorum=3,grace=0.5"])
+def test_a_group_whose_grace_is_not_learnt_says_nothing_of_how_late_its_members_were(spec: str) -> None:
+    one, peers, joins = gathers(spec)
+    for name in peers[:5]:
+        joins(name, 1.0)
+    assert {message.late for _, message in sent(alive(one, peers, 5.0, 1.0), wire.GroupFormed)} == {()}
+
+
 def test_a_longer_grace_is_tried_until_the_peer_comes_or_is_later_than_any_wait() -> None:
     one, peers, _ = gathers("allreduce:quorum=3,grace=auto")
     grace, late = one._coordinator._policy, peers[5]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from itertools import pairwise
 
+import msgspec
 import pytest
 
 from equipoise.averaging.outcome import FetchOutcome, Outcome
@@ -79,8 +80,8 @@ def told(actions: list[Action]) -> list[Action | str]:
     return [one.outcome.digest if isinstance(one, Commit) else one for one in actions]
 
 
-def following(state: StateId = START) -> Follower:
-    machine = Follower("a", state, 0.0)
+def following(state: StateId = START, counts_late: bool = False) -> Follower:
+    machine = Follower("a", state, 0.0, counts_late=counts_late)
     assert machine.handle(ok(state, INTRODUCED), 0.0) == []
     assert machine.follows
     return machine
@@ -158,15 +159,13 @@ def test_a_peer_that_missed_a_few_rounds_fetches_those_means_in_place_of_a_snaps
 
 def test_means_that_are_together_larger_than_a_snapshot_are_not_fetched() -> None:
     for missed, action in ((3, FetchMean(START)), (4, FetchSnapshot(4))):
-        machine = following()
-        machine.most_missed = 3
-        assert machine.handle(ok(state_at(missed)), 1.0) == [action]
+        ended = msgspec.structs.replace(ok(state_at(missed)), most_missed=3)
+        assert following().handle(ended, 1.0) == [action]
 
 
 def test_all_means_that_followed_are_asked_for_where_a_contribution_came_too_late() -> None:
-    machine, lost = following(), following()
-    machine.most_missed, machine.counts_late, lost.counts_late = MAX_MISSED + 8, True, True
-    actions = machine.handle(LATE, 1.0)
+    machine, lost = following(counts_late=True), following(counts_late=True)
+    actions = machine.handle(msgspec.structs.replace(LATE, most_missed=MAX_MISSED + 8), 1.0)
     for epoch in range(MAX_MISSED + 8):
         assert actions[-1] == FetchMean(state_at(epoch))
         actions = machine.handle(mean(epoch), 1.1)
