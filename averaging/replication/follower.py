@@ -168,6 +168,24 @@ class _Snapshot:
         self.after = max(self.after, now + self.pause)
 
 
+@dataclass(frozen=True)
+class FollowerOptions:
+    """The wishes of the user and the run.
+
+    Attributes:
+        alone: `train` to train alone after `patience` seconds without company.
+        trust: The peers whose claims count.
+        named: Those by which the user had this peer join.
+        counts_late: Whether a contribution that came too late may count in the next round.
+    """
+
+    alone: Alone = "train"
+    patience: float = 10.0
+    trust: Trust = "known"
+    named: Iterable[str] = ()
+    counts_late: bool = False
+
+
 class Follower:
     """One peer's copy of the state that all peers of a group hold alike; it needs no time events.
 
@@ -188,25 +206,18 @@ class Follower:
         name: str,
         state: StateId,
         now: float,
-        alone: Alone = "train",
-        patience: float = 10.0,
-        trust: Trust = "known",
-        named: Iterable[str] = (),
-        counts_late: bool = False,
+        options: FollowerOptions = FollowerOptions(),
     ) -> None:
-        """This peer, `name`, starts with `state`. With `alone="train"` it trains alone after `patience` seconds without
-        company. `trust`: the peers whose claims count; `named`: those by which its user had it join. `counts_late`:
-        whether a contribution that came too late may count in the next round."""
+        """This peer, `name`, starts with `state`."""
         self._name = name
-        self._alone = alone
-        self._patience = patience
+        self._options = options
         # What it holds, and what it knows of the group.
         self.state = state
         self.doubts = False
-        self._most_missed, self._counts_late = MAX_MISSED, counts_late
+        self._most_missed = MAX_MISSED
         self.phase: Phase = Joining()
         self.reason = "it has not met the group yet"
-        self.known = Known(name, trust, patience, now, named)
+        self.known = Known(name, options.trust, options.patience, now, options.named)
         self.circle: tuple[str, ...] = ()
         # What it does about it.
         self._placed = True
@@ -250,7 +261,7 @@ class Follower:
     @property
     def gives_up(self) -> bool:
         """True if this peer trains alone when its next update is due, though others are known."""
-        return self._alone == "train" and self._rounds.failures >= FAILED_ROUNDS
+        return self._options.alone == "train" and self._rounds.failures >= FAILED_ROUNDS
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """Take an event, at `now` seconds of any steady clock; return the actions, in order."""
@@ -327,7 +338,7 @@ class Follower:
         self.reason = outcome.reason if outcome.late else f"the last round failed: {outcome.reason}"
         # The others may have a mean. If this peer's contribution counts in it, this peer must not give that again; if
         # it came too late, the next contribution needs the means.
-        most = max(MAX_MISSED, self._most_missed) if outcome.late and self._counts_late else 1
+        most = max(MAX_MISSED, self._most_missed) if outcome.late and self._options.counts_late else 1
         return self._look_ahead(most) if (outcome.group or outcome.late) and self.follows else []
 
     def _round_succeeded(self, event: events.RoundEnded, now: float) -> list[Action]:
@@ -395,7 +406,7 @@ class Follower:
 
     def _nobody_knows(self, now: float) -> list[Action]:
         """No member claimed a state. If that lasts, all its holders have left, and each peer claims its own again."""
-        if self.behind and now - self._rounds.group_at >= self._patience:
+        if self.behind and now - self._rounds.group_at >= self._options.patience:
             self._join_anew("nobody is left who holds the group's state")
         return []
 
@@ -519,7 +530,7 @@ class Follower:
         decided, beyond = not found.unheard, found.beyond
         looks, self._asked, self._looks.ahead = self._looks, None, 0
         if beyond > self.state.epoch and (
-            looks.meets or not self._placed or (self._rounds.late and self._counts_late)
+            looks.meets or not self._placed or (self._rounds.late and self._options.counts_late)
         ):
             return self._overtaken(beyond, now)
         if decided and looks.back[0] == self.state:
@@ -587,11 +598,11 @@ class Follower:
         left = self._deserted(now)
         if left:
             return left
-        if self._alone == "wait":
+        if self._options.alone == "wait":
             self.reason = "it waits: no other peer of this run is known"
             return []
-        if now - self._rounds.company_at < self._patience:
-            looks = f"it looks for one for {self._patience:g} s before it trains alone"
+        if now - self._rounds.company_at < self._options.patience:
+            looks = f"it looks for one for {self._options.patience:g} s before it trains alone"
             self.reason = f"no other peer is known; {looks}"
             return []
         return self._step_alone("no other peer of this run is known")

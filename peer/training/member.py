@@ -22,6 +22,7 @@ from equipoise.averaging.replication.follower import (
     MAX_MISSED,
     MEETING_WEIGHT,
     Follower,
+    FollowerOptions,
 )
 from equipoise.averaging.replication.lineage import beginning
 from equipoise.averaging.state import StateId
@@ -493,9 +494,9 @@ class Member:
 
     def _start_from(self, state: StateId) -> None:
         options = self._options
-        how = options.alone, options.patience, options.trust, self._run.core.link.welcome.named
-        late = self._run.core.strategy.late == "next"
-        self._follower = Follower(self._run.peer, state, self.clock(), *how, counts_late=late)
+        named, late = self._run.core.link.welcome.named, self._run.core.strategy.late == "next"
+        how = FollowerOptions(options.alone, options.patience, options.trust, named, late)
+        self._follower = Follower(self._run.peer, state, self.clock(), how)
 
     def _attend(self) -> None:
         """Take part in a round without a contribution, to learn the group's state, or its mean."""

@@ -40,6 +40,7 @@ from equipoise.averaging.replication.follower import (
     MAX_MISSED,
     Behind,
     Follower,
+    FollowerOptions,
 )
 from equipoise.averaging.replication.lineage import CHECK_EVERY, after, beginning, follow
 from equipoise.averaging.state import StateId
@@ -81,7 +82,7 @@ def told(actions: list[Action]) -> list[Action | str]:
 
 
 def following(state: StateId = START, counts_late: bool = False) -> Follower:
-    machine = Follower("a", state, 0.0, counts_late=counts_late)
+    machine = Follower("a", state, 0.0, FollowerOptions(counts_late=counts_late))
     assert machine.handle(ok(state, INTRODUCED), 0.0) == []
     assert machine.follows
     return machine
@@ -317,7 +318,7 @@ def test_a_peer_that_claims_the_groups_state_and_gives_nothing_is_not_known() ->
 
 @pytest.mark.parametrize("alone", ["train", "wait"])
 def test_without_company_a_peer_looks_for_some_first(alone: follower.Alone) -> None:
-    machine = Follower("a", START, 0.0, alone, patience=10.0)
+    machine = Follower("a", START, 0.0, FollowerOptions(alone))
     assert machine.handle(Due(company=False), 9.0) == []
     assert machine.handle(Due(company=False), 11.0) == ([StepAlone()] if alone == "train" else [])
     assert machine.handle(Due(company=True), 12.0) == [Meet()]
@@ -380,7 +381,7 @@ def test_a_state_that_the_script_has_written_is_claimed_only_after_a_round() -> 
 def test_a_newcomer_asks_the_peers_that_hold_the_groups_state_and_asks_others_once_another_is_the_groups() -> (
     None
 ):
-    machine = Follower("a", OTHER, 0.0, named=["n"])
+    machine = Follower("a", OTHER, 0.0, FollowerOptions(named=["n"]))
     machine.handle(Overdue(FIRST_SNAPSHOT), 1.0)
     assert machine.donors == {"n"}
     assert machine.handle(ok(START, {"b": 8.0}), 2.0) == [FetchSnapshot(0)], "n may never hold that"
