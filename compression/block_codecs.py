@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -36,14 +37,6 @@ of 8 members has one 1000-sigma outlier in 16M values; blocks of 256 give .0098 
 
 STREAMED_VALUES = 256 * 1024
 """Fewest values that are decoded past the cache: more than a core's second-level cache holds."""
-
-
-SAMPLED_BLOCKS = 64
-"""Blocks whose codes are read to estimate a sum of squares: it is an eighth off where the blocks differ as much as they
-are large, and a thirtieth where their values are normal."""
-
-_chance = np.random.default_rng()
-"""Draws the blocks: a sender that knew them would put its large values elsewhere."""
 
 
 class BlockCodec(Codec):
@@ -104,26 +97,10 @@ class BlockCodec(Codec):
         super().check(payload, count)
 
     def squares(self, payload: Buffer, count: int) -> float:
-        """See `Codec.squares`: some whole blocks are drawn by their scales, and show how far the others fill theirs."""
-        rows = self._bytes(payload, count)[: self.blocks.size(count - count % self.granule)]
-        if rows.size <= 2 * SAMPLED_BLOCKS * self.blocks.size(self.granule):
-            return super().squares(payload, count)
-        rows = rows.reshape(-1, self.blocks.size(self.granule))
-        if self.blocks.scale_bytes == 4:
-            scales = rows.view(np.float32)[:, 0]
-        else:
-            scales = (rows.view(np.uint16)[:, 0].astype(np.uint32) << 16).view(np.float32)
-        peaks = np.square(scales, dtype=np.float64)
-        sums = np.cumsum(peaks)
-        rest = count % self.granule
-        tail = super().squares(self._bytes(payload, count)[rows.size :].data, rest) if rest else 0.0
-        if not 0 < sums[-1] < np.inf:
-            return float(sums[-1]) + tail
-        drawn = np.searchsorted(sums, (1 - _chance.random(SAMPLED_BLOCKS)) * sums[-1])
-        values = np.empty((SAMPLED_BLOCKS, self.granule), np.float32)
-        self.decode(rows[drawn].reshape(-1).data, values.reshape(-1))
-        filled = np.square(values, dtype=np.float64).sum(1) / peaks[drawn]
-        return float(filled.mean() * sums[-1]) + tail
+        """See `Codec.squares`."""
+        short, source = compiled(count), raw(payload)
+        found = short.squares(source, count, *self.blocks) if short and source is not None else math.nan
+        return super().squares(payload, count) if math.isnan(found) else found
 
     def accumulate(self, payload: Buffer, weight: float, into: Values) -> None:
         """Add `weight` times the decoded `payload` to `into`; see `Codec.accumulate`."""

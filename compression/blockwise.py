@@ -113,6 +113,8 @@ class ArrayKernels:
         decode: `(payload, out, block, per_byte, past_cache)`: fill `out`, if an encoder could have written `payload`.
             Past the cache, a processor need not read the memory that it overwrites; what reads `out` next does.
         sound: `(payload, n, block, per_byte)`: whether an encoder could have written it.
+        squares: `(payload, n, block, per_byte)`: the sum of the squares of the values, to a thousandth; in place of
+            False, a negative number near it, or NaN where other code must do it.
         accumulate: `(payload, weight, into, block, per_byte)`: add f32(f32(weight) * decoded) to `into`, f32 [n].
         reduce: `(addresses, weights, payload, scratch, block, per_byte)`: add up payloads in turn, each times its
             weight in f32, and encode the sum into `payload`. addresses, int64 [m >= 1]: where the payloads begin, each
@@ -125,6 +127,7 @@ class ArrayKernels:
     encode: Callable[[Values, Bytes, int, int], bool]
     decode: Callable[[Bytes, Values, int, int, bool], bool]
     sound: Callable[[Bytes, int, int, int], bool]
+    squares: Callable[[Bytes, int, int, int], float]
     accumulate: Callable[[Bytes, float, Values, int, int], bool]
     reduce: Callable[[NDArray[np.int64], NDArray[np.float64], Bytes, Values, int, int], bool]
     widen: Mapping[str, Callable[[NDArray[np.uint16], NDArray[np.uint32]], None]]

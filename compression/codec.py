@@ -222,9 +222,12 @@ class Codec(ABC):
             self._check(self._aligned(self._sized(shared(payload), count)), count)
 
     def squares(self, payload: Buffer, count: int) -> float:
-        """Return the sum of the squares of the `count` values of a payload; of many blocks an estimate from a sample.
+        """Return the sum of the squares of the `count` values of a payload, to a thousandth.
 
-        It is not finite where the payload is not sound, or may be.
+        It is below 0 if the payload is not sound: the sum of what its codes would be, negated.
+
+        Raises:
+            CodecError: The payload is not sound, and has no such sum. See `check`.
         """
         values, total = np.empty(min(count, SQUARED_VALUES), np.float32), 0.0
         given = self._bytes(payload, count)

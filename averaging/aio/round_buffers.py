@@ -22,8 +22,8 @@ VALUE_BYTES = 4
 """Bytes of a value in scratch memory, f32."""
 
 
-LEEWAY = 2.0
-"""Most of a part's norm, in signed norms of the whole contribution: norms of large parts are estimates."""
+LEEWAY = 1.01
+"""Most of the norm of a member's parts, in norms that it signed: kernels round sums of squares in their own ways."""
 
 
 class Reduction(NamedTuple):
@@ -97,9 +97,13 @@ class RoundBuffers:
             CodecError: It does not decode to finite values, or to larger ones than its sender signed.
         """
         codec, count = self._codecs[part], self._counts[part]
-        codec.check(payload, count)
-        if self._group.norm_cap < math.inf:
-            self._squares[member] += codec.squares(payload, count)
+        if self._group.norm_cap == math.inf:
+            codec.check(payload, count)
+        else:
+            squares = codec.squares(payload, count)
+            if squares < 0:
+                codec.check(payload, count)
+            self._squares[member] += abs(squares)
             if not self._squares[member] <= (LEEWAY * self._group.norms[member]) ** 2:
                 raise CodecError(
                     f"expected a norm of {self._group.norms[member]:g} in all, as it signed, got more"

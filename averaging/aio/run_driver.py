@@ -246,7 +246,10 @@ class RunDriver:
         return self.search.failed(self._left) if self._left else formed
 
     async def _norm(self, contribution: memoryview) -> float:
-        """The 2-norm of a contribution; infinite if norms do not matter, or if it is not sound."""
+        """The 2-norm of a contribution; infinite if norms do not matter, or if it has none.
+
+        The script may write to it meanwhile. Whether it is sound, the round finds out.
+        """
         layout, squares = self.spec.layout, 0.0
         if self.spec.norm_cap == math.inf:
             return math.inf
@@ -254,7 +257,7 @@ class RunDriver:
             if start:
                 await asyncio.sleep(0)  # The daemon has other rounds.
             try:
-                squares += layout.squares(contribution, start)
+                squares += abs(layout.squares(contribution, start))
             except CodecError:
                 return math.inf
         return math.sqrt(squares) if 0 <= squares < math.inf else math.inf

@@ -10,7 +10,7 @@ import torch
 
 from equipoise.averaging.outcome import Outcome
 from equipoise.averaging.weights import ATTENDANCE_LIMIT, shrinkage
-from equipoise.compression import parse_codec
+from equipoise.compression import CodecError, kernels, parse_codec
 from fakes.cluster import Cluster, company
 from fakes.specs import spec
 from fakes.vectors import averaged
@@ -63,9 +63,21 @@ def test_squares_are_those_of_the_decoded_values(codec: str, count: int) -> None
     payload, found = memoryview(bytearray(form.encoded_size(count))), torch.empty(count)
     form.encode(values, payload)
     form.decode(payload, found)
-    assert form.squares(payload, count) == pytest.approx(float(found.double().square().sum()), rel=0.3)
+    assert form.squares(payload, count) == pytest.approx(float(found.double().square().sum()), rel=1e-3)
     form.encode(torch.zeros(count), payload)
     assert form.squares(payload, count) == 0.0
+
+
+def test_what_no_encoder_writes_has_no_squares_or_as_many_below_zero() -> None:
+    form, count = parse_codec("int8"), 1 << 17
+    payload = memoryview(bytearray(form.encoded_size(count)))
+    form.encode(torch.ones(count), payload)
+    payload[4] = 0x80
+    if kernels().arrays is None:
+        with pytest.raises(CodecError, match="is -128"):
+            form.squares(payload, count)
+    else:
+        assert form.squares(payload, count) == pytest.approx(-count, rel=1e-3)
 
 
 @pytest.mark.parametrize(("codec", "flat"), [("fp32", HUGE), ("fp32", 1e15), ("int8", 1e30)])
