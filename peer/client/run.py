@@ -526,6 +526,15 @@ class JoinedRun:
             self._state = NoPeers(str(error))
         return self._state
 
+    @property
+    def members(self) -> tuple[str, ...]:
+        """PeerIDs of the live peers of this run that train, sorted; see `wait_for` for which count.
+
+        Raises:
+            DaemonLost: The daemon has gone.
+        """
+        return self.core.link.ask(messages.AskMembers(self.name))
+
     def wait_for(self, peers: int, timeout: float = 60.0) -> bool:
         """Wait until `peers` others of this run are known, at most `timeout` seconds; returns whether they are.
 

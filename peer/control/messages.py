@@ -144,6 +144,10 @@ class AskState(RunRequest[RunState], frozen=True):
     """Ask for the standing of the next round of the run."""
 
 
+class AskMembers(RunRequest[tuple[str, ...]], frozen=True):
+    """Ask for the PeerIDs of the live peers of the run that train, sorted."""
+
+
 class Progress(msgspec.Struct, frozen=True):
     """Answers `AskProgress`: weight accumulated towards the next step.
 

@@ -218,6 +218,10 @@ class Session:
         """State of the next round of the purpose used last."""
         return (await self._run_driver(self._purpose)).search.state
 
+    async def members(self) -> tuple[str, ...]:
+        """The peers that answer, and train, of the purpose used last, sorted."""
+        return (await self._run_driver(self._purpose)).search.membership.live(())
+
     def _draw(self, run_driver: RunDriver) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """The peers that train in the next round of a federated run, and those that have contributed to it."""
         gathering = run_driver.gathering

@@ -22,6 +22,7 @@ from equipoise.peer.training.local import DiLoCo, LocalSGD, SparseLoCo
 from equipoise.peer.training.optimizer import SwarmOptimizer
 from equipoise.peer.training.options import FederatedOptions, LocalOptions, Options
 from equipoise.peer.training.safetensors_io import ImageError
+from equipoise.peer.training.shares import Shares
 
 __all__ = [
     "Average",
@@ -38,6 +39,7 @@ __all__ = [
     "Nesterov",
     "Options",
     "Record",
+    "Shares",
     "SparseLoCo",
     "StateId",
     "Stateful",

@@ -115,12 +115,12 @@ def test_the_plan_is_that_of_the_table() -> None:
 def test_every_script_averages_on_two_machines(swarm: Swarm) -> None:
     launch, resume = shown("launch", "--join"), shown("launch", "--resume")
     first = swarm.daemon("first")
-    names = ("train.py", "local.py", "gossip.py", "curves.py", "by_hand.py", "federated.py")
+    names = ("train.py", "local.py", "gossip.py", "curves.py", "shares.py", "by_hand.py", "federated.py")
     for name in names:
         (swarm.folder / name).write_text(script(name))
     others = "\n".join(f"runpy.run_path({name!r}, run_name='__main__')" for name in names[1:])
     (swarm.folder / "others.py").write_text(f"import runpy\n{others}\n")
-    commands_and_rounds = [(launch, 1), (resume, 2), (with_script(launch, "others.py"), 7)]
+    commands_and_rounds = [(launch, 1), (resume, 2), (with_script(launch, "others.py"), 8)]
     for command, count in commands_and_rounds:
         trainers = [launched(swarm, told(command, first), f"trainer{index}") for index in range(2)]
         for trainer in trainers:

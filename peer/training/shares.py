@@ -1,0 +1,176 @@
+"""Shares of the data: each live peer of a run draws its own part of one common order, and no peer waits for another.
+
+Who draws what is rendezvous hashing (Thaler and Ravishankar 1998): of all members of a pass, the one with the highest
+hash beside the sample draws it. So a peer that comes takes samples over from all others, and none changes hands between
+those. Peers compute alike from the seed, the pass and the members, and exchange nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterator, Sized
+from typing import Any
+
+import numpy as np
+from blake3 import blake3
+from numpy.typing import NDArray
+from torch.utils.data import Sampler, Subset
+
+from equipoise.peer.client.run import JoinedRun
+from equipoise.peer.errors import DaemonLost
+
+LOOK_SECONDS = 5.0
+"""Seconds between two looks at the members: a newcomer draws what falls to it, until the others have looked."""
+
+SLOT_BITS = 16
+"""Samples are dealt by this many bits of their hash: with millions of them, each peer is still hashed 65,536 times."""
+
+CHUNK = 1 << 20
+"""Samples that are hashed at once, so that a pass takes memory for one peer's part."""
+
+
+def mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Hash integers, u64 [n], alike on all machines: the finalizer of SplitMix64 (Steele 2014)."""
+    values = values + np.uint64(0x9E3779B97F4A7C15)
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+class Pass:
+    """One peer's pass over its part of the data: it reads no clock, and asks nobody.
+
+    Attributes:
+        members: The peers among which the data are dealt; it grows.
+        drawn: Samples that this peer has drawn.
+        left: Indices of those that it has yet to draw, i64 [n], in the common order.
+    """
+
+    def __init__(self, count: int, seed: int, number: int, me: str, members: Collection[str]) -> None:
+        """Deal `count` samples among this peer, `me`, and the `members`, for the pass of this `number`."""
+        self._me, self._key = me, f"{seed} {number}"
+        self.members = frozenset(members) | {me}
+        self.drawn = 0
+        mine = self._mine()
+        chunks = (np.arange(at, min(at + CHUNK, count), dtype=np.uint64) for at in range(0, count, CHUNK))
+        kept = [chunk[mine[self._slots(chunk)]] for chunk in chunks]
+        left = np.concatenate(kept) if kept else np.zeros(0, np.uint64)
+        self.left = left[np.argsort(self._hashed(left), kind="stable")].astype(np.int64)
+
+    def __len__(self) -> int:
+        return self.drawn + len(self.left)
+
+    def meet(self, members: Collection[str]) -> None:
+        """Hand over to new members what falls to them of what is left. What those drew that left comes next pass."""
+        if not self.members.issuperset(members):
+            self.members |= frozenset(members)
+            self.left = self.left[self._mine()[self._slots(self.left.astype(np.uint64))]]
+
+    def draw(self) -> int:
+        """The next sample's index; at least one is left."""
+        first, self.left, self.drawn = int(self.left[0]), self.left[1:], self.drawn + 1
+        return first
+
+    def _mine(self) -> NDArray[np.bool_]:
+        """The slots of which this peer draws the samples."""
+        slots = np.arange(1 << SLOT_BITS, dtype=np.uint64)
+        best, owned = np.zeros_like(slots), np.zeros(len(slots), bool)
+        for peer in sorted(self.members):
+            score = mixed(slots ^ _number(f"{self._key} {peer}"))
+            owned = np.where(score > best, peer == self._me, owned)
+            best = np.maximum(best, score)
+        return owned
+
+    def _hashed(self, indices: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        """What orders the samples."""
+        return mixed(indices ^ _number(self._key))
+
+    def _slots(self, indices: NDArray[np.uint64]) -> NDArray[np.int64]:
+        """The slots of samples: the lowest bits, so that each is spread over the whole order."""
+        return (self._hashed(indices) & np.uint64((1 << SLOT_BITS) - 1)).astype(np.int64)
+
+
+def _number(told: str) -> np.uint64:
+    return np.uint64(int.from_bytes(blake3(told.encode()).digest(8), "little"))
+
+
+class Shares(Sampler[int]):
+    """Has each live peer draw its own part of a data set that all have: `DataLoader(data, sampler=Shares(run, data))`.
+
+    At each pass, the samples are dealt among the peers that are there, in an order that all have in common. A peer that
+    comes meanwhile takes over its part of what is left. What a peer that left had not drawn comes back in the next
+    pass. Each peer counts its own passes, so a fast one begins the next earlier.
+
+    Attributes:
+        epoch: Number of the pass that comes next. Frameworks call `set_epoch`; a script that resumes sets it.
+    """
+
+    def __init__(self, run: JoinedRun, dataset: Sized, *, seed: int = 0) -> None:
+        """Share a data set.
+
+        Args:
+            run: Its live peers share the data.
+            dataset: A data set with a length, alike on all peers.
+            seed: Alike on all peers; another one has other orders.
+
+        Raises:
+            TypeError: The data set has no length, as one that is streamed.
+        """
+        self._run, self._seed, self._count = run, seed, _length(dataset)
+        self._members: tuple[str, ...] = ()
+        self._pass: Pass | None = None
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Say which pass comes next."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        """Samples of the pass that goes on or, before the first one, of that; newcomers make it shorter."""
+        return len(self._pass or self._deal(self._count))
+
+    def __iter__(self) -> Iterator[int]:
+        current = self._pass = self._begin(self._count)
+        clock = self._run.core.clock
+        looks_at = clock() + LOOK_SECONDS
+        while len(current.left):
+            if clock() >= looks_at:
+                current.meet(self._look())
+                looks_at = clock() + LOOK_SECONDS
+            if len(current.left):
+                yield current.draw()
+
+    def split(self, dataset: Any) -> Any:
+        """This peer's part of a data set in the pass that comes next, for loaders that take no sampler.
+
+        Call it before each pass, with the same data set on all peers. A peer that comes meanwhile gets its part from
+        the next pass on.
+
+        Returns:
+            Of a data set with `select`, as those of Hugging Face, what that returns; of others, a `Subset`.
+
+        Raises:
+            TypeError: The data set has no length.
+        """
+        part = self._begin(_length(dataset)).left.tolist()
+        return dataset.select(part) if hasattr(dataset, "select") else Subset(dataset, part)
+
+    def _begin(self, count: int) -> Pass:
+        begun, self.epoch = self._deal(count), self.epoch + 1
+        return begun
+
+    def _deal(self, count: int) -> Pass:
+        return Pass(count, self._seed, self.epoch, self._run.peer, self._look())
+
+    def _look(self) -> tuple[str, ...]:
+        """The live peers; while the daemon is gone, those of the last look."""
+        with contextlib.suppress(DaemonLost):
+            self._members = self._run.members
+        return self._members
+
+
+def _length(dataset: object) -> int:
+    if isinstance(dataset, Sized):
+        return len(dataset)
+    hint = "give each peer other files, or shards, of data that are streamed"
+    raise TypeError(f"expected a data set with a length, got {type(dataset).__name__}: {hint}")
