@@ -88,7 +88,7 @@ class RunCore:
         region: The memory that the run shares with the daemon.
         lock: Held while a round begins or is collected, and while a daemon replaces a lost one.
         agreed: The request of `Run.agree`, kept for a daemon that replaces a lost one.
-        replicated: Whether all peers hold the parameters bit for bit: peers with other dtypes never meet then.
+        replicated: The tensors that all peers hold bit for bit: peers with other dtypes of those never meet.
         trained_by: Name of the optimizer or loop that steps the run; only one can.
         accumulated: The weight that the daemon was told last; None before the first step.
         finishing: Calls that end a training, before the run is left.
@@ -112,7 +112,8 @@ class RunCore:
         pin(region, binding.devices)
         self.lock = threading.Lock()
         self.agreed: messages.AgreeRun | None = None
-        self.replicated = self.is_branch = self.left = False
+        self.is_branch = self.left = False
+        self.replicated: Mapping[str, torch.Tensor] = {}
         self.trained_by = ""
         self.watcher: Watcher | None = None
         self.reported: dict[str, float | torch.Tensor] = {}
@@ -295,7 +296,8 @@ class JoinedRun:
                 hint = "agree after join, before the first accumulate and step"
                 raise Refused(f"run {self.name!r} {happened}", hint)
             carried = self.core.binding.buffer_schema() if buffers else Schema(())
-            dtypes = self.core.binding.dtypes if self.core.replicated else ()
+            held = self.core.replicated
+            dtypes = tuple(one.dtype for one in Schema.of(held).tensors) if held else ()
             request = messages.AgreeRun(self.name, agreed, carried, observes, dtypes)
             if differs := self.core.link.ask(request, AGREE_SECONDS):
                 log.warning(

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from equipoise.averaging.layout import EXACT, Layout
-from equipoise.averaging.schema import Dtype, Schema, SchemaError, TensorSpec, tensors_by_name
+from equipoise.averaging.schema import Schema, SchemaError, TensorSpec, tensors_by_name
 from equipoise.compression import Codec
 from equipoise.peer.client.accumulate import Accumulator
 from equipoise.peer.client.encoding import Encoder
@@ -73,11 +73,6 @@ class Binding:
         self.sparse = sparse_gradients(tensors) if isinstance(tensors, torch.nn.Module) else frozenset()
         self.devices = frozenset(filter(None, map(linked, named_tensors(tensors).values())))
         self._lost: dict[str, torch.Tensor] = {}
-
-    @property
-    def dtypes(self) -> tuple[Dtype, ...]:
-        """The dtypes of the tensors whose gradients are exchanged, in order."""
-        return tuple(one.dtype for one in Schema.of(stepped_tensors(self.source)).tensors)
 
     @property
     def size(self) -> int:

@@ -33,10 +33,11 @@ class SwarmState:
         """
         tensors, about = unpack(self._optimizer.image())
         inner, parameters = self._optimizer.inner, self._optimizer.parameters
+        stepped = self._optimizer.masters.tensors
         has_all = all(parameter in inner.state for parameter in parameters.values())
         future = {
             f"optimizer/state/{name}/{key}": torch.zeros_like(value)
-            for name, kept in ({} if has_all else remembered(inner, parameters)).items()
+            for name, kept in ({} if has_all else remembered(inner, parameters, stepped)).items()
             for key, value in kept.items()
             if isinstance(value, torch.Tensor)
         }

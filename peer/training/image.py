@@ -263,10 +263,16 @@ class OptimizerPart:
     """The state of an optimizer, and its hyperparameters, by the names of the parameters."""
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, names: Mapping[str, torch.Tensor], scheduled: bool = False
+        self,
+        optimizer: torch.optim.Optimizer,
+        names: Mapping[str, torch.Tensor],
+        scheduled: bool = False,
+        stepped: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
-        """`names` are the parameters' by name; `scheduled` says whether a scheduler changes hyperparameters."""
+        """`names` are the parameters by name, `stepped` are their masters, if they have some; `scheduled` says whether
+        a scheduler changes hyperparameters."""
         self._optimizer = optimizer
+        self._stepped = names if stepped is None else stepped
         self._terms = [_told_terms(group, scheduled) for group in optimizer.param_groups]
         self._scheduled = scheduled
         self._parameters = dict(names)
@@ -295,7 +301,7 @@ class OptimizerPart:
         """
         tree = self.tree()
         if self._is_elementwise and len(tree["state"]) < len(self._parameters):
-            twins = remembered(self._optimizer, self._parameters, _small)
+            twins = remembered(self._optimizer, self._parameters, self._stepped, _small)
             tree["state"] = {
                 name: {key: _grown(value, self._parameters[name]) for key, value in kept.items()}
                 for name, kept in twins.items()
@@ -443,13 +449,14 @@ def _placed(key: str, value: Tree, parameter: torch.Tensor, group: Mapping[str, 
 def remembered(
     inner: torch.optim.Optimizer,
     parameters: Mapping[str, torch.Tensor],
+    stepped: Mapping[str, torch.Tensor],
     like: Callable[[torch.Tensor], torch.Tensor] = torch.zeros_like,
 ) -> dict[str, dict[str, Any]]:
-    """What an optimizer will remember of each parameter after a step with zeros; `like` makes the parameter's twin.
+    """What an optimizer will remember of each parameter after a step with zeros; `like` makes the twins of `stepped`.
 
     The twins step at a rate of zero, as in torch's own `get_optimizer_state_dict`, but without touching the original.
     """
-    twins = {id(one): like(one).requires_grad_() for one in parameters.values()}
+    twins = {id(one): like(stepped[name]).requires_grad_() for name, one in parameters.items()}
     for one in twins.values():
         zeros = torch.zeros_like(one)
         one.grad = zeros.to_sparse() if isinstance(inner, torch.optim.SparseAdam) else zeros

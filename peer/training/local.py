@@ -20,7 +20,7 @@ from typing import Any, Generic, NamedTuple, Self, TypeVar, Unpack
 import torch
 from humanfriendly.text import pluralize
 from torch._compile import _disable_dynamo
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from equipoise.averaging.outcome import Outcome
@@ -38,6 +38,7 @@ from equipoise.peer.training.checkpoint import Checkpoints, keep_checkpoints
 from equipoise.peer.training.counting import Seen, counted, watch_batches
 from equipoise.peer.training.feedback import Feedback
 from equipoise.peer.training.guard import is_probe, require_same_tensors
+from equipoise.peer.training.masters import Masters
 from equipoise.peer.training.member import (
     CATCH_UP_SECONDS,
     FINISH_SECONDS,
@@ -123,13 +124,15 @@ class LocalTraining(ABC, Generic[End]):
         with _lock:
             _watching.append(self)
             if not _hook:
-                _hook.append(register_optimizer_step_post_hook(_tell))
+                _hook.extend(
+                    [register_optimizer_step_pre_hook(_prepare), register_optimizer_step_post_hook(_tell)]
+                )
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         with _lock:
             _watching.remove(self)
-            if not _watching:
+            while _hook and not _watching:
                 _hook.pop().remove()
         if kind is None and self._counted is _none:
             told = "run %s: no optimizer over the joined tensors has made a step: make it from those"
@@ -137,15 +140,20 @@ class LocalTraining(ABC, Generic[End]):
         if kind is None and self.finished is None:
             self.finish()
 
+    def _begins(self, optimizer: torch.optim.Optimizer, closure: bool) -> None:
+        """Note that an optimizer of this process begins a step, maybe with a closure."""
+
+    def _is_over_ours(self, optimizer: torch.optim.Optimizer) -> bool:
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        return bool(held & self._followed)
+
     def _follow(self, optimizer: torch.optim.Optimizer) -> None:
         """Note that an optimizer of this process has made a step."""
         if is_probe(optimizer):
             return
         counted, last = self._counted(), self._last()
-        if optimizer is not counted:
-            held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-            if not held & self._followed:
-                return
+        if optimizer is not counted and not self._is_over_ours(optimizer):
+            return
         self._last = weakref.ref(optimizer)
         if counted is None or optimizer is last:
             self._counted = self._last
@@ -155,6 +163,13 @@ class LocalTraining(ABC, Generic[End]):
 
 def _none() -> None:
     """A reference to no optimizer."""
+
+
+@_disable_dynamo
+def _prepare(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+    closure = args[1] if len(args) > 1 else keywords.get("closure")
+    for watching in tuple(_watching):
+        watching._begins(optimizer, closure is not None)
 
 
 @_disable_dynamo
@@ -216,10 +231,14 @@ class DiLoCo(LocalTraining[Finished]):
         if self._options.fragments > 1:
             named = enumerate(dealt(parameters, self._options.fragments))
             parts = [(run.core.branch(f"{run.name}/{at}", part), part) for at, part in named]
+        self._masters = Masters(run.name, parameters, self._options.masters)
+        stepped = [{name: self._masters.tensors[name] for name in part} for _, part in parts]
         self._fragments = [
-            Fragment(part_run, part, {} if at else buffers, copy.deepcopy(outer), self._options, at)
-            for at, (part_run, part) in enumerate(parts)
+            Fragment(part_run, stepped[at], {} if at else buffers, copy.deepcopy(outer), self._options, at)
+            for at, (part_run, _) in enumerate(parts)
         ]
+        for fragment in self._fragments:
+            fragment.written = self._masters.write
         terms = {
             "training": type(self).__name__,
             "outer step": str(outer),
@@ -320,9 +339,23 @@ class DiLoCo(LocalTraining[Finished]):
         return self.finished
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        self._masters.end()
         if self._batches:
             self._batches.remove()
         super().__exit__(kind, *error)
+
+    def _begins(self, optimizer: torch.optim.Optimizer, closure: bool) -> None:
+        if not self._is_over_ours(optimizer):
+            return
+        if closure and self._options.masters:
+            told = "the closure of a step would compute with the masters, in fp32"
+            raise Refused(told, "call it before, and then optimizer.step()")
+        self._masters.begin(optimizer)
+
+    def _follow(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._is_over_ours(optimizer):
+            self._masters.end()
+        super()._follow(optimizer)
 
     def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
         self.steps += 1
@@ -388,12 +421,14 @@ class Fragment:
         diverged: Whether local steps have just led to NaN or Inf, and were given up.
         offer: What this peer has offered last, until a mean has it, in a run that counts late contributions.
         feedback: The error feedback; None without.
+        written: Called after the local copy was written.
     """
 
     def __init__(
         self, run: JoinedRun, local: Named, buffers: Named, outer: OuterStep, options: LocalOptions, at: int
     ) -> None:
         self.sent_at = 0
+        self.written: Callable[[], None] = _none
         self.seen = Seen()
         self.run = run
         self._local = dict(local)
@@ -566,6 +601,7 @@ class Fragment:
             self._local[name].copy_(written)
             if name in self._merged:
                 self._merged[name].copy_(written)
+        self.written()
         self.seen.settle(kept=merge > 0)
 
 

@@ -31,6 +31,7 @@ from equipoise.peer.training.batch_quota import BatchQuota
 from equipoise.peer.training.checkpoint import Checkpoints, keep_checkpoints
 from equipoise.peer.training.counting import counted
 from equipoise.peer.training.guard import Guard, is_probe
+from equipoise.peer.training.masters import Masters
 from equipoise.peer.training.member import FINISH_SECONDS, Finished, Member, require_places, wait_for
 from equipoise.peer.training.options import OptionKeywords, Options, from_keywords, number, short
 
@@ -78,6 +79,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
         skipped: Number of epochs without a step, because the averaged gradient was not finite.
         scheduler: The scheduler that `Options.scheduler` made.
         parameters: The run's parameters, by name.
+        masters: What the wrapped optimizer steps; see `Options.masters`.
     """
 
     def __init__(self, run: JoinedRun, inner: torch.optim.Optimizer, options: Options) -> None:
@@ -106,13 +108,15 @@ class SwarmOptimizer(torch.optim.Optimizer):
         all_sparse = isinstance(inner, torch.optim.SparseAdam)
         self._sparse = frozenset(parameters) if all_sparse else sparse_gradients(module)
         buffers = image.averaged_buffers(run, options.buffers)
+        self.masters = Masters(run.name, parameters, options.masters)
+        held = self.masters.tensors
         self._guard = Guard(binding.source, parameters, inner, self.scheduler, options.extra)
-        model = image.ModelPart(parameters, buffers, self._guard.note, binding.counters)
+        model = image.ModelPart(held, buffers, self._loaded, binding.counters)
         parts: dict[str, image.Part] = {}
         if self.scheduler is not None:
             parts["scheduler"] = image.SchedulerPart(self.scheduler)
-        parts["optimizer"] = image.OptimizerPart(inner, parameters, self.scheduler is not None)
-        run.core.replicated = True
+        parts["optimizer"] = image.OptimizerPart(inner, parameters, self.scheduler is not None, held)
+        run.core.replicated = held
         run.agree({**self._terms(), **image.frozen_term(module)}, options.buffers)
         state, target = image.TrainingState(model, parts, options.extra), options.target_batch_size
         self.member = Member(run, state, options, self._update, self._note_update, target)
@@ -300,6 +304,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
         written = self._guard.written()
         if not written:
             return
+        self.masters.take()
         self._guard.note()
         told = f"the script has written to {written}"
         if self.epoch or self.in_step:
@@ -351,6 +356,10 @@ class SwarmOptimizer(torch.optim.Optimizer):
                 f"rounds have {sum(contributors.values()):g} samples: raise it, or make smaller batches",
             )
 
+    def _loaded(self) -> None:
+        self.masters.write()
+        self._guard.note()
+
     def _note_update(self, before: StateId, outcome: Outcome) -> None:
         self._updating = before.epoch + 1
 
@@ -367,6 +376,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
             self._make_step(mean)
             if self._options.on_update is not None:
                 self._options.on_update()
+                self.masters.take()
         finally:
             self._updating = None
             self._guard.note()  # What an interrupted update leaves behind is no write of the script.
@@ -377,8 +387,12 @@ class SwarmOptimizer(torch.optim.Optimizer):
         norm = math.hypot(*norms.values())
         if math.isfinite(norm):
             held = {name: one for name, one in mean.items() if norms[name]}
-            self._hand_over(held, _clip_factor(norm, self._options.clip))
-            self.inner.step()
+            self.masters.begin(self.inner)
+            try:
+                self._hand_over(held, _clip_factor(norm, self._options.clip))
+                self.inner.step()
+            finally:
+                self.masters.end()
         else:
             self.skipped += 1
         self.inner.zero_grad()

@@ -38,6 +38,7 @@ class _CommonKeywords(TypedDict, total=False):
     patience: float
     timeout: float
     trust: Trust
+    masters: bool
 
 
 class OptionKeywords(_CommonKeywords, total=False):
@@ -79,6 +80,8 @@ class CommonOptions:
             any number of strangers, while one of them is there; for a newcomer, the peers by which its daemon's user
             had it join (`--join`), or else most. `heads`: all peers, for swarms of known members: anybody can make up
             peers.
+        masters: Whether the optimizer steps fp32 masters of parameters in bf16 and fp16, which hold their cast.
+            Snapshots and checkpoints hold the masters, so such peers meet peers with fp32 parameters.
     """
 
     wait_for: int = 0
@@ -86,6 +89,7 @@ class CommonOptions:
     patience: float = 10.0
     timeout: float = 30.0
     trust: Trust = "known"
+    masters: bool = False
 
     def __init_subclass__(cls) -> None:
         """Have the subclass's help tell these options too."""

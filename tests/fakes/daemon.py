@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
@@ -231,12 +231,15 @@ class FakeRunDriver:
         self._peer = peer
         self._spec = spec
         self.counts = RoundCounts()
-        self.search = self.announcer = self.comparison = self
+        self.search = self.announcer = self.comparison = self.membership = self
         self.twins: dict[tuple[str, str], str] = {}
         with network.lock:
             self._member = network.runs.setdefault(spec.name, {})[peer] = Member(peer, spec.hash)
 
     gathering = None
+
+    def is_trained(self, peers: Iterable[str]) -> bool:
+        return False
 
     @property
     def state(self) -> RunState:
