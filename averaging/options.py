@@ -40,6 +40,17 @@ TOPOLOGIES = ("random", "exponential", "ring")
 MAX_SPEC_CHARS = 256
 """Longest spec of a strategy or a rule, which may have lists among its options."""
 
+MAX_FROZEN_CHARS = 640
+"""Longest line about a frozen tensor: its name has at most 512 characters."""
+
+MAX_FROZEN = 100_000
+"""Most lines about frozen tensors, as many as a schema has tensors."""
+
+Frozen = Annotated[
+    tuple[Annotated[str, msgspec.Meta(max_length=MAX_FROZEN_CHARS)], ...], msgspec.Meta(max_length=MAX_FROZEN)
+]
+"""A line for each tensor that no peer trains: its name, dtype, shape, and a digest of its values."""
+
 Terms = tuple[tuple[str, str], ...]
 """Pairs of the name and the value of an agreed term, sorted."""
 
@@ -60,6 +71,7 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
         part_values: Values per part of a share (1 Mi measured best), a multiple of 256 and of the codec's block.
         norms: The limit of a contribution's 2-norm: `capped:10`, at most 10 times the lower median, or `any`.
         weights: The limit of a contributor's weight: `capped:10`, at most 10 times the group's lower median, or `any`.
+        base: The user's name for the tensors that no peer trains; empty where those are compared.
     """
 
     strategy: Spec = "allreduce"
@@ -69,6 +81,7 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
     part_values: Number = 1024 * 1024
     weights: Word = CAPPED
     norms: Word = CAPPED
+    base: Word = ""
 
 
 class Needs(NamedTuple):

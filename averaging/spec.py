@@ -20,6 +20,7 @@ from equipoise.averaging.options import (
     MAX_TERM_CHARS,
     MAX_TERM_VALUE_CHARS,
     MAX_TERMS,
+    Frozen,
     Needs,
     RunOptions,
     Terms,
@@ -57,12 +58,14 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         schema: The tensors.
         options: The run's options of averaging.
         terms: Further values that must be alike, as ("target batch size", "4096"); they have no other effect here.
+        frozen: What is told of the tensors that no peer trains, in the model's order; neither has this.
     """
 
     name: str
     schema: Schema
     options: RunOptions
     terms: Terms = ()
+    frozen: Frozen = ()
 
     @classmethod
     def create(
@@ -71,6 +74,7 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         schema: Schema,
         options: RunOptions = RunOptions(),  # noqa: B008 - frozen
         terms: Mapping[str, str] | None = None,
+        frozen: Frozen = (),
     ) -> RunSpec:
         """Check all arguments and bring them into their canonical form.
 
@@ -82,7 +86,8 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             raise SpecError(
                 f"expected a run name of 1 to {MAX_NAME_CHARS} printable characters, got {str(name)[:80]!r}"
             )
-        spec = cls(name=name, schema=schema, options=checked(options), terms=check_terms(terms or {}))
+        agreed = check_terms(terms or {})
+        spec = cls(name=name, schema=schema, options=checked(options), terms=agreed, frozen=frozen)
         most = spec.options.part_values * (MAX_PARTS - SHORT_PARTS)
         if not 0 < spec.layout.size <= most:
             raise SpecError(f"expected 1 to {most} values, got {spec.layout.size}; raise part_values")
@@ -123,8 +128,8 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def marks(self) -> bytes:
-        """A short hash of each of the first `MAX_MARKS` tensors, to find the first tensor that differs."""
-        encoded = map(msgspec.msgpack.encode, self.schema.tensors[:MAX_MARKS])
+        """A short hash of each of the first `MAX_MARKS` tensors, frozen ones last, to find the first that differs."""
+        encoded = map(msgspec.msgpack.encode, (*self.schema.tensors, *self.frozen)[:MAX_MARKS])
         return b"".join(hashlib.sha256(tensor).digest()[:MARK_BYTES] for tensor in encoded)
 
     @cached_property
@@ -143,6 +148,9 @@ def checked(options: RunOptions) -> RunOptions:
     """
     if not isinstance(options.group_size, int) or not 2 <= options.group_size <= MAX_GROUP_SIZE:
         raise SpecError(f"expected a group size of 2 to {MAX_GROUP_SIZE}, got {options.group_size!r}")
+    if not _is_short(options.base, MAX_TERM_CHARS):
+        told = f"at most {MAX_TERM_CHARS} characters of printable ASCII, got {str(options.base)[:80]!r}"
+        raise SpecError(f"expected as name of the base {told}")
     codec, values = parse_codec(options.codec), options.part_values
     unit = math.lcm(MIN_PART_VALUES, codec.granule)
     if not unit <= values <= MAX_PART_VALUES or values % unit:

@@ -92,6 +92,7 @@ class Client:
         part_values: int = 1024 * 1024,
         weights: str = CAPPED,
         norms: str = CAPPED,
+        base: str = "",
     ) -> Run:
         """Take part in the run `name`; only peers that give the same arguments meet.
 
@@ -118,6 +119,9 @@ class Client:
                 members are known and differ by more than that.
             norms: The same for the 2-norm of a contribution, whose values are scaled down to the limit. A pair of
                 gossip whose norms differ by more makes no exchange. Rules other than `mean` need no limit.
+            base: A name for the module's frozen parameters, as "smollm2-135m", of up to 64 characters. Peers that give
+                the same are believed to hold the same ones, in any dtype, also in 4 bit, and `average` leaves them and
+                buffers alone. Without a name, trainers compare the dtypes and values.
 
         Raises:
             SchemaError: There are no tensors, or one cannot be averaged; names it.
@@ -136,11 +140,12 @@ class Client:
             part_values=part_values,
             weights=weights,
             norms=norms,
+            base=base,
         )
         return self._join(options, name, tensors)
 
     def _join(self, options: RunOptions, name: str, tensors: Tensors, carrier: Tensors | None = None) -> Run:
-        binding = Binding(tensors, parse_codec(options.codec), carrier, options.group_size)
+        binding = Binding(tensors, parse_codec(options.codec), carrier, options.group_size, options.base)
         options = RunSpec.create(swarm_name(name, AVERAGE), binding.schema, options).options
         request = JoinRun(name, options, binding.schema, binding.gradients, binding.size)
         link, key = self._link, (self.peer_id, name)

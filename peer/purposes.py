@@ -10,7 +10,7 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from equipoise.averaging.options import MAX_NAME_CHARS, Terms
+from equipoise.averaging.options import MAX_NAME_CHARS, Frozen, Terms
 from equipoise.averaging.schema import Dtype, Schema
 from equipoise.averaging.spec import RunSpec, SpecError
 from equipoise.peer.control.messages import JoinRun
@@ -37,8 +37,11 @@ def swarm_name(run: str, purpose: str) -> str:
     return run + STEP_SUFFIX if purpose == STEP else run
 
 
-def agreed_spec(joined: RunSpec, terms: Terms, buffers: Schema, dtypes: tuple[Dtype, ...] = ()) -> RunSpec:
-    """The spec of `step` once the script has agreed: with buffers, and with the parameters' `dtypes` if it told any.
+def agreed_spec(
+    joined: RunSpec, terms: Terms, buffers: Schema, dtypes: tuple[Dtype, ...] = (), frozen: Frozen = ()
+) -> RunSpec:
+    """The spec of `step` once the script has agreed: with buffers and `frozen` tensors, and with the parameters'
+    `dtypes` if it told any.
 
     Raises:
         ValueError: A term is not valid, a buffer has the name of a gradient, or the number of dtypes is another.
@@ -46,7 +49,7 @@ def agreed_spec(joined: RunSpec, terms: Terms, buffers: Schema, dtypes: tuple[Dt
     own = joined.schema.tensors
     if dtypes:
         own = tuple(replace(one, dtype=dtype) for one, dtype in zip(own, dtypes, strict=True))
-    return RunSpec.create(joined.name, Schema((*own, *buffers.tensors)), joined.options, dict(terms))
+    return RunSpec.create(joined.name, Schema((*own, *buffers.tensors)), joined.options, dict(terms), frozen)
 
 
 def run_specs(request: JoinRun) -> dict[str, RunSpec]:

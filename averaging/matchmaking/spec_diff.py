@@ -210,6 +210,8 @@ def _table(spec: RunSpec, place: int | None) -> dict[str, str]:
     """The spec as names and values; of its tensors only the number, and the one at `place`."""
     tensors = spec.schema.tensors
     table = {}
+    if place is not None and len(tensors) <= place < len(tensors) + len(spec.frozen):
+        table[f"tensor {place}"] = spec.frozen[place - len(tensors)][:MAX_TERM_VALUE_CHARS]
     if place is not None and place < len(tensors):
         tensor = tensors[place]
         kind = " buffer" if tensor.buffer else ""

@@ -266,7 +266,13 @@ class JoinedRun:
         self._why_not = ""
         self.terms: Mapping[str, str] = {}
 
-    def agree(self, terms: Mapping[str, str], buffers: bool = False, observes: bool = False) -> None:
+    def agree(
+        self,
+        terms: Mapping[str, str],
+        buffers: bool = False,
+        observes: bool = False,
+        frozen: tuple[str, ...] = (),
+    ) -> None:
         """Let `step` meet only peers that give the same terms; call it before the first `accumulate` and `step`.
 
         This peer is refused if a peer that its daemon's user named (`--join`), or more than half of the others in its
@@ -281,6 +287,7 @@ class JoinedRun:
                 outcome overwrites them by their weighted mean. Of short integer and bool buffers, such as counters,
                 copies travel, and the buffers stay as they are.
             observes: Whether this peer trains nothing: a federated run never draws it.
+            frozen: A line for each tensor that no peer trains, of up to 640 characters, with its name first.
 
         Raises:
             Refused: Peers that have a say have other terms, which the error names. Or the run has accumulated or
@@ -298,7 +305,7 @@ class JoinedRun:
             carried = self.core.binding.buffer_schema() if buffers else Schema(())
             held = self.core.replicated
             dtypes = tuple(one.dtype for one in Schema.of(held).tensors) if held else ()
-            request = messages.AgreeRun(self.name, agreed, carried, observes, dtypes)
+            request = messages.AgreeRun(self.name, agreed, carried, observes, dtypes, frozen)
             if differs := self.core.link.ask(request, AGREE_SECONDS):
                 log.warning(
                     "run %s: %s; this peer waits beside it for peers with its own", self.name, differs

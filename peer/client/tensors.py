@@ -50,11 +50,16 @@ class Binding:
     """
 
     def __init__(
-        self, tensors: Tensors, codec: Codec, carrier: Tensors | None = None, group_size: int = 1
+        self,
+        tensors: Tensors,
+        codec: Codec,
+        carrier: Tensors | None = None,
+        group_size: int = 1,
+        base: str = "",
     ) -> None:
         """Bind the tensors of a run; those of a branch with the tensors of its run, the `carrier`.
 
-        Means are of up to `group_size` contributors.
+        Means are of up to `group_size` contributors. With a `base`, frozen parameters and buffers are left alone.
 
         Raises:
             SchemaError: There are no tensors, or one cannot be averaged; names it.
@@ -63,15 +68,16 @@ class Binding:
         self._group_size = group_size
         tensors = self.source
         self.carrier = tensors if carrier is None else carrier
+        self._named = stepped_tensors if base else named_tensors
         buffers = persistent_buffers(tensors) if isinstance(tensors, torch.nn.Module) else ()
-        self.schema = Schema.of(named_tensors(tensors), buffers)
+        self.schema = Schema.of(self._named(tensors), buffers)
         self.gradients = fp32_schema(stepped_tensors(tensors))
         self.buffers = Schema(())
         self.shadows: dict[str, torch.Tensor] = {}
         self.averages = Encoder(Layout(self.schema, codec))
         self.steps = Encoder(Layout(self.gradients, codec))
         self.sparse = sparse_gradients(tensors) if isinstance(tensors, torch.nn.Module) else frozenset()
-        self.devices = frozenset(filter(None, map(linked, named_tensors(tensors).values())))
+        self.devices = frozenset(filter(None, map(linked, self._named(tensors).values())))
         self._lost: dict[str, torch.Tensor] = {}
 
     @property
@@ -146,7 +152,7 @@ class Binding:
         Raises:
             SchemaError: They no longer fit the schema.
         """
-        named = named_tensors(self.source)
+        named = self._named(self.source)
         self.schema.check(named)
         return named
 
@@ -253,7 +259,7 @@ def parameters_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def named_tensors(tensors: Tensors) -> dict[str, torch.Tensor]:
-    """The tensors that `average` exchanges: of a module all parameters and its persistent floating-point buffers.
+    """The tensors that `average` exchanges: of a module its floating-point parameters and persistent buffers.
 
     A tensor that stands under several names, as tied weights in a `state_dict`, is there once, under the first.
 
@@ -261,7 +267,8 @@ def named_tensors(tensors: Tensors) -> dict[str, torch.Tensor]:
         SchemaError: The argument has another type, a tensor cannot be written in place, or two share memory.
     """
     if isinstance(tensors, torch.nn.Module):
-        named = {**parameters_of(tensors), **persistent_buffers(tensors)}
+        floating = {name: one for name, one in parameters_of(tensors).items() if one.is_floating_point()}
+        named = {**floating, **persistent_buffers(tensors)}
     elif isinstance(tensors, Mapping | Sequence) and not isinstance(tensors, str | bytes):
         named = tensors_by_name(tensors)
     else:

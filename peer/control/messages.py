@@ -19,7 +19,7 @@ import msgspec
 
 from equipoise.averaging.draw import Drawn
 from equipoise.averaging.metrics import Report, Values
-from equipoise.averaging.options import RunOptions, Terms
+from equipoise.averaging.options import Frozen, RunOptions, Terms
 from equipoise.averaging.outcome import FetchOutcome, Outcome, RunState
 from equipoise.averaging.replication.answers import Wish
 from equipoise.averaging.schema import Dtype, Schema
@@ -100,13 +100,15 @@ class AgreeRun(RunRequest[str], frozen=True):
     """Have `step` meet only peers with these terms, and with `buffers` behind their gradients.
 
     A peer that `observes` is never drawn. Other peers may have other terms, or other `dtypes` of the parameters, in
-    order, if any are told: refused if those have a say, else the answer is the difference, one line.
+    order, if any are told, or other `frozen` tensors: refused if those have a say, else the answer is the difference,
+    one line.
     """
 
     terms: Terms
     buffers: Schema
     observes: bool = False
     dtypes: tuple[Dtype, ...] = ()
+    frozen: Frozen = ()
 
 
 class StartRound(RunRequest[Outcome], frozen=True):

@@ -113,9 +113,8 @@ class Dispatcher:
 
     async def _do_in(self, session: Session, request: RunRequest[Any]) -> object:
         match request:
-            case messages.AgreeRun(_, terms, buffers, observes, dtypes):
-                company = self._daemon.history.company(session.name)
-                return await session.agree(terms, buffers, observes, dtypes, company)
+            case messages.AgreeRun():
+                return await session.agree(request, self._daemon.history.company(session.name))
             case messages.StartRound():
                 outcome = await session.start_round(request)
                 self._daemon.history.add(outcome)

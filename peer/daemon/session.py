@@ -21,11 +21,9 @@ from equipoise.averaging.aio.router import MAX_LEFTOVERS
 from equipoise.averaging.draw import Drawn
 from equipoise.averaging.layout import Vectors
 from equipoise.averaging.ledger import Given, Ledger
-from equipoise.averaging.options import Terms
 from equipoise.averaging.outcome import FetchOutcome, NoPeers, Outcome, RunState
 from equipoise.averaging.ports import Candidate
 from equipoise.averaging.rules import Mean
-from equipoise.averaging.schema import Dtype, Schema
 from equipoise.averaging.spec import RunSpec
 from equipoise.averaging.state import MAX_EPOCH, StateId
 from equipoise.averaging.strategy import Federated
@@ -33,7 +31,7 @@ from equipoise.compression import kernels
 from equipoise.compression.choice import WORTH_VALUES, are_worth
 from equipoise.dht.records import MAX_RUNS_PER_PEER
 from equipoise.limits import LruDict
-from equipoise.peer.control.messages import MAX_TEXT, Fetch, JoinRun, Progress, StartRound
+from equipoise.peer.control.messages import MAX_TEXT, AgreeRun, Fetch, JoinRun, Progress, StartRound
 from equipoise.peer.errors import Refused
 from equipoise.peer.purposes import AVERAGE, PURPOSES, STEP, agreed_spec, run_specs
 from equipoise.peer.shared_memory import Region, SharedMemory
@@ -111,15 +109,8 @@ class Session:
         self._claimed = False
         self._announcing = asyncio.create_task(self._announce())
 
-    async def agree(
-        self,
-        terms: Terms,
-        buffers: Schema,
-        observes: bool = False,
-        dtypes: tuple[Dtype, ...] = (),
-        company: frozenset[str] = frozenset(),
-    ) -> str:
-        """Let `step` meet only peers of the same terms, and carry `buffers` behind the gradients; see `Run.agree`.
+    async def agree(self, request: AgreeRun, company: frozenset[str] = frozenset()) -> str:
+        """Let `step` meet only peers of the same terms, and carry buffers behind the gradients; see `Run.agree`.
 
         `company` are the peers that this one has trained with. Returns how the terms of peers differ beside which this
         peer waits, one line; empty if none are known.
@@ -130,13 +121,14 @@ class Session:
         """
         if self._joined is None:
             raise _nothing_to(STEP, self.name)
-        agreed = agreed_spec(self._joined, terms, buffers, dtypes)
+        dtypes, frozen = request.dtypes, request.frozen
+        agreed = agreed_spec(self._joined, request.terms, request.buffers, dtypes, frozen)
         self._require_room(agreed)
         async with self._joining:
             if STEP in self._run_drivers and agreed != self._specs[STEP]:
                 hint = "agree before the first accumulate and step, or leave the run and join it again"
                 raise Refused(f"run {self.name!r} has stepped on other terms", hint)
-            self._specs[STEP], self._observes = agreed, observes or self._role == "observer"
+            self._specs[STEP], self._observes = agreed, request.observes or self._role == "observer"
             self._announcing.cancel()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(SEARCH_SECONDS):

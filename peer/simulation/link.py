@@ -56,7 +56,7 @@ class Part:
     def agree(self, request: messages.AgreeRun) -> None:
         """See `Run.agree`; raises as `use` does."""
         joined, observed = self._specs[STEP], self._observes
-        spec = agreed_spec(joined, request.terms, request.buffers, request.dtypes)
+        spec = agreed_spec(joined, request.terms, request.buffers, request.dtypes, request.frozen)
         self._specs[STEP], self._observes = spec, request.observes
         try:
             self.use(STEP)

@@ -201,8 +201,8 @@ class Federated:
         self._live, self._begun = 0, False
         self._deserted = ""
         buffers = image.averaged_buffers(run)
-        terms = {**self._terms(buffers), **image.frozen_term(run.core.binding.source)}
-        run.agree(terms, bool(buffers), observes=fit is None)
+        frozen = image.frozen_of(run.core.binding.source, run.options.base)
+        run.agree(self._terms(buffers), bool(buffers), observes=fit is None, frozen=frozen)
         run.core.trained_by = type(self).__name__
         self.member = self._join(buffers)
         self._clock = self.member.clock

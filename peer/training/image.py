@@ -35,8 +35,14 @@ STATE_FACTOR = 8
 SPARE_BYTES = 64 * 2**20
 """Bytes allowed for the header, the scheduler, and the user's own parts."""
 
+DIGESTED_BYTES = 16 * 2**20
+"""Most bytes of a tensor, but for one row, that are copied at once, from a GPU or out of strides, to be digested."""
+
 EXTRA_HEADER_BYTES = 2**20
 """Bytes that a part of the user's, as a data loader's state, may add to the header beyond twice this peer's own."""
+
+MAX_FROZEN_NAME = 120
+"""Most characters of a frozen parameter's name that its line has: what a line shows of a tensor is cut at 256."""
 
 MAX_DEPTH = 16
 """Deepest nesting in a state: an optimizer's state has four levels."""
@@ -404,12 +410,14 @@ class SchedulerPart(UserPart):
 
 
 def digest(tensors: Mapping[str, torch.Tensor]) -> str:
-    """BLAKE3 in hex over names, dtypes, shapes and values of tensors, on any device."""
-    content = blake3()
+    """BLAKE3 in hex over names, dtypes, shapes and values of tensors, on any device; of meta tensors without values."""
+    content = blake3(max_threads=blake3.AUTO)
     for name, tensor in sorted(tensors.items()):
         content.update(f"{name}\0{tensor.dtype}\0{list(tensor.shape)}\0".encode())
-        values = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-        content.update(values.numpy().data)
+        rows = tensor.detach().reshape(tensor.shape or (1,))
+        several = max(DIGESTED_BYTES * len(rows) // max(rows.numel() * rows.element_size(), 1), 1)
+        for part in rows.split(several) if not tensor.is_meta else ():
+            content.update(part.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return content.hexdigest()
 
 
@@ -425,13 +433,15 @@ def averaged_buffers(run: JoinedRun, averaged: bool = True) -> dict[str, torch.T
     return {}
 
 
-def frozen_term(module: object) -> dict[str, str]:
-    """The terms of a run by which its peers have equal parameters where a module trains none, if there are any."""
-    named = parameters_of(module) if isinstance(module, torch.nn.Module) else {}
-    frozen = {name: one for name, one in named.items() if not one.requires_grad}
-    dtypes = sorted({str(one.dtype).removeprefix("torch.") for one in frozen.values()})
-    count = f"{len(frozen)} frozen tensor{'s' if len(frozen) > 1 else ''}"
-    return {count: " and ".join(dtypes), "frozen values": digest(frozen)[:16]} if frozen else {}
+def frozen_of(module: object, base: str = "") -> tuple[str, ...]:
+    """A line for each parameter that a module does not train, for `Run.agree`; none if a `base` names them."""
+    named = parameters_of(module) if isinstance(module, torch.nn.Module) and not base else {}
+    return tuple(
+        f"{ascii(name)[:MAX_FROZEN_NAME]} {str(one.dtype).removeprefix('torch.')} {list(one.shape)}, frozen, "
+        f"values {digest({name: one})[:16]}"
+        for name, one in named.items()
+        if not one.requires_grad
+    )
 
 
 def _placed(key: str, value: Tree, parameter: torch.Tensor, group: Mapping[str, Any]) -> Tree:

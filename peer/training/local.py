@@ -248,10 +248,10 @@ class DiLoCo(LocalTraining[Finished]):
             "merge": number(self._options.merge),
             "buffers": "averaged" if self._options.buffers else "each peer's own",
             **({"error feedback": number(self._options.feedback)} if self._options.feedback else {}),
-            **image.frozen_term(run.core.binding.source),
         }
+        frozen = image.frozen_of(run.core.binding.source, run.options.base)
         for at, fragment in enumerate(self._fragments):
-            fragment.run.agree(terms, self._options.buffers and at == 0)
+            fragment.run.agree(terms, self._options.buffers and at == 0, frozen=frozen)
         wait_for([fragment.run for fragment in self._fragments], self._options.wait_for)
         self._batches = self._options.count and watch_batches(
             run.core.binding.source, self._options.count, self.count

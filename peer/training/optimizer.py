@@ -117,7 +117,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
             parts["scheduler"] = image.SchedulerPart(self.scheduler)
         parts["optimizer"] = image.OptimizerPart(inner, parameters, self.scheduler is not None, held)
         run.core.replicated = held
-        run.agree({**self._terms(), **image.frozen_term(module)}, options.buffers)
+        run.agree(self._terms(), options.buffers, frozen=image.frozen_of(module, run.options.base))
         state, target = image.TrainingState(model, parts, options.extra), options.target_batch_size
         self.member = Member(run, state, options, self._update, self._note_update, target)
         self._pace = BatchQuota(options.target_batch_size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -17,7 +18,7 @@ from equipoise.compression import parse_codec
 from equipoise.compression.device_reduce import DeviceReducer
 from equipoise.peer.client.accumulate import Accumulator
 from equipoise.peer.client.tensors import Binding, copies_of, named_gradients
-from equipoise.peer.training.image import frozen_term
+from equipoise.peer.training.image import frozen_of
 from equipoise.peer.training.safetensors_io import pack
 
 INT8 = parse_codec("int8")
@@ -97,7 +98,7 @@ def test_wrappers_of_parts_of_a_module_leave_names_as_they_are() -> None:
         assert named_gradients(wrapped).keys() == named_gradients(bare).keys()
         wrapped["module"][1].requires_grad_(False)
         bare["module"][1].requires_grad_(False)
-        assert frozen_term(wrapped) == frozen_term(bare)
+        assert frozen_of(wrapped) == frozen_of(bare) != ()
         bare["module"][1].requires_grad_(True)
 
 
@@ -157,13 +158,18 @@ def test_parts_of_one_memory_that_do_not_meet_are_tensors_like_others() -> None:
     assert len(Binding(nn.LSTM(3, 4), parse_codec("fp32")).schema.tensors) == 4
 
 
-def test_frozen_tensors_are_told_by_their_number_and_dtype() -> None:
-    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(4))).requires_grad_(False)
-    assert frozen_term(nn.Linear(2, 2)) == {}
-    assert frozen_term(model).keys() == {"8 frozen tensors", "frozen values"}
-    assert frozen_term(model)["8 frozen tensors"] == "float32"
-    model[:2].to(torch.bfloat16)
-    assert frozen_term(model)["8 frozen tensors"] == "bfloat16 and float32"
+def test_each_frozen_parameter_has_a_line() -> None:
+    model = nn.Linear(2, 3)
+    assert frozen_of(model) == ()
+    model.weight.requires_grad_(False)
+    (line,) = frozen_of(model)
+    assert re.fullmatch(r"'weight' float32 \[3, 2\], frozen, values [0-9a-f]{16}", line)
+    assert frozen_of(model, base="tiny") == ()
+    model.weight.data = model.weight.data.t().contiguous().t()
+    assert frozen_of(model) == (line,), "strides do not matter"
+    model.weight.data[0, 0] += 1
+    assert frozen_of(model) != (line,)
+    assert frozen_of(model.to("meta"))[0].startswith("'weight' float32 [3, 2], frozen")
 
 
 def test_parameters_that_hold_no_whole_tensor_are_refused_with_a_way_out() -> None:
