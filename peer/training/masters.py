@@ -52,9 +52,9 @@ class Masters:
         for name, one in self._half.items():
             if name in self._casts:
                 continue  # The step before has raised an error.
-            self._casts[name], one.grad = (one.data, one.grad), None
+            gradient = one.grad
+            self._casts[name], one.grad = (one.data, gradient), None
             one.data = self.tensors[name]
-            gradient = self._casts[name][1]
             one.grad = gradient if gradient is None else gradient.float()
             for key, value in optimizer.state.get(one, {}).items():
                 if isinstance(value, torch.Tensor) and value.is_floating_point() and value.shape == one.shape:

@@ -25,9 +25,6 @@ LOOK_SECONDS = 5.0
 SLOT_BITS = 16
 """Samples are dealt by this many bits of their hash: with millions of them, each peer is still hashed 65,536 times."""
 
-CHUNK = 1 << 20
-"""Samples that are hashed at once, so that a pass takes memory for one peer's part."""
-
 
 def mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """Hash integers, u64 [n], alike on all machines: the finalizer of SplitMix64 (Steele 2014)."""
@@ -51,11 +48,8 @@ class Pass:
         self._me, self._key = me, f"{seed} {number}"
         self.members = frozenset(members) | {me}
         self.drawn = 0
-        mine = self._mine()
-        chunks = (np.arange(at, min(at + CHUNK, count), dtype=np.uint64) for at in range(0, count, CHUNK))
-        kept = [chunk[mine[self._slots(chunk)]] for chunk in chunks]
-        left = np.concatenate(kept) if kept else np.zeros(0, np.uint64)
-        self.left = left[np.argsort(self._hashed(left), kind="stable")].astype(np.int64)
+        left = self._mine(np.arange(count))
+        self.left = left[np.argsort(self._hashed(left), kind="stable")]
 
     def __len__(self) -> int:
         return self.drawn + len(self.left)
@@ -64,30 +58,26 @@ class Pass:
         """Hand over to new members what falls to them of what is left. What those drew that left comes next pass."""
         if not self.members.issuperset(members):
             self.members |= frozenset(members)
-            self.left = self.left[self._mine()[self._slots(self.left.astype(np.uint64))]]
+            self.left = self._mine(self.left)
 
     def draw(self) -> int:
         """The next sample's index; at least one is left."""
         first, self.left, self.drawn = int(self.left[0]), self.left[1:], self.drawn + 1
         return first
 
-    def _mine(self) -> NDArray[np.bool_]:
-        """The slots of which this peer draws the samples."""
+    def _mine(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Those of the samples that fall to this peer: by the lowest bits of their hashes, of which all are spread."""
         slots = np.arange(1 << SLOT_BITS, dtype=np.uint64)
         best, owned = np.zeros_like(slots), np.zeros(len(slots), bool)
         for peer in sorted(self.members):
             score = mixed(slots ^ _number(f"{self._key} {peer}"))
             owned = np.where(score > best, peer == self._me, owned)
             best = np.maximum(best, score)
-        return owned
+        return indices[owned[self._hashed(indices) % np.uint64(len(slots))]]
 
-    def _hashed(self, indices: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    def _hashed(self, indices: NDArray[np.int64]) -> NDArray[np.uint64]:
         """What orders the samples."""
-        return mixed(indices ^ _number(self._key))
-
-    def _slots(self, indices: NDArray[np.uint64]) -> NDArray[np.int64]:
-        """The slots of samples: the lowest bits, so that each is spread over the whole order."""
-        return (self._hashed(indices) & np.uint64((1 << SLOT_BITS) - 1)).astype(np.int64)
+        return mixed(indices.astype(np.uint64) ^ _number(self._key))
 
 
 def _number(told: str) -> np.uint64:
@@ -130,8 +120,8 @@ class Shares(Sampler[int]):
         return len(self._pass or self._deal(self._count))
 
     def __iter__(self) -> Iterator[int]:
-        current = self._pass = self._begin(self._count)
-        clock = self._run.core.clock
+        current, clock = self._deal(self._count), self._run.core.clock
+        self._pass, self.epoch = current, self.epoch + 1
         looks_at = clock() + LOOK_SECONDS
         while len(current.left):
             if clock() >= looks_at:
@@ -152,12 +142,9 @@ class Shares(Sampler[int]):
         Raises:
             TypeError: The data set has no length.
         """
-        part = self._begin(_length(dataset)).left.tolist()
+        part = self._deal(_length(dataset)).left.tolist()
+        self.epoch += 1
         return dataset.select(part) if hasattr(dataset, "select") else Subset(dataset, part)
-
-    def _begin(self, count: int) -> Pass:
-        begun, self.epoch = self._deal(count), self.epoch + 1
-        return begun
 
     def _deal(self, count: int) -> Pass:
         return Pass(count, self._seed, self.epoch, self._run.peer, self._look())

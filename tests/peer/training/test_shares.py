@@ -57,7 +57,7 @@ def test_three_passes_with_a_peer_that_dies_and_one_that_comes(world: World) -> 
     assert counts["peer0"] < 2.4 * SAMPLES / 3, "it has handed over a part"
 
 
-@pytest.mark.parametrize("count", [0, 1, 10_000, 1_100_000])
+@pytest.mark.parametrize("count", [0, 1, 10_000, 200_000])
 def test_parts_are_even_and_whole(count: int) -> None:
     parts = [Pass(count, 7, 2, me, FOUR) for me in FOUR]
     assert sorted(sample for part in parts for sample in part.left.tolist()) == list(range(count))
