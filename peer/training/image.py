@@ -416,7 +416,7 @@ def digest(tensors: Mapping[str, torch.Tensor]) -> str:
         content.update(f"{name}\0{tensor.dtype}\0{list(tensor.shape)}\0".encode())
         rows = tensor.detach().reshape(tensor.shape or (1,))
         several = max(DIGESTED_BYTES * len(rows) // max(rows.numel() * rows.element_size(), 1), 1)
-        for part in rows.split(several) if not tensor.is_meta else ():
+        for part in torch.split(rows, several) if not tensor.is_meta else ():
             content.update(part.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return content.hexdigest()
 

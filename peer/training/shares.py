@@ -73,7 +73,8 @@ class Pass:
             score = mixed(slots ^ _number(f"{self._key} {peer}"))
             owned = np.where(score > best, peer == self._me, owned)
             best = np.maximum(best, score)
-        return indices[owned[self._hashed(indices) % np.uint64(len(slots))]]
+        mine: NDArray[np.bool_] = owned[self._hashed(indices) % np.uint64(len(slots))]
+        return indices[mine]
 
     def _hashed(self, indices: NDArray[np.int64]) -> NDArray[np.uint64]:
         """What orders the samples."""

@@ -24,6 +24,8 @@ HIDDEN = 64
 class Adapted(nn.Module):
     """A frozen layer in some form, as of a language model, and an adapter in fp32 that is trained."""
 
+    scale: torch.Tensor
+
     def __init__(self, form: str) -> None:
         super().__init__()
         with torch.random.fork_rng(devices=[]):
