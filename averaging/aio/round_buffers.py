@@ -58,15 +58,14 @@ class RoundBuffers:
         self.clamped = vectors.clamped
         self._pool = pool
         self._rule = rule
-        self._reducer = reducer
+        self.reducer = reducer
         self._group = group
-        self._me = me
+        self.me = me
         self._vectors = vectors
         self._layout = layout
         self._places = [layout.encoded(part.start, part.stop) for part in group.parts]
         self._counts = [part.size for part in group.parts]
         self._codecs = [layout.codec_of(part) for part in group.parts]
-        self._sizes: list[int] = [place.stop - place.start for place in self._places]
         self._squares = [0.0] * group.size
         self._kept: list[dict[int, memoryview]] = [{} for _ in group.parts]
         self._shares: tuple[int, dict[int, float]] = (0, {})
@@ -74,7 +73,7 @@ class RoundBuffers:
 
     def size(self, part: int) -> int:
         """Bytes of an encoded contribution to `part`."""
-        return self._sizes[part]
+        return int(self._places[part].stop - self._places[part].start)
 
     def mean_size(self, part: int, contributors: int) -> int:
         """Bytes of the encoded mean of `part` over `contributors`."""
@@ -86,7 +85,7 @@ class RoundBuffers:
         Raises:
             CodecError: It does not decode to finite values.
         """
-        payload = self._pool.take(self._sizes[part])
+        payload = self._pool.take(self.size(part))
         self._read_own(part, payload)
         return payload
 
@@ -140,15 +139,15 @@ class RoundBuffers:
         rules may ignore weights, so they do not get the zeros of contributors that only attend.
         """
         weights = self._shares_of(contributors)
-        mean, own = map(self._pool.take, (self.mean_size(part, contributors), self._sizes[part]))
+        mean, own = map(self._pool.take, (self.mean_size(part, contributors), self.size(part)))
         kept = self._kept[part]
-        payloads = {member: own if member == self._me else kept[member] for member in weights}
+        payloads = {member: own if member == self.me else kept[member] for member in weights}
         scratch = np.frombuffer(self._pool.take(self._counts[part] * VALUE_BYTES), np.float32)
         given = list(payloads.values()), list(weights.values())
-        codec, reducer, is_mean = self._codecs[part], self._reducer, isinstance(self._rule, Mean)
+        codec, reducer, is_mean = self._codecs[part], self.reducer, isinstance(self._rule, Mean)
 
         def job() -> Reduction:
-            if self._me in weights:
+            if self.me in weights:
                 self._read_own(part, own)
             if not is_mean:
                 clamped = self._apply_rule(part, payloads, weights, mean)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 
 import msgspec
 
@@ -21,13 +22,13 @@ from equipoise.averaging.allreduce.vote_signatures import VoteSignatures
 from equipoise.averaging.deeds import suspected
 from equipoise.averaging.layout import Vectors
 from equipoise.averaging.manifest import Identity, Manifest
-from equipoise.averaging.metrics import Values, averaged, middles
+from equipoise.averaging.metrics import averaged, middles
 from equipoise.averaging.outcome import SHOWN_CHARS, Outcome
 from equipoise.averaging.partition import balance, settle
 from equipoise.averaging.ports import FrameRefused
 from equipoise.averaging.replication.update import EncodedMean
 from equipoise.averaging.rules import Mean, RuleError
-from equipoise.averaging.session.outbox import Frame
+from equipoise.averaging.session.outbox import Bulk, Frame
 from equipoise.averaging.spec import RunSpec
 from equipoise.averaging.weights import ATTENDANCE_LIMIT, contributing, counted_weights
 from equipoise.compression import CodecError
@@ -108,19 +109,17 @@ def group_of(spec: RunSpec, manifest: Manifest) -> events.Group:
     )
 
 
-Numbers = list[tuple[float, Values]]
-"""Reports of several members: their counted weights, and numbers by name."""
+def metrics_of(
+    spec: RunSpec, manifest: Manifest, counted: Mapping[str, float]
+) -> tuple[dict[str, float], dict[str, float], dict[str, tuple[float, float]]]:
+    """Return the averages of the contributors' training and of the evaluations, and the medians of both.
 
-
-def reports_of(spec: RunSpec, manifest: Manifest, counted: Mapping[str, float]) -> tuple[Numbers, Numbers]:
-    """Return two kinds of reports: those on the contributors' training, and the evaluations.
-
-    Both follow from the manifest and the contributors alone. A member whose contribution was lost is in neither. A
+    All follow from the manifest and the contributors alone. A member whose contribution was lost is in neither. A
     member that observes or only attends is in the evaluations alone. A member that holds another state than the group's
     is not in the evaluations, because it has evaluated that other state.
 
     Args:
-        spec: The run: it says how much one weight may count.
+        spec: The run: it says how much one weight may count, and whether averages are means or medians.
         counted: PeerID -> counted weight of each contributor.
     """
     joins = [join for join in manifest.members if join.peer in counted]
@@ -132,16 +131,9 @@ def reports_of(spec: RunSpec, manifest: Manifest, counted: Mapping[str, float]) 
     reports = [one.evaluation for one in present if one.evaluation is not None and one.state == before]
     weights = [report.weight for report in reports]
     capped = counted_weights(weights, (1 << len(weights)) - 1, spec.cap)
-    return trained, list(zip(capped, (report.values for report in reports), strict=True))
-
-
-def metrics_of(
-    spec: RunSpec, manifest: Manifest, counted: Mapping[str, float]
-) -> tuple[dict[str, float], dict[str, float]]:
-    """Return the averages of both kinds of `reports_of`; the run says whether they are means or medians."""
+    scored = list(zip(capped, (report.values for report in reports), strict=True))
     robust = not isinstance(spec.rule, Mean)
-    trained, scored = reports_of(spec, manifest, counted)
-    return averaged(trained, robust), averaged(scored, robust)
+    return averaged(trained, robust), averaged(scored, robust), {**middles(trained), **middles(scored)}
 
 
 def failed_outcome(spec: RunSpec, manifest: Manifest, reason: str) -> Outcome:
@@ -169,8 +161,7 @@ def mean_outcome(
     peers = {member: manifest.peers[member] for member in members_of(mean.contributors)}
     missing = group.contributors & ~mean.contributors
     counted = {peer: weights[member] for member, peer in peers.items()}
-    metrics, evaluation = metrics_of(spec, manifest, counted)
-    trained, scored = reports_of(spec, manifest, counted)
+    metrics, evaluation, medians = metrics_of(spec, manifest, counted)
     outcome = msgspec.structs.replace(
         failed_outcome(spec, manifest, ""),
         ok=True,
@@ -181,9 +172,52 @@ def mean_outcome(
         digest=digest.hex(),
         metrics=metrics,
         evaluation=evaluation,
-        medians={**middles(trained), **middles(scored)},
+        medians=medians,
     )
     return msgspec.structs.replace(outcome, reason=f"{how}{outcome.tally}{outcome.caps}")
+
+
+class MemberLinks:
+    """The way to the members of one round, by their indices, and the count of the bytes that it took.
+
+    Attributes:
+        reached: PeerID -> index of each member that this one can reach.
+        header: The first bytes of the header of every frame.
+        sent, received: Bytes of frames.
+    """
+
+    def __init__(self, manifest: Manifest, others: Sequence[int], sessions: Sessions) -> None:
+        """This member can reach the `others`."""
+        self._peers: Sequence[str] = manifest.peers
+        self.reached = {self._peers[index]: index for index in others}
+        self.header, self._flow = ROUND_FRAME + manifest.id, manifest.id
+        self.sent = self.received = 0
+        self._sessions = sessions
+        self._seen = {peer: sessions.received(peer) for peer in self.reached}
+
+    def news(self) -> Iterator[tuple[int, int, float]]:
+        """Each member in reach, the bytes that came from it since the last call, and the round-trip time to it."""
+        for peer, index in self.reached.items():
+            before, self._seen[peer] = self._seen[peer], self._sessions.received(peer)
+            yield index, max(self._seen[peer] - before, 0), self._sessions.rtt(peer)
+
+    def post(self, to: int, message: wire.RoundMessage) -> None:
+        """Send a frame without a body."""
+        header, _ = self.frame(message, memoryview(b""))
+        if isinstance(message, wire.Heartbeat):
+            self._sessions.beat(self._peers[to], header)
+        else:
+            self._sessions.post(self._peers[to], header, self._flow)
+
+    def post_bulk(self, to: int, make: Bulk) -> None:
+        """Send a frame that `frame` makes when its turn has come."""
+        self._sessions.post_bulk(self._peers[to], self._flow, make)
+
+    def frame(self, message: wire.RoundMessage, payload: memoryview) -> Frame:
+        """Make a frame that is sent at once."""
+        header = self.header + wire.encode(message)
+        self.sent += len(header) + len(payload)
+        return header, payload
 
 
 class RoundDriver:
@@ -204,39 +238,29 @@ class RoundDriver:
         keep: Callable[[EncodedMean], None],
         reducer: DeviceReducer | None = None,
     ) -> None:
-        self.id = task.manifest.id
+        self._loop = asyncio.get_running_loop()
+        me, now = task.manifest.peers.index(sessions.peer), self._loop.time()
         self.group = group_of(task.spec, task.manifest)
-        self.outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        self.outcome: asyncio.Future[Outcome] = self._loop.create_future()
         self.task = task
         self._sessions = sessions
         self._closed = closed
         self._keep = keep
-        self._reducer = reducer
-        self._loop = asyncio.get_running_loop()
-        self._peers: Sequence[str] = task.manifest.peers
-        self._me = task.manifest.peers.index(sessions.peer)
-        self._header = ROUND_FRAME + self.id
         self._store = RoundBuffers(
-            self.group, self._me, task.spec.layout, task.vectors, sessions.pool, task.spec.rule, reducer
+            self.group, me, task.spec.layout, task.vectors, sessions.pool, task.spec.rule, reducer
         )
-        self._began = self._loop.time()
-        self._endpoint = Endpoint(self.group, self._me, self._began, task.timeout)
+        self._endpoint = Endpoint(self.group, me, now, task.timeout)
         self._machine = self._endpoint.machine
-        self._vote_signatures = VoteSignatures(self.id, self._me, self._peers, task.identity)
-        self._members = {self._peers[index]: index for index in self._endpoint.others}
-        self._deliveries = Deliveries(self._me, self.group.size, self._began)
-        self._phases: dict[str, float] = {}
-        self._phase_began = self._began
-        self._phase = self._machine.phase
-        self._heard_bytes = {peer: sessions.received(peer) for peer in self._members}
-        self._sent = 0
-        self._received = 0
+        self._links = MemberLinks(task.manifest, self._endpoint.others, sessions)
+        self._vote_signatures = VoteSignatures(task.manifest.id, me, task.manifest.peers, task.identity)
+        self._deliveries = Deliveries(me, self.group.size, now)
+        self._phases = [(self._machine.phase, now)]
         self._driver = Driver(self._endpoint, self._perform, self._wake)
 
     def start(self) -> None:
         """Admit the members, greet each, and begin the round."""
         credentials = {join.peer: join.credential for join in self.task.manifest.members}
-        self._sessions.enter(self.id, credentials, round=True)
+        self._sessions.enter(self.task.manifest.id, credentials, round=True)
         self._driver.perform(self._endpoint.start(self._loop.time()))
 
     def withdraw(self, reason: str) -> None:
@@ -249,7 +273,7 @@ class RoundDriver:
         Raises:
             FrameRefused: The body has another size than the part that the frame names.
         """
-        member = self._members.get(peer)
+        member = self._links.reached.get(peer)
         if member is None:
             return self._sessions.scratch(size)
         message = _message(header)
@@ -270,11 +294,11 @@ class RoundDriver:
         Raises:
             FrameRefused: It holds no message of a round.
         """
-        if (member := self._members.get(peer)) is not None:
+        if (member := self._links.reached.get(peer)) is not None:
             self._hear(member, _message(header), header, memoryview(b""))
 
     def _hear(self, member: int, message: wire.RoundMessage, header: bytes, body: memoryview) -> None:
-        self._received += len(header) + len(body)
+        self._links.received += len(header) + len(body)
         if actions := self._endpoint.heard(member, self._loop.time()):
             self._driver.perform(actions)
         try:
@@ -287,7 +311,7 @@ class RoundDriver:
 
     def lost(self, peer: str, reason: str, gone: bool = False) -> None:
         """Note that no channel to a peer can be opened; if it is `gone`, its session is over and frames are lost."""
-        if (member := self._members.get(peer)) is not None:
+        if (member := self._links.reached.get(peer)) is not None:
             self._driver.tell(events.PeerLost(member, reason, gone))
 
     # ---- from the world to the machine ----
@@ -314,11 +338,10 @@ class RoundDriver:
         return events.MessageReceived(member, self._vote_signatures.check(member, message))
 
     def _wake(self) -> events.Woke:
-        for peer, before in self._heard_bytes.items():
-            self._heard_bytes[peer] = received = self._sessions.received(peer)
-            self._endpoint.received(self._members[peer], max(received - before, 0))
+        for member, count, rtt in self._links.news():
+            self._endpoint.received(member, count)
             if not self.outcome.done():
-                self._endpoint.allow(self._members[peer], self._sessions.rtt(peer))
+                self._endpoint.allow(member, rtt)
         return events.Woke()
 
     # ---- from the machine to the world ----
@@ -328,11 +351,9 @@ class RoundDriver:
             case events.Send(to, message):
                 self._post(to, message)
             case events.SendContribution(to, part):
-                self._sessions.post_bulk(self._peers[to], self.id, partial(self._make_contribution, part))
+                self._links.post_bulk(to, partial(self._make_contribution, part))
             case events.SendMean(to, part, contributors):
-                self._sessions.post_bulk(
-                    self._peers[to], self.id, partial(self._make_mean, part, contributors)
-                )
+                self._links.post_bulk(to, partial(self._make_mean, part, contributors))
             case events.Reduce(part, contributors):
                 self._reduce(part, contributors)
             case events.Finish() | events.Fail():
@@ -345,11 +366,11 @@ class RoundDriver:
 
     def _reduce(self, part: int, contributors: int) -> None:
         job = self._store.reduction(part, contributors)
-        if self._reducer is None:
+        if self._store.reducer is None:
             self._reduced(part, contributors, job)
             return
 
-        running = self._loop.run_in_executor(self._reducer.executor, job)
+        running = self._loop.run_in_executor(self._store.reducer.executor, job)
         running.add_done_callback(lambda job: self._reduced(part, contributors, job.result))
 
     def _reduced(self, part: int, contributors: int, result: Callable[[], Reduction]) -> None:
@@ -361,7 +382,7 @@ class RoundDriver:
             self.withdraw(str(error))
         else:
             # The round may have ended meanwhile, or be over other contributors, whose mean must not be replaced.
-            if self._machine.wants_mean(self._me, part, contributors):
+            if self._machine.wants_mean(self._store.me, part, contributors):
                 self._store.keep_reduction(part, contributors, reduction)
             self._driver.tell(events.PartReduced(part, contributors, reduction.digest))
 
@@ -369,34 +390,28 @@ class RoundDriver:
         message = self._vote_signatures.seal(message)
         if isinstance(message, wire.Votes):
             message = msgspec.structs.replace(message, late=self._deliveries.word)
-        header = self._header + wire.encode(message)
-        self._sent += len(header)
-        if isinstance(message, wire.Heartbeat):
-            self._sessions.beat(self._peers[to], header)
-        else:
-            self._sessions.post(self._peers[to], header, self.id)
+        self._links.post(to, message)
 
     def _make_contribution(self, part: int) -> Frame | None:
         if self._machine.ended is not None:
             return None
         try:
-            return self._framed(wire.Contribution(part), self._store.contribution(part))
+            return self._links.frame(wire.Contribution(part), self._store.contribution(part))
         except CodecError as error:
             self.withdraw(f"our own values: {error}")
             return None
 
     def _make_mean(self, part: int, contributors: int) -> Frame | None:
         payload = self._store.mean(part, contributors)
-        return None if payload is None else self._framed(wire.Mean(part, contributors), payload)
-
-    def _framed(self, message: wire.RoundMessage, payload: memoryview) -> Frame:
-        header = self._header + wire.encode(message)
-        self._sent += len(header) + len(payload)
-        return header, payload
+        return None if payload is None else self._links.frame(wire.Mean(part, contributors), payload)
 
     def _conclude(self, end: events.Finish | events.Fail) -> None:
         self._mark_phase()
         spec, manifest, clamped = self.task.spec, self.task.manifest, self._store.clamped
+        peers, links = manifest.peers, self._links
+        seconds = {"exchange": self._loop.time() - self._phases[0][1]}
+        for (phase, since), (_, until) in pairwise(self._phases):
+            seconds[phase] = seconds.get(phase, 0.0) + until - since
         apart: float | None = None
         if isinstance(end, events.Finish):
             mean = EncodedMean(manifest, end.decision.contributors, self._store.means())
@@ -410,12 +425,12 @@ class RoundDriver:
         outcome = msgspec.structs.replace(
             outcome,
             apart=apart,
-            faults={self._peers[member]: why for member, why in self._machine.faults.items()},
-            waits={"exchange": (self._peers[slowest[0]], slowest[1])} if slowest else {},
+            faults={peers[member]: why for member, why in self._machine.faults.items()},
+            waits={"exchange": (peers[slowest[0]], slowest[1])} if slowest else {},
             in_doubt=isinstance(end, events.Fail) and end.in_doubt,
-            bytes_sent=self._sent,
-            bytes_received=self._received,
-            seconds={**self._phases, "exchange": self._loop.time() - self._began},
+            bytes_sent=links.sent,
+            bytes_received=links.received,
+            seconds=seconds,
             events=(*self._machine.notes, *notes),
         )
         self.outcome.set_result(outcome)
@@ -427,7 +442,7 @@ class RoundDriver:
         """
         if not self.task.spec.strategy.pairs:
             return None
-        share = 1 - counted[self._peers[self._me]] / sum(counted.values())
+        share = 1 - counted[self._sessions.peer] / sum(counted.values())
         if share <= ATTENDANCE_LIMIT:
             return None
         try:
@@ -439,15 +454,13 @@ class RoundDriver:
     def close(self) -> None:
         """Forget the round at once, though members may still need its answers."""
         self._store.release()
-        self._sessions.leave(self.id)
+        self._sessions.leave(self.task.manifest.id)
         self._driver.stop()
-        self._closed(self.id)
+        self._closed(self.task.manifest.id)
 
     def _mark_phase(self) -> None:
-        phase, now = self._machine.phase, self._loop.time()
-        if phase != self._phase:
-            self._phases[self._phase] = self._phases.get(self._phase, 0.0) + now - self._phase_began
-            self._phase, self._phase_began = phase, now
+        if (phase := self._machine.phase) != self._phases[-1][0]:
+            self._phases.append((phase, self._loop.time()))
 
 
 class Rounds:
@@ -476,11 +489,11 @@ class Rounds:
         for one in over[:-MAX_LINGERING]:
             one.close()
         round = RoundDriver(task, self._sessions, self._forget, keep, self._reducer)
-        self.open[round.id] = round
+        self.open[task.manifest.id] = round
         round.start()
         for peer in task.manifest.peers:
             early = self._early.get(peer, ())
-            for header in [one for one in early if one[1:HEADER_PREFIX_BYTES] == round.id]:
+            for header in [one for one in early if one[1:HEADER_PREFIX_BYTES] == task.manifest.id]:
                 try:
                     round.frame(peer, header)
                 except FrameRefused as error:

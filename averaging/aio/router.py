@@ -119,11 +119,11 @@ class Router:
         """Place the body of a frame of a round or a transfer; raises `FrameRefused`."""
         kind = header[:1]
         if kind == ROUND_FRAME:
-            round = self._rounds.open.get(header[1:HEADER_PREFIX_BYTES])
+            round = self._rounds.open.get(round_id := header[1:HEADER_PREFIX_BYTES])
             if round is None:
                 return self._sessions.scratch(size)
             memory, take = round.place(peer, header, size)
-            return memory, lambda body: take(body) if round.id in self._rounds.open else None
+            return memory, lambda body: take(body) if round_id in self._rounds.open else None
         if kind == TRANSFER_FRAME:
             message = transfer_messages.decode(memoryview(header)[1:])
             transfer = self._serving(message.run)

@@ -16,14 +16,14 @@ import numpy as np
 
 def main(way: str) -> None:
     """Run the command line with modules that do what `way` says."""
-    from equipoise.averaging.aio.round_driver import RoundDriver
+    from equipoise.averaging.aio.round_driver import MemberLinks
     from equipoise.averaging.allreduce import messages as wire
     from equipoise.peer.cli import main as equipoise
 
-    framed: Callable[..., Any] = RoundDriver._framed
-    post: Callable[..., Any] = RoundDriver._post
+    framed: Callable[..., Any] = MemberLinks.frame
+    post: Callable[..., Any] = MemberLinks.post
 
-    def lies(self: RoundDriver, message: wire.RoundMessage, payload: memoryview) -> Any:
+    def lies(self: MemberLinks, message: wire.RoundMessage, payload: memoryview) -> Any:
         header, body = framed(self, message, payload)
         if way == "nan" and isinstance(message, wire.Contribution):
             body = memoryview(b"\xff" * len(body))
@@ -31,12 +31,12 @@ def main(way: str) -> None:
             body = memoryview(np.full(len(body) // 4, os.getpid() + os.urandom(1)[0], np.float32).tobytes())
         return None if way == "stall" and isinstance(message, wire.Mean) else (header, body)
 
-    def says(self: RoundDriver, to: int, message: wire.RoundMessage) -> None:
+    def says(self: MemberLinks, to: int, message: wire.RoundMessage) -> None:
         if way != "mute" or not isinstance(message, wire.Votes):
             post(self, to, message)
 
-    setattr(RoundDriver, "_framed", lies)  # noqa: B010
-    setattr(RoundDriver, "_post", says)  # noqa: B010
+    setattr(MemberLinks, "frame", lies)  # noqa: B010
+    setattr(MemberLinks, "post", says)  # noqa: B010
     equipoise()
 
 

@@ -133,7 +133,7 @@ async def test_a_mean_of_a_size_that_its_contributors_do_not_imply_gets_no_memor
     pair = Pair()
     await pair.begin("sparse", 512)
     driver = pair.drivers[0]
-    (other,) = driver._members
+    (other,) = driver._links.reached
     size = driver._store.size(0)
     taken: list[int] = []
 
@@ -143,11 +143,11 @@ async def test_a_mean_of_a_size_that_its_contributors_do_not_imply_gets_no_memor
 
     monkeypatch.setattr(driver._sessions.pool, "take", take)
     for contributors, copies in ((BOTH, 1), (BOTH, 3), (FIRST, 2), (0, 1), (1 << 60, 1)):
-        header = driver._header + wire.encode(wire.Mean(0, contributors))
+        header = driver._links.header + wire.encode(wire.Mean(0, contributors))
         with pytest.raises(FrameRefused, match=rf"\Aexpected \d+ bytes for part 0, got {copies * size}\Z"):
             driver.place(other, header, copies * size)
     assert not taken
-    driver.place(other, driver._header + wire.encode(wire.Mean(0, BOTH)), 2 * size)
+    driver.place(other, driver._links.header + wire.encode(wire.Mean(0, BOTH)), 2 * size)
     assert taken == [2 * size]
     monkeypatch.undo()
     await pair.slow.finish()

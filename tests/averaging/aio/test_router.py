@@ -282,7 +282,7 @@ async def test_only_a_members_values_take_memory_of_a_round(
 ) -> None:
     await together(await joined(cluster, spec_of(1000), "ab"))
     for router, round, manifest in rounds:
-        header = ROUND_FRAME + round.id + wire.encode(wire.Contribution(0))
+        header = round._links.header + wire.encode(wire.Contribution(0))
         size = 4 * (round.group.parts[0].stop - round.group.parts[0].start)
         (other,) = set(manifest.peers) - {router._sessions.peer}
         shared = router._sessions.scratch(size)[0].obj
@@ -402,11 +402,11 @@ async def test_nothing_waits_twice_for_a_member_that_has_not_greeted(
     )
     again.start()
     for other in set(manifest.peers) - {"a"}:
-        before = len(again._endpoint._unheard[again._members[other]])
+        before = len(again._endpoint._unheard[again._links.reached[other]])
         assert before
         for _ in range(3):
             again.lost(other, "its channel broke")
-        assert len(again._endpoint._unheard[again._members[other]]) <= before
+        assert len(again._endpoint._unheard[again._links.reached[other]]) <= before
     again.withdraw("the test is over")
     again.close()
 
