@@ -54,7 +54,7 @@ RETRY_SECONDS = 0.3
 WITHDRAW_SECONDS = 1.0
 """Longest farewell."""
 
-Send = Callable[[str, Sequence[Kept]], Awaitable[int]]
+Send = Callable[[str, Sequence[Kept]], Awaitable[None]]
 """Has a peer keep records; raises CallError if it does not answer."""
 
 _log = logging.getLogger(__name__)

@@ -120,7 +120,6 @@ class Message(Versioned, frozen=True, kw_only=True):
         records: In a question: ask to keep these records; the invalid ones are dropped. In an answer: records under
             any of the question's keys.
         nearest: In an answer: for each key of the question, the nearest peers known, in its order.
-        accepted: In an answer: number of the question's records that are valid.
     """
 
     serves: bool
@@ -131,7 +130,6 @@ class Message(Versioned, frozen=True, kw_only=True):
     keys: Annotated[tuple[Key, ...], msgspec.Meta(max_length=MAX_KEYS)] = ()
     records: Annotated[tuple[Kept, ...], msgspec.Meta(max_length=MAX_RECORDS)] = ()
     nearest: Annotated[tuple[Neighbours, ...], msgspec.Meta(max_length=MAX_KEYS)] = ()
-    accepted: int = 0
 
 
 class _Version(msgspec.Struct, frozen=True):
@@ -249,9 +247,9 @@ class RecordProtocol:
         """Make acquaintance with `peer`; raises CallError if no daemon of this version answers."""
         await self._call(peer)
 
-    async def store(self, peer: str, records: Sequence[Kept]) -> int:
-        """Ask `peer` to keep `records`; return how many it found valid. Raises CallError if it does not answer."""
-        return (await self._call(peer, records=records)).accepted
+    async def store(self, peer: str, records: Sequence[Kept]) -> None:
+        """Ask `peer` to keep `records`; raises CallError if it does not answer."""
+        await self._call(peer, records=records)
 
     def pack(self, peer: str, records: Sequence[Kept]) -> bytes:
         """Return the request of `store`, to be sent another way."""
@@ -320,31 +318,28 @@ class RecordProtocol:
             record, _ = self.record_store.examine(own)
             self._tell(own, self.record_store.enter(own, record, time.monotonic()))
 
-    async def take(self, records: Iterable[Kept], sender: str) -> int:
-        """Put the valid ones of a sender's records into the record store; return their number.
+    async def take(self, records: Iterable[Kept], sender: str) -> None:
+        """Put the valid ones of a sender's records into the record store.
 
         A thread verifies the signatures of all peers' records in turn; `Scrutiny` bounds how many wait for it.
         """
-        accepted, now, news = 0, time.monotonic(), []
+        now, store, news = time.monotonic(), self.record_store, []
         for kept in records:
-            if self.record_store.knows(kept, now):
-                accepted += 1
-            elif self._scrutiny.admits(sender, kept.subkey, self.record_store.has(kept.subkey), now):
+            known = store.has(kept.subkey)
+            if not store.knows(kept, now) and self._scrutiny.admits(sender, kept.subkey, known, now):
                 with _refusing(kept):
-                    news.append((kept, *self.record_store.examine(kept)))
+                    news.append((kept, *store.examine(kept)))
         if not news:
-            return accepted
+            return
         loop = asyncio.get_running_loop()
         genuine, forged = await loop.run_in_executor(self._verifier, _verified, news)
         for kept, record, _ in news[:genuine]:
             with _refusing(kept):
-                self._tell(kept, self.record_store.enter(kept, record, time.monotonic()))
-                accepted += 1
+                self._tell(kept, store.enter(kept, record, time.monotonic()))
         if forged is not None:
             self._scrutiny.distrust(sender, time.monotonic())
             self.lose(sender)
             _log.info("nothing is taken from %s for a while: %s", sender, forged)
-        return accepted
 
     def _tell(self, kept: Kept, entry: Entry) -> None:
         self.dialer.learn(kept.subkey, entry.record.addresses)
@@ -386,10 +381,11 @@ class RecordProtocol:
             # The bare version suffices: the caller itself words the error that says which side is older.
             return encode(Versioned())
         self._meet(peer, asked)
-        accepted, now = await self.take(asked.records, peer), time.monotonic()
+        await self.take(asked.records, peer)
+        now = time.monotonic()
         found = [kept for key in dict.fromkeys(asked.keys) for kept in self.record_store.under(key, now)]
         nearest = tuple(self._nearest(key, peer) for key in asked.keys)
-        return encode(self._message(peer, records=_page(found), nearest=nearest, accepted=accepted))
+        return encode(self._message(peer, records=_page(found), nearest=nearest))
 
     async def _hold(self, peer: str) -> None:
         """Delay a refusal, because a caller that is refused at once calls again at once."""

@@ -79,16 +79,12 @@ class NextRound:
     def follow(self, now: float, *, alone: bool) -> None:
         """Go on to the round in which the others are; `alone` if this peer has found no group for a while."""
         membership, believed = self._membership, self.believed(now)
-        if alone and believed is not None and not membership.has_mates:
-            self._start_over(believed)
+        if alone and believed is not None and believed < self.floor and not membership.has_mates:
+            # The others may never reach this peer's number: it begins as a newcomer.
+            self.number, self.floor = believed, 0
         # A peer with a mate in reach asks for its next round first: a refusal tells it the true number.
         asks = not alone and any(mate <= self.number for mate in membership.mates_near(self.number))
         if believed is not None and believed >= self.number + 2 and not asks:
             self.number = believed
         elif alone:
             self.follow_highest(now)
-
-    def _start_over(self, believed: int) -> None:
-        """Begin as a newcomer if the mates are gone, and the others may never reach this peer's number."""
-        if believed < self.floor:
-            self.number, self.floor = believed, 0

@@ -122,7 +122,7 @@ class SpecDiff:
             for peer, stranger in self._strangers.items()
             if stranger.there_since is not None
             and stranger.there_since < self._began
-            and self._came_first(peer)
+            and (self._first or {}).get(peer) == stranger.spec
         }
         for peer in self.named & earlier.keys():
             return f"..{peer[-8:]}, which this daemon was told to join by, has another spec: {earlier[peer]}"
@@ -131,9 +131,6 @@ class SpecDiff:
             of = f"{len(differ)} of {count(len(self.trained), 'peer')} that this peer has trained with"
             return f"{of} have another spec: {earlier[differ[0]]}"
         return ""
-
-    def _came_first(self, peer: str) -> bool:
-        return (self._first or {}).get(peer) == self._strangers[peer].spec
 
     def handle(self, event: Event, now: float) -> Sequence[Send]:
         """Take in an event; return the messages to send."""

@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import signal
+import time
 from pathlib import Path
 
 import msgspec
@@ -308,11 +309,13 @@ async def test_hostile_calls_are_refused_and_change_nothing(members, until, stra
         Kept(stranger.peer, good, 1e9),
         Kept(stranger.peer, b"\x91" * 5000, 15.0),
     ):
-        assert await second._protocol.store(first.peer, [kept]) == 0
+        await second._protocol.store(first.peer, [kept])
     assert await sees(first, first)()
     genuine = Kept(stranger.peer, good, 15.0)
-    assert await second._protocol.store(first.peer, [genuine]) == 1
-    assert await second._protocol.store(first.peer, [Kept(stranger.peer, forged, 15.0)]) == 0
+    assert not first._protocol.record_store.has(stranger.peer)
+    await second._protocol.store(first.peer, [genuine])
+    assert first._protocol.record_store.knows(genuine, time.monotonic())
+    await second._protocol.store(first.peer, [Kept(stranger.peer, forged, 15.0)])
     with pytest.raises(ConnectionError, match="has sent a forged record"):
         await second._protocol.store(first.peer, [genuine])
 
