@@ -21,10 +21,10 @@ from equipoise.limits import LruDict
 MAX_PEERS = 4096
 """Most peers of one run that are considered; a directory that shows more is flooded."""
 
-SUSPECT_SECONDS, MAX_SUSPECT_SECONDS = 5.0, 60.0
+SUSPECT_SECONDS, MAX_SUSPECT_SECONDS = 5.0, 20.0
 """Shortest and longest time for which an unreachable peer is not asked, unless it is heard from. Each further failure
-doubles the time: an attempt may cost seconds of waiting for an answer, but the peer may only have been busy. After the
-longest time the record of a dead peer has expired."""
+doubles the time: an attempt may cost seconds of waiting for an answer, but the peer may only have been busy. In about
+the longest time the record of a dead peer expires, and peers whose network has healed find each other."""
 
 WARM_SECONDS = 50.0
 """Longest time since the last word of a peer after which its channel counts as open: a minute idle closes it."""

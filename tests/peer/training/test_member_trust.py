@@ -117,3 +117,41 @@ def test_a_newcomer_takes_the_state_of_the_peer_that_its_user_named(
     assert newcomer.opt.id.lineage == ours[0].held[newcomer.opt.epoch]
     alike = newcomer.held.items() & ours[0].held.items()
     assert len(alike) >= 0.7 * len(newcomer.held) >= 3, "alone among strangers, it makes a step of its own"
+
+
+class Watched(Trainer):
+    """It notes when it held which state."""
+
+    def train(self) -> None:
+        self.held: list[tuple[float, StateId]] = []
+        super().train()
+
+    def backward(self) -> None:
+        super().backward()
+        self.held.append((self.swarm.now, self.opt.id))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seconds", [100.0, 600.0])
+def test_the_smaller_part_of_a_swarm_that_was_cut_in_two_comes_back(world: World, seconds: float) -> None:
+    """Far more means are made meanwhile than daemons keep; both parts go on, each by means of several."""
+    ours = [Watched(world, index, int(2 * seconds) + 80, target_batch_size=2 * SAMPLES) for index in range(5)]
+
+    def cut() -> None:
+        world.compute(4.0)
+        world.net.cut("peer3", "peer4")
+        world.compute(seconds)
+        world.net.cuts.clear()
+
+    for trainer in ours:
+        trainer.begin()
+    world.peer("weather", cut)
+    world.run()
+    assert_alike(ours)
+    most = {state for _, state in ours[0].held}
+    for one in ours[3:]:
+        assert any(state not in most for _, state in one.held), "both parts went on"
+        back = next(at for at, state in one.held if at >= 4.0 + seconds and state in most)
+        assert back <= 4.0 + seconds + 30.0
+        assert any("behind: it holds epoch" in reason for _, reason in one.seen)
+    assert not any("behind" in reason for one in ours[:3] for _, reason in one.seen)
