@@ -144,7 +144,12 @@ def test_peers_with_masters_meet_peers_in_fp32_and_newcomers_and_checkpoints_get
 
 
 def test_what_the_script_writes_goes_into_the_masters(world: World) -> None:
-    peers = [Half(world, index, 3, masters=True) for index in range(2)]
+    class Loading(Half):
+        def join(self) -> None:
+            super().join()
+            self.model.load_state_dict({**self.model.state_dict(), "4.bias": torch.full((4,), 7.0)})
+
+    peers = [Loading(world, index, 3, masters=True) for index in range(2)]
 
     def clamp(peer: Half) -> None:
         with torch.no_grad():
@@ -156,6 +161,7 @@ def test_what_the_script_writes_goes_into_the_masters(world: World) -> None:
     assert_alike(peers)
     held = next(iter(peers[0].opt.masters.tensors.values()))
     assert float(held.bfloat16().abs().max()) == 0.125
+    assert peers[0].opt.masters.tensors["4.bias"].tolist() == pytest.approx([7.0] * 4, abs=1e-3)
     inner = (held.abs() < 0.125) & (held != held.bfloat16())
     assert inner.any(), "what was not clamped keeps its digits"
 
