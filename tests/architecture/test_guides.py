@@ -13,7 +13,7 @@ from architecture.sources import PACKAGES, ROOT, sources
 from equipoise.compression.spec import parse_codec
 from equipoise.peer.config import KEYS
 
-FOLDERS = ("", "peer", "peer/training", "averaging", "compression", "dht", "scripts")
+FOLDERS = ("", "peer", "peer/training", "averaging", "compression", "dht", "scripts", "scripts/examples")
 PAGES = {folder: (ROOT / folder / "README.md").read_text() for folder in FOLDERS}
 README = "\n".join(PAGES.values())
 

@@ -1,0 +1,45 @@
+"""Each example of `scripts/examples`, as its README says: small by default, whole by the mark `slow`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "scripts" / "examples"
+
+SECONDS = 600
+
+
+def run(script: str, *options: str) -> dict[str, Any]:
+    command = [sys.executable, str(EXAMPLES / script), "--json", *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.timeout(SECONDS)
+@pytest.mark.parametrize("arguments", [("clinics.py",), ("images.py",), ("images.py", "--method", "diloco")])
+def test_a_small_swarm_trains_and_ends_with_equal_parameters(arguments: tuple[str, ...]) -> None:
+    found = run(*arguments, "--small", "--peers", "2")
+    assert found["digest"], "the peers hold different parameters"
+    assert found["bytes"] > 0
+    assert found["loss"] < 1.0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(SECONDS)
+@pytest.mark.parametrize(
+    ("arguments", "peers"),
+    [(("clinics.py",), 4), (("images.py",), 3), (("images.py", "--method", "diloco"), 3)],
+)
+def test_a_swarm_is_better_than_one_machine_with_its_share(arguments: tuple[str, ...], peers: int) -> None:
+    found = run(*arguments, "--peers", str(peers))
+    print(found)
+    assert found["digest"], "the peers hold different parameters"
+    assert found["loss"] < found["loss_alone_with_its_share"]
