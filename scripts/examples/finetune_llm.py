@@ -69,7 +69,7 @@ def pretrained(name: str) -> tuple[Any, Encode]:
         where = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
     tokenizer = AutoTokenizer.from_pretrained(**where)
     model = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
-    if not name:  # The Trainer takes a model from a GGUF file for a quantised one, though its values are fp32.
+    if not name:  # A Trainer refuses a model from GGUF as quantised, though its values are fp32.
         del model.config.quantization_config
         plain = AutoModelForCausalLM.from_config(model.config, dtype=torch.float32)
         plain.load_state_dict(model.state_dict())
