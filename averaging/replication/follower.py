@@ -13,9 +13,10 @@ peer that follows its group asks for that mean at once.
 
 Identities are free, so a number of claims alone proves nothing. A peer that has trained with others, in rounds in which
 they held one state, does not leave that state for a state of strangers, whatever their number or epoch. It believes the
-peers that it has trained with and, as a newcomer, those by which its user had it join (`Known`). So a peer that was cut
-off, or has trained alone meanwhile, comes back to them. It follows strangers only if none of the known peers is left: a
-survivor of one island joins another, but two islands of several peers keep their states.
+peers that it has trained with and, as a newcomer, those by which its user had it join (`Known`). While nobody has
+trained, all choose alike among all claims. So a peer that was cut off, or has trained alone meanwhile, comes back to
+them. It follows strangers only if none of the known peers is left: a survivor of one island joins another, but two
+islands of several peers keep their states.
 
 The lineage of an id is a running digest of the first parameters and of everything applied since. Every `CHECK_EVERY`
 epochs it includes the parameters themselves, which reveals hardware that computes differently. Only a peer that holds

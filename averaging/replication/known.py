@@ -22,9 +22,10 @@ ROUNDS_APART = 3
 class Known:
     """The peers that one peer, `name`, believes: those that its user `named`, and those that it has trained with.
 
-    A newcomer, which has trained with nobody, follows the named peers while one of them is in the run, and else most
-    peers. Later it follows strangers after `patience` seconds, and `ROUNDS_APART` rounds that nobody missed, without a
-    known peer.
+    A newcomer, which has trained with nobody, follows the named peers while one of them is in the run and has trained,
+    and else most peers. Later it follows strangers after `patience` seconds, and `ROUNDS_APART` rounds that nobody
+    missed, without a known peer.
+
     With the trust `heads` it counts the claims of all peers, known or not.
     """
 

@@ -85,7 +85,7 @@ def test_a_newcomer_follows_the_peer_that_its_user_named_while_that_is_in_the_ru
     assert mine.names == ("n", "b")
 
 
-def test_peers_of_which_nobody_has_trained_choose_the_same_state_whoever_named_whom() -> None:
+def test_untrained_peers_choose_the_same_state_with_and_without_a_named_peer() -> None:
     starts = {name: StateId(0, name * 64) for name in "abcn"}
     peers = [Known("n", "known", 10.0, 0.0), *(Known(name, "known", 10.0, 0.0, ["n"]) for name in "abc")]
     assert {one.group(of(starts), 0, 1.0) for one in peers} == {starts["n"]}
