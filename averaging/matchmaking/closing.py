@@ -11,7 +11,14 @@ from equipoise.averaging.counts import count
 from equipoise.averaging.draw import Drawn, draw
 from equipoise.averaging.matchmaking import messages as wire
 from equipoise.averaging.matchmaking.context import Context
-from equipoise.averaging.matchmaking.group_builder import FEW, UNSETTLED_SECONDS, Closing, GroupBuilder, Limit
+from equipoise.averaging.matchmaking.group_builder import (
+    FACTOR,
+    FEW,
+    UNSETTLED_SECONDS,
+    Closing,
+    GroupBuilder,
+    Limit,
+)
 from equipoise.averaging.matchmaking.membership import MISSES
 from equipoise.averaging.state import StateId
 from equipoise.averaging.strategy import AllReduce, Federated
@@ -204,7 +211,7 @@ class Grace(ClosePolicy):
         if self._given is not None or reached > now:
             return {}
         arrivals = {join.peer: builder.parked[join.peer].arrived for join in closing.members}
-        guesses = dict.fromkeys(closing.absent, reached + 2 * (now - reached))
+        guesses = dict.fromkeys(closing.absent, reached + FACTOR * (now - reached))
         return {peer: min(max(at - reached, 0.0), MAX_WAIT) for peer, at in (arrivals | guesses).items()}
 
     def learn(self, late: Mapping[str, float], absent: Collection[str]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -359,10 +358,10 @@ class Member:
             # The number of known peers that were not in the group, and for which it had places. While its members begin
             # from different parameters, the next group may have other members.
             alike = 2 * sum(one == outcome.state for one in outcome.states.values()) > len(outcome.states)
-            places = (
-                self._run.options.group_size if alike or not self._run.core.strategy.batches else math.inf
-            )
-            missing = max(int(min(state.peers + 1, places)) - len(outcome.group), 0)
+            most = state.peers + 1
+            if alike or not self._run.core.strategy.batches:
+                most = min(most, self._run.options.group_size)
+            missing = max(most - len(outcome.group), 0)
         awaits = outcome.ok and self._follower.known.awaits(outcome)
         elsewhere = awaits and self._run.progress(self._target).awaited
         self._hear(events.RoundEnded(outcome, missing, elsewhere, self._most_missed() if missed else None))
