@@ -19,14 +19,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
-from train_text import daemon_command
+from bench_daemons import START_SECONDS, start_daemons
 
 from equipoise.averaging.outcome import Idle, Outcome
 from equipoise.peer import connect
-from equipoise.peer.demo.swarm import Child, Family
-
-START_SECONDS = 120.0
-"""Longest time for all daemons to print an address: 32 of them share two cores."""
+from equipoise.peer.demo.swarm import Family
 
 ROUND_SECONDS = 30.0
 STAGGER_SECONDS = 0.05
@@ -36,30 +33,6 @@ MIXING_ROUNDS = 2
 """After this many rounds the values are set apart again."""
 
 Group = tuple[int, tuple[str, ...]]
-
-
-def start_daemons(family: Family, folder: Path, count: int) -> list[Path]:
-    homes = [folder / f"peer{index}" for index in range(count)]
-    first = family.start("daemon 1", daemon_command(homes[0], []))
-    address = hear_addresses(family, 1)[first]
-    for index, home in enumerate(homes[1:], start=2):
-        family.start(f"daemon {index}", daemon_command(home, [address]))
-    hear_addresses(family, count - 1)
-    return homes
-
-
-def hear_addresses(family: Family, count: int) -> dict[Child, str]:
-    addresses: dict[Child, str] = {}
-    deadline = time.monotonic() + START_SECONDS
-    while len(addresses) < count:
-        for child, line in family.hear(deadline - time.monotonic()):
-            if line is None:
-                raise SystemExit(child.ending)
-            if line.startswith("/"):
-                addresses.setdefault(child, line.strip())
-        if time.monotonic() > deadline:
-            raise SystemExit(f"{count - len(addresses)} daemons did not start in {START_SECONDS:g} s")
-    return addresses
 
 
 def wait_for(condition: Callable[[], bool], what: str) -> None:
@@ -86,7 +59,8 @@ class Bench:
         """Start everything, average, end everything, and sum up."""
         with tempfile.TemporaryDirectory(prefix="bench-") as folder, Family(Path(folder)) as family:
             began = time.monotonic()
-            homes = start_daemons(family, Path(folder), self._peers)
+            homes = [Path(folder) / f"peer{index}" for index in range(self._peers)]
+            start_daemons(family, homes)
             self._ready = time.monotonic() - began
             with ThreadPoolExecutor(self._peers) as pool:
                 for done in [pool.submit(self._average, index, home) for index, home in enumerate(homes)]:

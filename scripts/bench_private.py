@@ -23,9 +23,8 @@ from typing import Any
 
 import psutil
 import torch
-from bench_matchmaking import START_SECONDS, hear_addresses
+from bench_daemons import START_SECONDS, start_daemons
 from bench_start import cost
-from train_text import daemon_command
 
 from equipoise.dht.admission import Invitation, Link, public_half
 from equipoise.dht.gate import PRESENT
@@ -60,11 +59,7 @@ class Fleet:
             join(self.homes)
         self._stack = contextlib.ExitStack()
         family = self._stack.enter_context(Family(folder))
-        first = family.start("daemon", daemon_command(self.homes[0], []))
-        self.address = hear_addresses(family, 1)[first]
-        for home in self.homes[1:]:
-            family.start("daemon", daemon_command(home, [self.address]))
-        hear_addresses(family, count - 1)
+        self.address = start_daemons(family, self.homes)
         self.clients = [self._stack.enter_context(connect(home)) for home in self.homes]
         self.runs = [client.join("bench", {"w": torch.ones(values)}, codec="fp32") for client in self.clients]
         self._pool = self._stack.enter_context(ThreadPoolExecutor(count))

@@ -1,4 +1,4 @@
-"""The text of `train_text.py`: the Python standard library's own source, which every machine has.
+"""A text to train on: the Python standard library's own source, which every machine has.
 
 Files come in the order of their paths, every tenth is held out, and the rest is one long text of which each peer owns
 an equal piece. A byte is a token: 95 printable characters, the end of a line, and one token for all others, so that

@@ -1,4 +1,4 @@
-"""The training loop of `train_text.py` three times: plain PyTorch, with target batches, and with DiLoCo.
+"""A training loop twice: plain PyTorch, and with target batches.
 
 They differ in what makes peers train together, and in nothing else; the README shows the difference.
 """
@@ -12,7 +12,6 @@ from text_model import TextModel
 from torch.optim import AdamW
 
 from equipoise.peer import connect
-from equipoise.peer.training import DiLoCo
 
 LR = 3e-3
 
@@ -31,16 +30,6 @@ def target_batch(model: TextModel, batches: Iterator[Batch], steps: int, size: i
     with connect() as peer, peer.join("text-sync", model) as run:
         optimizer = run.optimizer(AdamW(model.parameters(), lr=LR), batch_size=size, target_batch_size=target)
         while optimizer.epoch < steps:
-            optimizer.zero_grad()
-            model(next(batches)).backward()
-            optimizer.step()
-
-
-def diloco(model: TextModel, batches: Iterator[Batch], steps: int, every: int) -> None:
-    """Each peer by itself for `every` steps, then an outer step from where all have come to."""
-    with connect() as peer, peer.join("text-diloco", model) as run, DiLoCo(run, every=every) as group:
-        optimizer = AdamW(model.parameters(), lr=LR)
-        while group.steps < steps:
             optimizer.zero_grad()
             model(next(batches)).backward()
             optimizer.step()

@@ -12,10 +12,9 @@ of four clinics or more has half of its labels wrong: rule="median" bears that.
 from __future__ import annotations
 
 import argparse
-import time
 
 import torch
-from local_swarm import Result, digest, main
+from local_swarm import Curve, Result, main
 from sklearn.datasets import load_breast_cancer
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -73,35 +72,46 @@ class Model(nn.Module):
 
 def train(peer: Peer | None, options: argparse.Namespace) -> Result:
     """Train for some rounds, in each of which every clinic makes `steps` steps."""
-    clinic, model, began = Clinic(options.index, options.of), Model(), time.monotonic()
-    rounds, steps = (8 if options.small else 20), 10
+    model, rounds, steps = Model(), 8 if options.small else 20, 10
+    clinics = [Clinic(options.index, options.of)]
+    if (
+        options.pooled
+    ):  # As one machine would hold them: in the clinics' units, with the labels that they gave.
+        clinics = [Clinic(index, options.pooled) for index in range(options.pooled)]
+    features, labels = (torch.cat([getattr(one, part) for one in clinics]) for part in ("features", "labels"))
+    tests, truth = (torch.cat([one.test[at] for one in clinics]) for at in (0, 1))
 
     def fit(task: Task | None) -> tuple[float, dict[str, float]]:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         for _ in range(steps):
             optimizer.zero_grad()
-            loss = cross_entropy(model(clinic.features), clinic.labels)
+            loss = cross_entropy(model(features), labels)
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
-        return float(len(clinic.labels)), {"loss": loss.item()}
+        return float(len(labels)), {"loss": loss.item()}
 
-    def evaluate(task: Task | None) -> tuple[float, dict[str, float]]:
-        with torch.no_grad():
-            loss = cross_entropy(model(clinic.test[0]), clinic.test[1])
-        return float(len(clinic.test[1])), {"loss": loss.item()}
+    @torch.no_grad()
+    def judged() -> float:
+        return cross_entropy(model(tests), truth).item()
 
-    sent = 0
+    curve = Curve(judged)
     if peer is None:
         for _ in range(rounds):
+            curve.add(None)
             fit(None)
+        curve.add(None)
     else:
         strategy = f"federated:available={options.of},quorum={options.of - options.of // 3}"
         shared = dict(model.shared.named_parameters())
         with peer.join("clinics", shared, strategy=strategy, rule="median", codec="fp32") as run:
-            records = Federated(run, fit, evaluate, rounds=rounds).run()
-        sent = sum(one.bytes_sent for one in records)
-    loss = evaluate(None)[1]["loss"]
-    return Result(loss, sent, time.monotonic() - began, digest(model.shared.parameters()))
+
+            def evaluate(task: Task) -> tuple[float, dict[str, float]]:
+                curve.add(run)
+                return float(len(truth)), {"loss": judged()}
+
+            Federated(run, fit, evaluate, rounds=rounds).run()
+            curve.add(run)
+    return curve.result(model.shared.parameters())
 
 
 if __name__ == "__main__":

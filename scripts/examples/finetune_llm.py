@@ -15,14 +15,13 @@ import argparse
 import contextlib
 import sysconfig
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
-from local_swarm import Result, digest, main
+from local_swarm import Curve, Result, main
 from peft import LoraConfig, get_peft_model
 from transformers import (
     AutoModelForCausalLM,
@@ -30,10 +29,12 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     Trainer,
+    TrainerCallback,
+    TrainerState,
     TrainingArguments,
 )
 
-from equipoise.peer import Peer
+from equipoise.peer import Peer, Run
 from equipoise.peer.training.adapters.huggingface import SwarmCallback
 
 LENGTH, BATCH, TESTS = 128, 2, 8
@@ -105,33 +106,50 @@ def train(peer: Peer | None, options: argparse.Namespace) -> Result:
     mine, held_out = texts(options.index, options.of)
     data, test = rows(encode(mine), 400), rows(encode(held_out), TESTS)
     adapters = [one for one in model.parameters() if one.requires_grad]
-    began, sent = time.monotonic(), 0
+
+    @torch.no_grad()
+    def judged() -> float:
+        model.eval()
+        losses = [model(**{name: one.unsqueeze(0) for name, one in row.items()}).loss for row in test]
+        model.train()
+        return float(sum(losses)) / len(losses)
+
+    curve, run = Curve(judged), None
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as leaving:
         arguments = TrainingArguments(
             output_dir=folder,
             per_device_train_batch_size=BATCH,
             max_steps=steps,
             learning_rate=lr,
-            data_seed=options.index,
+            data_seed=options.index + 100 * options.seed,
             report_to=[],
             save_strategy="no",
             disable_tqdm=True,
             use_cpu=True,
             logging_steps=steps,
         )
-        callbacks, run = [], None
+        callbacks: list[TrainerCallback] = []
         if peer is not None:
             base = "tiny" if options.small else options.model or "smollm2-135m"
             run = leaving.enter_context(peer.join("finetune", model, codec="int8", base=base))
             target = BATCH * options.of
             callbacks = [SwarmCallback(run, target_batch_size=target, wait_for=options.of - 1, timeout=300.0)]
+        callbacks.append(Points(curve, run, max(steps // 4, 1)))
         Trainer(model, arguments, train_dataset=data, callbacks=callbacks).train()
-        if run is not None:
-            sent = int(run.metrics()["bytes_sent"])
-    model.eval()
-    with torch.no_grad():
-        losses = [model(**{name: one.unsqueeze(0) for name, one in row.items()}).loss for row in test]
-    return Result(float(sum(losses)) / len(losses), sent, time.monotonic() - began, digest(adapters))
+        curve.add(run)
+    return curve.result(adapters)
+
+
+class Points(TrainerCallback):  # type: ignore[misc]
+    """Takes a point of a training's curve before each so many of its steps."""
+
+    def __init__(self, curve: Curve, run: Run | None, every: int) -> None:
+        self._curve, self._run, self._every = curve, run, every
+
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
+        """Take one, where it is time."""
+        if state.global_step % self._every == 0:
+            self._curve.add(self._run)
 
 
 def add(parser: argparse.ArgumentParser) -> None:

@@ -11,10 +11,9 @@ with the parameters. `--method optimizer` makes each step together, `--method di
 from __future__ import annotations
 
 import argparse
-import time
 
 import torch
-from local_swarm import Result, digest, main
+from local_swarm import Curve, Result, main
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn.functional import cross_entropy, pad
@@ -56,9 +55,8 @@ def network() -> nn.Module:
 def train(peer: Peer | None, options: argparse.Namespace) -> Result:
     """Train for some hundred steps."""
     (pixels, labels), test = data(options.index, options.of)
-    model, began, sent = network(), time.monotonic(), 0
-    torch.manual_seed(1 + options.index)  # Each peer draws and shifts images of its own.
-    steps = 60 if options.small else 600
+    model, steps = network(), 60 if options.small else 600
+    torch.manual_seed(1 + options.index + 100 * options.seed)  # Each peer draws and shifts images of its own.
     inner = torch.optim.AdamW(model.parameters(), 2e-3)
 
     def backward() -> None:
@@ -67,16 +65,29 @@ def train(peer: Peer | None, options: argparse.Namespace) -> Result:
         loss = cross_entropy(model(augmented(pixels[chosen])), labels[chosen])
         loss.backward()  # type: ignore[no-untyped-call]
 
+    @torch.no_grad()
+    def judged() -> float:
+        model.eval()
+        loss = cross_entropy(model(test[0]), test[1]).item()
+        model.train()
+        return loss
+
+    curve = Curve(judged)
     if peer is None:
-        for _ in range(steps):
+        for step in range(steps):
+            if step % EVERY == 0:
+                curve.add(None)
             backward()
             inner.step()
+        curve.add(None)
     else:
         others = options.of - 1
         with peer.join("images", model, codec="nf4" if options.method == "diloco" else "int8") as run:
             if options.method == "diloco":
                 with DiLoCo(run, every=EVERY, buffers=True, wait_for=others) as group:
                     while group.epoch < steps // EVERY:
+                        if group.steps % EVERY == 0:
+                            curve.add(run)
                         backward()
                         inner.step()
             else:
@@ -85,14 +96,13 @@ def train(peer: Peer | None, options: argparse.Namespace) -> Result:
                     inner, target_batch_size=target, batch_size=BATCH, buffers=True, wait_for=others
                 )
                 while optimizer.epoch < steps:
+                    if optimizer.epoch % EVERY == 0:
+                        curve.add(run)
                     backward()
                     optimizer.step()
                 optimizer.finish()
-            sent = int(run.metrics()["bytes_sent"])
-    model.eval()
-    with torch.no_grad():
-        loss = cross_entropy(model(test[0]), test[1]).item()
-    return Result(loss, sent, time.monotonic() - began, digest(model.parameters()))
+            curve.add(run)
+    return curve.result(model.parameters())
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 Each example is one function, `train(peer, options)`. It trains on this peer's share of the data and returns what came
 of it. Without a peer it trains alone. With `--peers N` this module starts N processes with a daemon each, and then two
-that train alone: with the first peer's share, and with all the data.
+that train alone: with the first peer's share, and with all the data. `--plot FILE` draws what came of all three.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from matplotlib.figure import Figure
 
-from equipoise.peer import Peer
+from equipoise.peer import Peer, Run
 
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 
@@ -28,20 +29,53 @@ END_SECONDS = 15.0
 """Time for a peer to leave the swarm."""
 
 
+class Point(NamedTuple):
+    """A moment of one peer's training.
+
+    Attributes:
+        seconds: Since the training began; looking for others is a part of it.
+        loss: Of data that nobody trains on, in nats.
+        sent: Bytes sent to other peers so far.
+    """
+
+    seconds: float
+    loss: float
+    sent: int
+
+
 class Result(NamedTuple):
     """What came of one peer's training.
 
     Attributes:
-        loss: Of data that nobody trains on, in nats.
-        sent: Bytes sent to other peers.
-        seconds: Time that the training took.
+        points: Moments of it; the last one is the end.
         digest: Of the parameters that all peers must hold alike.
     """
 
-    loss: float
-    sent: int
-    seconds: float
+    points: list[Point]
     digest: str
+
+    @property
+    def end(self) -> Point:
+        """The end of the training."""
+        return self.points[-1]
+
+
+class Curve:
+    """Takes points of a training, which begins now."""
+
+    def __init__(self, loss: Callable[[], float]) -> None:
+        """`loss` judges the model as it is."""
+        self._loss, self._began = loss, time.monotonic()
+        self._points: list[Point] = []
+
+    def add(self, run: Run | None) -> None:
+        """Take a point; `run` is None where there are no others."""
+        sent = 0 if run is None else int(run.metrics()["bytes_sent"])
+        self._points.append(Point(time.monotonic() - self._began, self._loss(), sent))
+
+    def result(self, tensors: Iterable[torch.Tensor]) -> Result:
+        """What came of it, after the last point; all peers must hold these tensors alike."""
+        return Result(self._points, digest(tensors))
 
 
 Train = Callable[[Peer | None, argparse.Namespace], Result]
@@ -69,8 +103,15 @@ def main(
     parser.add_argument("--index", type=int, default=0, help="this peer's share of the data, from 0")
     parser.add_argument("--of", type=int, default=1, help="number of shares")
     parser.add_argument("--alone", action="store_true", help="train without others")
+    parser.add_argument(
+        "--pooled", type=int, default=0, metavar="N", help="with --alone: train with the data of N peers"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="have all peers draw their data in another order")
     parser.add_argument("--small", action="store_true", help="train for less than a minute")
     parser.add_argument("--json", action="store_true", help="print one line of JSON at the end")
+    parser.add_argument(
+        "--plot", metavar="FILE", help="with --peers: draw the loss against time and against bytes"
+    )
     add(parser)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -81,7 +122,7 @@ def main(
         if peer is not None:
             print(f"others join by {peer.addresses[0]}", file=told, flush=True)
         result = train(peer, options)
-    print(json.dumps(result._asdict()) if options.json else told_of("this peer", result), flush=True)
+    print(json.dumps(result) if options.json else told_of("this peer", result), flush=True)
 
 
 def run_swarm(options: argparse.Namespace) -> int:
@@ -95,34 +136,53 @@ def run_swarm(options: argparse.Namespace) -> int:
         joins = ["--json", "--listen", LOOPBACK, "--join", address, "--of", str(count), "--index"]
         peers = [result(one) for one in [first, *(start([*rest, *joins, str(at)]) for at in range(1, count))]]
         share = result(start([*rest, "--json", "--alone", "--of", str(count)]))
-        whole = result(start([*rest, "--json", "--alone"]))
-    loss, alike = sum(one.loss for one in peers) / count, len({one.digest for one in peers}) == 1
+        whole = result(start([*rest, "--json", "--alone", "--pooled", str(count)]))
+    ends, alike = [one.end for one in peers], len({one.digest for one in peers}) == 1
+    loss, sent = sum(one.loss for one in ends) / count, sum(one.sent for one in ends)
     found = {
         "loss": loss,
-        "loss_alone_with_its_share": share.loss,
-        "loss_alone_with_all_data": whole.loss,
-        "bytes": sum(one.sent for one in peers),
-        "seconds": max(one.seconds for one in peers),
+        "loss_alone_with_its_share": share.end.loss,
+        "loss_alone_with_all_data": whole.end.loss,
+        "bytes": sent,
+        "seconds": max(one.seconds for one in ends),
         "digest": peers[0].digest if alike else "",
     }
-    rows = {f"{count} peers together": peers[0]._replace(loss=loss), "alone, its share": share}
-    told = "\n".join(told_of(name, one) for name, one in (rows | {"alone, all data": whole}).items())
+    rows = {f"{count} peers together": peers[0], "alone, its share": share, "alone, all data": whole}
+    if options.plot:
+        plot(rows, options.plot)
+    told = "\n".join(told_of(name, one) for name, one in rows.items())
     equal = "all peers hold equal parameters" if alike else "PEERS HOLD DIFFERENT PARAMETERS"
     print(json.dumps(found) if options.json else f"{told}\n{equal}")
     return 0 if alike else 1
 
 
 def told_of(name: str, one: Result) -> str:
-    return f"{name:20} loss {one.loss:.4f}  {one.seconds:6.1f} s  {one.sent / 1e6:8.2f} MB sent  {one.digest[:8]}"
+    seconds, loss, sent = one.end
+    return f"{name:20} loss {loss:.4f}  {seconds:6.1f} s  {sent / 1e6:8.2f} MB sent  {one.digest[:8]}"
+
+
+def plot(rows: dict[str, Result], file: str) -> None:
+    """Draw the loss of all against time and, of the peer that is the first row, against what it has sent."""
+    figure = Figure(figsize=(8, 3), layout="constrained")
+    by_time, by_bytes = figure.subplots(1, 2, sharey=True)
+    for name, one in rows.items():
+        losses = [point.loss for point in one.points]
+        by_time.plot([point.seconds for point in one.points], losses, ".-", label=name)
+        if one is next(iter(rows.values())):
+            by_bytes.plot([point.sent / 1e6 for point in one.points], losses, ".-")
+    by_time.set(xlabel="seconds", ylabel="loss of data that nobody trains on")
+    by_bytes.set(xlabel="MB sent by a peer")
+    by_time.legend()
+    figure.savefig(file, dpi=90)
 
 
 def given(arguments: Sequence[str]) -> list[str]:
-    """The arguments that a peer of the swarm takes over: all but `--peers N` and `--json`."""
+    """The arguments that a peer of the swarm takes over: all but those for the swarm as a whole."""
     rest, skipped = [], False
     for one in arguments:
-        if not skipped and one != "--json" and not one.startswith("--peers"):
+        if not skipped and one != "--json" and not one.startswith(("--peers", "--plot")):
             rest.append(one)
-        skipped = one == "--peers"
+        skipped = one in ("--peers", "--plot")
     return rest
 
 
@@ -166,4 +226,5 @@ def result(child: subprocess.Popen[str]) -> Result:
     sys.stderr.write(err)
     if child.returncode:
         raise SystemExit(f"a peer ended with status {child.returncode}: see above")
-    return Result(**json.loads(out.splitlines()[-1]))
+    points, digested = json.loads(out.splitlines()[-1])
+    return Result([Point(*one) for one in points], digested)
