@@ -33,7 +33,7 @@ class Point(NamedTuple):
     """A moment of one peer's training.
 
     Attributes:
-        seconds: Since the training began; looking for others is a part of it.
+        seconds: Since the training began.
         loss: Of data that nobody trains on, in nats.
         sent: Bytes sent to other peers so far.
     """
@@ -61,15 +61,16 @@ class Result(NamedTuple):
 
 
 class Curve:
-    """Takes points of a training, which begins now."""
+    """Takes points of a training, which begins with the first one: the others have been found by then."""
 
     def __init__(self, loss: Callable[[], float]) -> None:
         """`loss` judges the model as it is."""
-        self._loss, self._began = loss, time.monotonic()
+        self._loss, self._began = loss, 0.0
         self._points: list[Point] = []
 
     def add(self, run: Run | None) -> None:
         """Take a point; `run` is None where there are no others."""
+        self._began = self._began or time.monotonic()
         sent = 0 if run is None else int(run.metrics()["bytes_sent"])
         self._points.append(Point(time.monotonic() - self._began, self._loss(), sent))
 
