@@ -29,8 +29,9 @@ from equipoise.dht.direct.listener import ORIGIN_QUESTION, ask_origin
 from equipoise.dht.direct.sockets import connect
 from equipoise.dht.direct.transport import DirectTransport
 from equipoise.dht.gate import CallHandler
+from equipoise.dht.messages import Versioned, decode, encode
 from equipoise.dht.p2pd_client import P2pdClient, StreamListener
-from equipoise.dht.protocol import RecordProtocol, Versioned, decode, encode
+from equipoise.dht.protocol import RecordProtocol
 from equipoise.dht.records import Readiness
 from equipoise.dht.relay.client import MAX_CANDIDATES, RelayClient
 from equipoise.dht.relay.service import HOP_PROTOCOL, RelayService

@@ -21,8 +21,9 @@ from humanfriendly.text import pluralize
 from equipoise.dht.address import Address
 from equipoise.dht.admission import Refused
 from equipoise.dht.dialer import Unreached
+from equipoise.dht.messages import VersionError
 from equipoise.dht.p2pd_client import P2pdClient, P2pdClientError
-from equipoise.dht.protocol import CallError, RecordProtocol, VersionError
+from equipoise.dht.protocol import CallError, RecordProtocol
 from equipoise.dht.state import AddressState, BootstrapStatus
 from equipoise.limits import backoff
 from equipoise.tasks import TaskSet, sleep_until
@@ -193,7 +194,7 @@ class Contacts:
         """PeerIDs of the peers that have answered, or called, and to which a connection is open."""
         if not self._link.attached:
             return frozenset()
-        return frozenset(self._protocol.acquainted & self._dialer.connected)
+        return self._dialer.connected.intersection(self._protocol.heard)
 
     def hear(self, peer: str) -> None:
         """Note that `peer` has said something."""
@@ -239,7 +240,7 @@ class Contacts:
         if self._link.attached and self._heard.get(peer, began) <= began:
             _log.info("%s does not answer any more: its connection is closed", peer)
             self._protocol.lose(peer)
-            self._protocol.record_store.bury(peer, time.monotonic())
+            self._protocol.intake.store.bury(peer, time.monotonic())
             with contextlib.suppress(P2pdClientError):
                 await self._link.disconnect(peer)
                 await self._dialer.refresh()

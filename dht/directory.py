@@ -159,7 +159,7 @@ class RunDirectory:
         self._sequence = itertools.count(sequence)
         self._own: dict[str, _Own] = {}
         self._searched: dict[str, float] = {}
-        protocol.on_record = self._on_record
+        protocol.intake.on_record = self._on_record
 
     @property
     def runs(self) -> dict[str, Part]:
@@ -204,7 +204,7 @@ class RunDirectory:
         await own.tasks.stop()
         last = self._seal(self._record(run, state="offline", spec=own.record.spec, round=own.record.round))
         own.publisher.publish(last, self._targets(own))
-        self._protocol.keep(last)
+        self._protocol.intake.keep(last)
         await own.publisher.close(WITHDRAW_SECONDS)
 
     async def peers(self, run: str) -> Sequence[Readiness]:
@@ -230,7 +230,7 @@ class RunDirectory:
             # A search would ask dozens of peers for each of the many that a large swarm shows at first. A member that
             # is known tells of itself; it may only have been slow to answer.
             elif peer not in self._members(run):
-                own.tasks.spawn(self._protocol.ask(peer, self._protocol.record_store.keys_of(run)))
+                own.tasks.spawn(self._protocol.ask(peer, self._protocol.intake.store.keys_of(run)))
 
     def receive(self, peer: str, data: bytes) -> None:
         """Take the records that another peer's `carry` has sent."""
@@ -266,7 +266,7 @@ class RunDirectory:
             own.tasks.keep(lambda: self._keep_searched(own))
         own.record, own.kept = record, kept
         own.for_all |= for_all
-        self._protocol.keep(kept)
+        self._protocol.intake.keep(kept)
         own.changed.set()
 
     def _seal(self, record: Readiness) -> Kept:
@@ -275,10 +275,10 @@ class RunDirectory:
         return Kept(record.peer, seal(record, self._identity), lifetime)
 
     def _records(self, run: str) -> list[Readiness]:
-        return [entry.record for entry in self._protocol.record_store.current(run, time.monotonic())]
+        return [entry.record for entry in self._protocol.intake.store.current(run, time.monotonic())]
 
     def _members(self, run: str) -> list[str]:
-        found = self._protocol.record_store.peers(run, time.monotonic())
+        found = self._protocol.intake.store.peers(run, time.monotonic())
         return [peer for peer in found if not self._protocol.bans(peer)]
 
     def _targets(self, own: _Own) -> list[str]:
@@ -340,7 +340,7 @@ class RunDirectory:
             await asyncio.sleep(GAP_SECONDS)
 
     async def _search(self, run: str) -> tuple[str, ...]:
-        keys = self._protocol.record_store.keys_of(run)
+        keys = self._protocol.intake.store.keys_of(run)
         nearest = await self._protocol.look_up(keys)
         now = time.monotonic()
         self._searched = {name: when for name, when in self._searched.items() if when + STALE_SECONDS > now}
@@ -349,12 +349,13 @@ class RunDirectory:
 
     def _on_record(self, entry: Entry) -> None:
         record = entry.record
+        self._protocol.dialer.learn(record.peer, record.addresses)
         own = self._own.get(record.run)
         if own is not None and entry.newcomer and record.peer != self._identity.peer:
             own.grows = True
             # In a large run it hears of this peer by its own search, or by this peer's next renewal.
             # Of the others only so many are counted: a stranger may have thousands of records come in a moment.
-            others = self._protocol.record_store.peers(record.run, time.monotonic())
+            others = self._protocol.intake.store.peers(record.run, time.monotonic())
             if len(list(itertools.islice(others, MAX_TOLD_AT_ONCE + 1))) <= MAX_TOLD_AT_ONCE:
                 own.publisher.publish(own.kept, [record.peer])
             if own.record.dialable != self._reach.dialable:

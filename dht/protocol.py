@@ -8,61 +8,50 @@ decodes within bounds, and keeps only signed readiness records.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import logging
 import random
-import secrets
 import time
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Annotated, Any, TypeVar
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
 
-import msgspec
+from msgspec.structs import replace
 
-from equipoise.dht import sanitize
 from equipoise.dht.dialer import Dialer
 from equipoise.dht.gate import CallHandler
 from equipoise.dht.hivemind_imports import DHTID, RoutingTable, traverse_dht
 from equipoise.dht.identity import public_key_of
-from equipoise.dht.limits import Scrutiny, Tally
+from equipoise.dht.instances import DOUBLED_SECONDS, Instances
+from equipoise.dht.intake import Intake
+from equipoise.dht.limits import Tally
+from equipoise.dht.messages import (
+    MAX_NEAREST,
+    MAX_RECORDS,
+    PAGE_BYTES,
+    Message,
+    Neighbour,
+    Versioned,
+    VersionError,
+    decode,
+    encode,
+    messages,
+)
 from equipoise.dht.p2pd_client import P2pdClient
-from equipoise.dht.records import Addresses, Entry, Envelope, Forged, Kept, Readiness, RecordStore, check
-from equipoise.dht.sanitize import Malformed, printable
-from equipoise.dht.state import PROTOCOL_VERSION
+from equipoise.dht.records import Kept
+from equipoise.dht.sanitize import Malformed
 from equipoise.limits import LruDict, RateLimit
 from equipoise.tasks import TaskSet
-
-MAX_KEYS = 16
-"""Most keys of one look-up. A run has 4 keys, and a look-up asks for one run's."""
-MAX_RECORDS = 512
-"""Most records in one message; about 140 usual records fill `PAGE_BYTES`."""
-MAX_PEER_CHARACTERS = 64
-"""Longest PeerID; an Ed25519 PeerID has 52 characters."""
-MAX_INSTANCE_BYTES = 16
-MAX_NEAREST = 20
-"""Most peers named as nearest to a key: Kademlia's k."""
-MAX_MESSAGE_BYTES = 128 * 1024
-"""Longest message; p2pd's own limit is 256 KB. A page of records holds at most `PAGE_BYTES`."""
-PAGE_BYTES = 64 * 1024
-"""Most bytes of all records in one answer: about 140 usual records."""
 
 CALL = "equipoise.dht.ping"
 """Name of the only call. Daemons of earlier versions have it too, so each side is told that their versions differ."""
 CALLS_PER_SECOND, CALLS_BURST = 100.0, 200.0
 """Most calls of one peer; a mate in a run of nine or fewer stores 10 records a second, and looks up every 2 s."""
-MAX_PEERS = 1024
-"""Most peers of which it is remembered when they were heard, and their instances: the peers heard last."""
-MAX_FORMER = 4
-"""Most former instances remembered of one peer."""
-DOUBLED_SECONDS = 30.0
-"""Time for which a peer counts as doubled after both its daemons were heard; daemons speak every few seconds."""
+MAX_ACQUAINTED = 4096
+"""Most peers of which it is remembered when they were heard: the peers heard last."""
 CALL_SECONDS = 3.0
 """Longest wait for an answer; a look-up goes on without a peer that does not answer in time."""
 BUCKET_DEPTH_MODULO = 5
 """hivemind's default (Kademlia paper, section 4.2, b)."""
-MAX_ACQUAINTED = 4096
 HELD_SECONDS = 2.0
 """Time that a refused caller waits for its answer, which comes before `CALL_SECONDS` are over."""
 MAX_HELD_OF_ONE = 32
@@ -83,105 +72,6 @@ LOOKUP_SECONDS = 6.0
 
 _log = logging.getLogger(__name__)
 
-_Versioned = TypeVar("_Versioned", bound="Versioned")
-
-
-class VersionError(Malformed):
-    """A message has another protocol version; the text says which side is older, and what to upgrade."""
-
-
-class Versioned(msgspec.Struct, frozen=True, kw_only=True):
-    """Every message begins with the `PROTOCOL_VERSION` of its author."""
-
-    version: int = PROTOCOL_VERSION
-
-
-class Neighbour(msgspec.Struct, frozen=True):
-    """A peer that may be nearer to a key; its addresses are another peer's word."""
-
-    peer: Annotated[str, msgspec.Meta(max_length=MAX_PEER_CHARACTERS)]
-    addresses: Addresses = ()
-
-
-Key = Annotated[bytes, msgspec.Meta(min_length=20, max_length=20)]
-Neighbours = Annotated[tuple[Neighbour, ...], msgspec.Meta(max_length=MAX_NEAREST)]
-
-
-class Message(Versioned, frozen=True, kw_only=True):
-    """A question to another peer, or its answer: each tells of its author first. A question for nothing is a ping.
-
-    Attributes:
-        serves: Whether the author answers look-ups (False in client mode).
-        addresses: Addresses where the author listens.
-        relays: Whether it relays for peers that cannot be dialled.
-        instance: Random bytes drawn at the author's start; see `Instances`.
-        doubled: Whether the author has heard two daemons that speak as the recipient.
-        keys: In a question: ask for the records under these keys, and for peers nearer to them.
-        records: In a question: ask to keep these records; the invalid ones are dropped. In an answer: records under
-            any of the question's keys.
-        nearest: In an answer: for each key of the question, the nearest peers known, in its order.
-    """
-
-    serves: bool
-    addresses: Addresses = ()
-    relays: bool = False
-    instance: Annotated[bytes, msgspec.Meta(max_length=MAX_INSTANCE_BYTES)] = b""
-    doubled: bool = False
-    keys: Annotated[tuple[Key, ...], msgspec.Meta(max_length=MAX_KEYS)] = ()
-    records: Annotated[tuple[Kept, ...], msgspec.Meta(max_length=MAX_RECORDS)] = ()
-    nearest: Annotated[tuple[Neighbours, ...], msgspec.Meta(max_length=MAX_KEYS)] = ()
-
-
-class _Version(msgspec.Struct, frozen=True):
-    version: int
-
-
-_versions = msgspec.msgpack.Decoder(_Version)
-messages = msgspec.msgpack.Decoder(Message)
-encode = msgspec.msgpack.Encoder().encode
-
-
-def decode(data: bytes, decoder: msgspec.msgpack.Decoder[_Versioned]) -> _Versioned:
-    """Decode a stranger's message; raises Malformed if it is malformed, too large, or of another version."""
-    version = sanitize.decode(_versions, data, MAX_MESSAGE_BYTES).version
-    if version != PROTOCOL_VERSION:
-        newer = version > PROTOCOL_VERSION
-        age, hint = ("newer", "upgrade this machine's") if newer else ("older", "have it upgraded")
-        both = f"protocol version {version}, this machine version {PROTOCOL_VERSION}"
-        raise VersionError(f"its equipoise is {age} ({both}): {hint} with pip install --upgrade equipoise")
-    message = sanitize.decode(decoder, data, MAX_MESSAGE_BYTES)
-    if isinstance(message, Message) and sum(len(one.data) for one in message.records) > PAGE_BYTES:
-        raise Malformed(f"malformed message: expected at most {PAGE_BYTES} bytes of records")
-    return message
-
-
-class Instances:
-    """Notices one identity on two machines, such as after a copied home: a third peer hears both, and tells them.
-
-    libp2p does not connect a peer with itself, so the two daemons never meet. Every start of a daemon draws a random
-    instance, which each message carries. A restart replaces the instance for good. So an instance that comes back after
-    another one means that two daemons run.
-    """
-
-    def __init__(self) -> None:
-        self._heard: LruDict[str, deque[bytes]] = LruDict(MAX_PEERS)
-        self._doubled: LruDict[str, float] = LruDict(MAX_PEERS)
-
-    def hear(self, peer: str, instance: bytes, now: float) -> None:
-        """Note the instance of a message of `peer`; an empty instance is ignored."""
-        if not instance:
-            return
-        heard = self._heard[peer] = self._heard.get(peer) or deque(maxlen=1 + MAX_FORMER)
-        if instance in heard:
-            if heard[-1] != instance:
-                self._doubled[peer] = now
-            heard.remove(instance)
-        heard.append(instance)
-
-    def doubled(self, peer: str, now: float) -> bool:
-        """Tell whether two daemons spoke as `peer` within the last `DOUBLED_SECONDS`."""
-        return self._doubled.get(peer, float("-inf")) + DOUBLED_SECONDS > now
-
 
 class CallError(ConnectionError):
     """A peer gave no answer, or an unusable one; the message says why, `__cause__` is the error behind it."""
@@ -197,46 +87,50 @@ class RecordProtocol:
 
     Attributes:
         dialer: Knows the addresses of peers, and which peers are connected.
-        acquainted: Peers, in client mode too, that have called or answered, and were not lost since.
-        addresses: Addresses where this peer listens; every message tells them.
+        intake: Takes records, the ones of other peers after their signatures.
+        heard: When each peer, in client mode too, has called or answered last, on the monotonic clock; not the lost.
         on_heard: Called with the PeerID of every peer that calls, or answers.
-        on_record: Called with the entry of every new record.
         on_peer: Called with the PeerID of every peer new to the routing table.
         on_hello: Called with the PeerID of every peer that answers look-ups, and whether it relays for others.
-        serves: Whether this peer answers look-ups; a peer that cannot be dialled does not.
-        relays: Whether it relays for others.
         traversals: The look-ups under way; they end soon after the link is detached, because calls then fail at once.
-        handlers: The unary handlers to register with p2pd.
-        bans: Tells whether this daemon refuses a peer.
         doubled_until: Monotonic time until which another daemon counts as speaking with this daemon's identity.
     """
 
     def __init__(self, peer: str, serves: bool, link: P2pdClient, dialer: Dialer) -> None:
+        """`serves` tells whether this peer answers look-ups; see `Message`."""
         self.peer = peer
-        self.node_id = node_id_of(peer)
-        self.routing_table = RoutingTable(self.node_id, MAX_NEAREST, BUCKET_DEPTH_MODULO)
-        self.record_store = RecordStore(link.gate.swarm)
-        self.acquainted: set[str] = set()
-        self.addresses: tuple[str, ...] = ()
+        self.routing_table = RoutingTable(node_id_of(peer), MAX_NEAREST, BUCKET_DEPTH_MODULO)
+        self.intake = Intake(link.gate.swarm)
+        self.heard: LruDict[str, float] = LruDict(MAX_ACQUAINTED)
         self.on_heard: Callable[[str], None] = lambda peer: None
-        self.on_record: Callable[[Entry], None] = lambda entry: None
         self.on_peer: Callable[[str], None] = lambda peer: None
         self.on_hello: Callable[[str, bool], None] = lambda peer, relays: None
-        self.serves = serves
-        self.relays = False
         self.doubled_until = float("-inf")
-        self._instance = secrets.token_bytes(MAX_INSTANCE_BYTES)
         self._instances = Instances()
+        self._told = Message(serves=serves, instance=self._instances.own)
         self._link = link
-        self.bans = link.gate.bans
         self.dialer = dialer
         self._limit = RateLimit(CALLS_PER_SECOND, CALLS_BURST)
-        self._scrutiny = Scrutiny()
-        self._verifier = ThreadPoolExecutor(1, "signatures")
         self._held = Tally()
-        self._heard_at: LruDict[str, float] = LruDict(MAX_PEERS)
         self.traversals = TaskSet()
-        self.handlers: dict[str, CallHandler] = {CALL: self._answer}
+
+    @property
+    def handlers(self) -> dict[str, CallHandler]:
+        """The unary handlers to register with p2pd."""
+        return {CALL: self._answer}
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """The addresses that every message tells, at which this peer listens."""
+        return self._told.addresses
+
+    def bans(self, peer: str) -> bool:
+        """Tell whether this daemon refuses `peer`."""
+        return self._link.gate.bans(peer)
+
+    def tell(self, **news: Any) -> None:
+        """Have every message from now on tell this of the peer itself: fields of `Message`."""
+        self._told = replace(self._told, **news)
 
     @property
     def peers(self) -> list[str]:
@@ -268,7 +162,7 @@ class RecordProtocol:
     async def meet(self, peer: str) -> None:
         """Ping `peer`, then look for this peer's own neighbours through it; raises CallError as `ping` does."""
         await self.ping(peer)
-        await self.look_up([self.node_id.to_bytes()])
+        await self.look_up([self.routing_table.node_id.to_bytes()])
 
     async def look_up(self, keys: Sequence[bytes]) -> dict[bytes, tuple[str, ...]]:
         """Fetch the records under `keys` (20 bytes each) into the record store; return the nearest peers of each key.
@@ -296,7 +190,7 @@ class RecordProtocol:
                 known.update(near)
             return {key: (tuple(near), False) for key, near in found.items()}
 
-        own = {key: {self.node_id} for key in keys}
+        own = {key: {table.node_id} for key in keys}
         nearest, _ = await traverse_dht(
             keys, list(known), BEAM, WORKERS, KEYS_PER_CALL, ask, visited_nodes=own
         )
@@ -312,38 +206,10 @@ class RecordProtocol:
         await self.take(answer.records, peer)
         return answer
 
-    def keep(self, own: Kept) -> None:
-        """Put a record of this peer itself into the record store, unless a later one of the same identity is there."""
-        with _refusing(own):
-            record, _ = self.record_store.examine(own)
-            self._tell(own, self.record_store.enter(own, record, time.monotonic()))
-
     async def take(self, records: Iterable[Kept], sender: str) -> None:
-        """Put the valid ones of a sender's records into the record store.
-
-        A thread verifies the signatures of all peers' records in turn; `Scrutiny` bounds how many wait for it.
-        """
-        now, store, news = time.monotonic(), self.record_store, []
-        for kept in records:
-            known = store.has(kept.subkey)
-            if not store.knows(kept, now) and self._scrutiny.admits(sender, kept.subkey, known, now):
-                with _refusing(kept):
-                    news.append((kept, *store.examine(kept)))
-        if not news:
-            return
-        loop = asyncio.get_running_loop()
-        genuine, forged = await loop.run_in_executor(self._verifier, _verified, news)
-        for kept, record, _ in news[:genuine]:
-            with _refusing(kept):
-                self._tell(kept, store.enter(kept, record, time.monotonic()))
-        if forged is not None:
-            self._scrutiny.distrust(sender, time.monotonic())
+        """Take the valid ones of a sender's records; a sender of a forged one is lost."""
+        if await self.intake.take(records, sender) is not None:
             self.lose(sender)
-            _log.info("nothing is taken from %s for a while: %s", sender, forged)
-
-    def _tell(self, kept: Kept, entry: Entry) -> None:
-        self.dialer.learn(kept.subkey, entry.record.addresses)
-        self.on_record(entry)
 
     async def _call(self, peer: str, keys: Sequence[bytes] = (), records: Sequence[Kept] = ()) -> Message:
         """Ask `peer`; return its answer. Raises CallError without a usable one."""
@@ -351,7 +217,7 @@ class RecordProtocol:
         began = time.monotonic()
         if not self._link.attached:
             raise CallError("p2pd is not running")
-        if self._scrutiny.distrusts(peer, time.monotonic()):
+        if self.intake.scrutiny.distrusts(peer, time.monotonic()):
             raise CallError(f"{peer} {FORGER}")
         try:
             async with asyncio.timeout(CALL_SECONDS):
@@ -359,7 +225,7 @@ class RecordProtocol:
                 data = await self._link.call(peer, CALL, encode(question), CALL_SECONDS)
             answer = decode(data, messages)
         except TimeoutError:
-            if self._heard_at.get(peer, began) <= began:
+            if self.heard.get(peer, began) <= began:
                 self.lose(peer)
             raise CallError(f"{peer} does not answer within {CALL_SECONDS:.0f} s") from None
         except (ConnectionError, Malformed) as error:
@@ -371,7 +237,7 @@ class RecordProtocol:
     async def _answer(self, peer: str, data: bytes) -> bytes:
         public_key_of(peer)
         now = time.monotonic()
-        distrusted = self._scrutiny.distrusts(peer, now)
+        distrusted = self.intake.scrutiny.distrusts(peer, now)
         if distrusted or not self._limit.allow(peer, now):
             await self._hold(peer)
             raise Malformed(f"{peer} {FORGER}" if distrusted else "too many calls; wait a second")
@@ -383,7 +249,7 @@ class RecordProtocol:
         self._meet(peer, asked)
         await self.take(asked.records, peer)
         now = time.monotonic()
-        found = [kept for key in dict.fromkeys(asked.keys) for kept in self.record_store.under(key, now)]
+        found = [kept for key in dict.fromkeys(asked.keys) for kept in self.intake.store.under(key, now)]
         nearest = tuple(self._nearest(key, peer) for key in asked.keys)
         return encode(self._message(peer, records=_page(found), nearest=nearest))
 
@@ -396,14 +262,7 @@ class RecordProtocol:
 
     def _message(self, peer: str, **content: Any) -> Message:
         """Return a message to `peer`, with what it must know of this peer."""
-        return Message(
-            serves=self.serves,
-            addresses=self.addresses,
-            relays=self.relays,
-            instance=self._instance,
-            doubled=self._instances.doubled(peer, time.monotonic()),
-            **content,
-        )
+        return replace(self._told, doubled=self._instances.doubled(peer, time.monotonic()), **content)
 
     def _nearest(self, key: bytes, asker: str) -> tuple[Neighbour, ...]:
         place, own = DHTID.from_bytes(key), node_id_of(asker)
@@ -424,14 +283,12 @@ class RecordProtocol:
 
     def _meet(self, peer: str, said: Message) -> None:
         now = time.monotonic()
-        self._heard_at[peer] = now
+        self.heard[peer] = now
         self.on_heard(peer)
         self._instances.hear(peer, said.instance, now)
         if said.doubled:
             self.doubled_until = now + DOUBLED_SECONDS
         self.dialer.learn(peer, said.addresses)
-        if len(self.acquainted) < MAX_ACQUAINTED:
-            self.acquainted.add(peer)
         if not said.serves:
             self._forget(peer)
             return
@@ -446,7 +303,7 @@ class RecordProtocol:
     def lose(self, peer: str) -> None:
         """Take `peer` for gone until it is heard again; not while p2pd is down, because then no peer can be heard."""
         if self._link.attached:
-            self.acquainted.discard(peer)
+            self.heard.pop(peer, None)
             self._forget(peer)
 
     def _forget(self, peer: str) -> None:
@@ -466,21 +323,3 @@ def _page(records: list[Kept]) -> tuple[Kept, ...]:
             break
         page.append(kept)
     return tuple(page)
-
-
-@contextlib.contextmanager
-def _refusing(kept: Kept) -> Iterator[None]:
-    try:
-        yield
-    except Malformed as error:
-        _log.debug("refused a record under %s: %s", printable(kept.subkey, 64), error)
-
-
-def _verified(news: list[tuple[Kept, Readiness, Envelope]]) -> tuple[int, Forged | None]:
-    """Verify signatures up to the first that is forged; return how many are genuine, and the fault."""
-    for genuine, (_, record, envelope) in enumerate(news):
-        try:
-            check(record, envelope)
-        except Forged as error:
-            return genuine, error
-    return len(news), None

@@ -118,7 +118,7 @@ class Swarm:
         reach.on_change = self._on_reach
         reach.listening = lambda: self._listening
         reach.mates = self._mates
-        protocol.relays = options.relay
+        protocol.tell(relays=options.relay)
         self.transport = Libp2pTransport(peer, lambda: reach.dialable, link, dialer, self._runtime)
         direct.channels.caps = self.transport.channels.caps = Caps(options.upload, options.download)
         self.directory = RunDirectory(self.identity, protocol, reach, self._memory.first_sequence)
@@ -155,7 +155,7 @@ class Swarm:
         """Return the name of `peer`, by its own word, fit for a terminal; empty if it has not told one."""
         if peer == self.peer:
             return self._options.name
-        said = self._protocol.record_store.newest(peer)
+        said = self._protocol.intake.store.newest(peer)
         return "" if said is None else printable(said.name, MAX_NAME_CHARACTERS)
 
     @property
@@ -182,7 +182,7 @@ class Swarm:
             return ReachStatus(
                 "direct", "hole punched through both NATs" if punched else "a direct channel is open"
             )
-        said = self._protocol.record_store.newest(peer)
+        said = self._protocol.intake.store.newest(peer)
         connected = peer in self._dialer.connected
         failure = self._dialer.failures.get(peer)
         if failure is not None and not connected:
@@ -368,7 +368,7 @@ class Swarm:
                 channel.close("it was expelled from the swarm")
             self._protocol.lose(peer)
             if not self.gate.bans(peer):  # The record of a banned one is shown, and offered to no run.
-                self._protocol.record_store.bury(peer, time.monotonic())
+                self._protocol.intake.store.bury(peer, time.monotonic())
             self._tasks.spawn(self._hang_up(peer))
 
     async def _hang_up(self, peer: str) -> None:
@@ -376,13 +376,13 @@ class Swarm:
             await self._link.disconnect(peer)
 
     def _mates(self) -> list[Readiness]:
-        store, now = self._protocol.record_store, time.monotonic()
+        store, now = self._protocol.intake.store, time.monotonic()
         found = (entry.record for run in self.directory.runs for entry in store.current(run, now))
         return [record for record in found if record.peer != self.peer]
 
     def _on_reach(self) -> None:
         self._tell_addresses()
-        self._protocol.serves = not self._reach.hidden
+        self._protocol.tell(serves=not self._reach.hidden)
         self.directory.renew()
         # Others pass on where this member is: they should not go on telling what is no longer so.
         self._contacts.doubt()
@@ -390,7 +390,7 @@ class Swarm:
     def _tell_addresses(self) -> None:
         self._ranks = ranks_of_own_addresses()
         self._bootstrap.machine.dialable = bool(self.addresses)
-        self._protocol.addresses = told(self.addresses, MAX_ADDRESSES)
+        self._protocol.tell(addresses=told(self.addresses, MAX_ADDRESSES))
         listening = [] if self._reach.hidden else told(self._listening, MAX_ADDRESSES)
         hosts = [address.split("/")[2] for address in listening if not multiaddr.is_relayed(address)]
         self.direct.tell(hosts, forwarded=bool(self._options.announce))

@@ -36,7 +36,7 @@ from equipoise.averaging.replication.update import _LENGTH, read_head
 from equipoise.averaging.session.messages import decode_envelope, decode_hello
 from equipoise.averaging.state import StateId
 from equipoise.compression.spec import parse_codec
-from equipoise.dht import admission, autonat, gate, protocol, records
+from equipoise.dht import admission, autonat, gate, messages, records
 from equipoise.dht.address import AddressError, parse_address, parse_announce, parse_listen
 from equipoise.dht.direct import credential
 from equipoise.dht.direct.errors import Refused as DirectRefused
@@ -396,16 +396,16 @@ PARSERS = {
     ),
     "record": Parser("dht.records", records.unseal, _malformed, _sealed),
     "call": Parser(
-        "dht.protocol",
-        lambda data: protocol.decode(data, protocol.messages),
+        "dht.messages",
+        lambda data: messages.decode(data, messages.messages),
         _malformed,
-        of(protocol.Message),
+        of(messages.Message),
     ),
     "dialback": Parser(
-        "dht.autonat", lambda data: protocol.decode(data, autonat._asks), _malformed, of(autonat.Ask)
+        "dht.autonat", lambda data: messages.decode(data, autonat._asks), _malformed, of(autonat.Ask)
     ),
     "witness": Parser(
-        "dht.autonat", lambda data: protocol.decode(data, autonat._answers), _malformed, of(autonat.Answer)
+        "dht.autonat", lambda data: messages.decode(data, autonat._answers), _malformed, of(autonat.Answer)
     ),
     "punch": Parser("dht.punch.candidates", candidates.decode, _malformed, of(candidates.Message)),
     "credential": Parser("dht.direct.credential", credential.parse, (DirectRefused,), of(tuple[str, ...])),

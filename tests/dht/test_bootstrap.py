@@ -8,6 +8,7 @@ import socket
 import msgspec
 import pytest
 
+from equipoise.dht import messages
 from equipoise.dht import protocol as wire
 from equipoise.dht.dialer import GREETING, Unreached, probe
 from equipoise.dht.identity import load_or_create
@@ -91,7 +92,7 @@ async def test_another_peer_at_the_address(members, until, stranger) -> None:
 
 async def test_another_protocol_version(members, until) -> None:
     first = await members.start("first")
-    later = wire.Message(version=PROTOCOL_VERSION + 1, serves=True)
+    later = messages.Message(version=PROTOCOL_VERSION + 1, serves=True)
     first._protocol._message = lambda peer, **content: later
     member = await members.start("member", join=first.addresses)
     await until(lambda: member.status().bootstrap[0].state == "other version")
@@ -103,7 +104,7 @@ async def test_a_newer_caller_is_told_which_side_is_older(members, until) -> Non
     first = await members.start("first")
     member = await members.start("member", join=first.addresses)
     await until(lambda: first.peer in member.status().connected)
-    newer = wire.encode(wire.Message(version=PROTOCOL_VERSION + 1, serves=True))
+    newer = messages.encode(messages.Message(version=PROTOCOL_VERSION + 1, serves=True))
     answer = await member._link.call(first.peer, wire.CALL, newer)
     assert msgspec.msgpack.decode(answer) == {"version": PROTOCOL_VERSION}
 
@@ -113,8 +114,8 @@ def test_which_side_is_older_is_said() -> None:
         (PROTOCOL_VERSION + 1, "newer.*upgrade this"),
         (PROTOCOL_VERSION - 1, "older.*have it"),
     ):
-        with pytest.raises(wire.VersionError, match=said):
-            wire.decode(wire.encode(wire.Versioned(version=version)), wire.messages)
+        with pytest.raises(messages.VersionError, match=said):
+            messages.decode(messages.encode(messages.Versioned(version=version)), messages.messages)
 
 
 async def test_a_greeting_that_is_not_libp2ps_is_told_as_such() -> None:

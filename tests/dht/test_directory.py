@@ -21,8 +21,9 @@ from equipoise.dht.directory import (
     RunDirectory,
 )
 from equipoise.dht.identity import Identity
+from equipoise.dht.messages import Message
 from equipoise.dht.p2pd_client import P2pdClient
-from equipoise.dht.protocol import REPLICAS, CallError, Message, RecordProtocol
+from equipoise.dht.protocol import REPLICAS, CallError, RecordProtocol
 from equipoise.dht.records import SHARDS, TTL_SECONDS, Kept, Readiness, RecordStore, key_of, seal, unseal
 from equipoise.dht.state import PROTOCOL_VERSION, ReachStatus
 
@@ -142,7 +143,7 @@ class Lone:
         """A record of each author has come."""
         sender = records[0].subkey
         await self.protocol.take(list(records), sender)
-        assert all(self.protocol.record_store.knows(one, time.monotonic()) for one in records)
+        assert all(self.protocol.intake.store.knows(one, time.monotonic()) for one in records)
 
     async def _store(self, peer: str, records: list[Kept]) -> None:
         self.told.extend((peer, unseal(kept.data)[0]) for kept in records)
@@ -308,7 +309,7 @@ async def test_a_newcomer_is_told_at_once_in_a_small_run_only(
 ) -> None:
     published: list[list[str]] = []
     mates = [f"mate {number}" for number in range(members)]
-    monkeypatch.setattr(lone.protocol.record_store, "peers", lambda run, now: iter(mates))
+    monkeypatch.setattr(lone.protocol.intake.store, "peers", lambda run, now: iter(mates))
     await lone.announce()
     publisher = lone.directory._own["digits"].publisher
     monkeypatch.setattr(publisher, "publish", lambda kept, peers: published.append(list(peers)))
@@ -341,7 +342,7 @@ async def test_each_of_thousands_of_records_costs_as_much_as_the_first(
 ) -> None:
     monkeypatch.setattr("equipoise.dht.records.verify", lambda *_: True)
     await lone.announce()
-    store, seen = lone.protocol.record_store, [0]
+    store, seen = lone.protocol.intake.store, [0]
     plain = RecordStore.peers
 
     def peers(self: RecordStore, run: str, now: float) -> Iterator[str]:

@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 import equipoise.dht
-from equipoise.dht import autonat, protocol
+from equipoise.dht import autonat, messages, protocol
 from equipoise.dht.admission import Admission, Invitation, Link, Revocations, public_half
 from equipoise.dht.autonat import DIALBACK
 from equipoise.dht.direct import transport as direct
@@ -132,7 +132,7 @@ async def test_no_way_in_is_open_to_a_peer_without_a_good_token(
         assert len(answer) < 200
     for name in CALLS:
         with pytest.raises(P2pdClientError, match="presented no token"):
-            await link._call(owner.peer, names.scoped(name), protocol.encode(protocol.Versioned()), 3.0)
+            await link._call(owner.peer, names.scoped(name), messages.encode(messages.Versioned()), 3.0)
     for name in STREAMS:
         stream = await link.open_stream(owner.peer, name)
         with pytest.raises(StreamClosed):

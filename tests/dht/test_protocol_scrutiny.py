@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from equipoise.dht import messages, records
 from equipoise.dht import protocol as wire
-from equipoise.dht import records
 from equipoise.dht.dialer import Dialer
 from equipoise.dht.dialpolicy import DialPolicy
 from equipoise.dht.identity import Identity, peer_of
@@ -111,9 +111,9 @@ def store(identity: Identity, author: str, sequence: int = 1) -> Kept:
 
 
 async def send(protocol: RecordProtocol, sender: str, kept: list[Kept]) -> int:
-    request = wire.encode(wire.Message(serves=False, records=tuple(kept)))
+    request = messages.encode(messages.Message(serves=False, records=tuple(kept)))
     await protocol.handlers[wire.CALL](sender, request)
-    return sum(protocol.record_store.knows(one, time.monotonic()) for one in kept)
+    return sum(protocol.intake.store.knows(one, time.monotonic()) for one in kept)
 
 
 def test_forged_records_cost_one_signature_for_each_sender(

@@ -14,7 +14,7 @@ import msgspec
 import psutil
 import pytest
 
-from equipoise.dht import p2pd_client
+from equipoise.dht import messages, p2pd_client
 from equipoise.dht import protocol as wire
 from equipoise.dht.dialer import Unreached
 from equipoise.dht.identity import load_or_create
@@ -261,7 +261,7 @@ async def test_present_addresses_of_peers_are_remembered(members, until, monkeyp
     # Once it knows that it is dialled, it tells its addresses anew: that must not come after what follows.
     await until(lambda: first.status().reach.state == "direct")
     now = (f"/ip4/192.0.2.9/tcp/4001/p2p/{first.peer}",)
-    first._protocol.addresses = now
+    first._protocol.tell(addresses=now)
     await until(lambda: json.loads(kept.read_text())["peers"] == {first.peer: list(now)})
 
 
@@ -283,7 +283,7 @@ async def test_hostile_calls_are_refused_and_change_nothing(members, until, stra
     second = await members.start("second", join=first.addresses)
     await announce(first)
     await until(lambda: first.peer in second.status().connected)
-    empty = wire.encode(second._protocol._message(first.peer))
+    empty = messages.encode(second._protocol._message(first.peer))
     record = Readiness(
         version=PROTOCOL_VERSION,
         peer=stranger.peer,
@@ -299,7 +299,7 @@ async def test_hostile_calls_are_refused_and_change_nothing(members, until, stra
         (b"\xc1", "malformed"),
         (deep, "malformed"),
         (bytes(150_000), "malformed"),
-        (wire.encode({**msgspec.msgpack.decode(empty), "records": "x"}), "malformed"),
+        (messages.encode({**msgspec.msgpack.decode(empty), "records": "x"}), "malformed"),
     ]
     for request, problem in requests:
         with pytest.raises(ConnectionError, match=problem):
@@ -312,9 +312,9 @@ async def test_hostile_calls_are_refused_and_change_nothing(members, until, stra
         await second._protocol.store(first.peer, [kept])
     assert await sees(first, first)()
     genuine = Kept(stranger.peer, good, 15.0)
-    assert not first._protocol.record_store.has(stranger.peer)
+    assert not first._protocol.intake.store.has(stranger.peer)
     await second._protocol.store(first.peer, [genuine])
-    assert first._protocol.record_store.knows(genuine, time.monotonic())
+    assert first._protocol.intake.store.knows(genuine, time.monotonic())
     await second._protocol.store(first.peer, [Kept(stranger.peer, forged, 15.0)])
     with pytest.raises(ConnectionError, match="has sent a forged record"):
         await second._protocol.store(first.peer, [genuine])
@@ -324,7 +324,7 @@ async def test_too_many_calls_are_refused(members, until) -> None:
     first = await members.start("first")
     second = await members.start("second", join=first.addresses)
     await until(lambda: first.peer in second.status().connected)
-    ping = wire.encode(second._protocol._message(first.peer))
+    ping = messages.encode(second._protocol._message(first.peer))
 
     async def flood() -> None:
         for _ in range(40):
