@@ -58,6 +58,10 @@ round or two means to which it gives nothing."""
 MAX_LATE, LATE_ROUNDS = 256, 16
 """Most peers whose lateness is remembered, and most rounds of each: few, as the median should follow a change."""
 
+MAX_SHARE = 0.25
+"""Most that a group waits for a late peer, as a share of the time since the last group closed. What a peer later than
+that gains by the wait, all others lose."""
+
 SPREADS = 4.0
 """Median distances from its usual lateness by which a peer is waited for longer: all but one of 150, were it normal."""
 
@@ -120,8 +124,8 @@ class ClosePolicy:
         """Seconds from the quorum to each join, for absent peers a guess; empty where nobody learns from it."""
         return {}
 
-    def learn(self, late: Mapping[str, float], absent: Collection[str]) -> None:
-        """Take from a group that has closed how late its members and the absent peers were; see `late`.
+    def learn(self, late: Mapping[str, float], absent: Collection[str], now: float) -> None:
+        """Take from a group that has just closed how late its members and the absent peers were; see `late`.
 
         Members that only attend count as absent.
         """
@@ -151,9 +155,9 @@ class ClosePolicy:
         if in_all == 1:
             return "nobody is left" if self._context.next_round.floor else "nobody else is in this run"
         waits = f"waits for {named(missing)}, " if missing else "waits "
-        return f"{told}; {waits}for {self._wait(missing)[1]}"
+        return f"{told}; {waits}for {self._wait(builder, missing)[1]}"
 
-    def _wait(self, missing: Sequence[str]) -> tuple[float, str]:
+    def _wait(self, builder: GroupBuilder, missing: Sequence[str]) -> tuple[float, str]:
         """Seconds for which to wait for missing peers, and the reason for that, one line."""
         learnt = self._context.straggler_wait
         return learnt.wait, learnt.reason
@@ -174,8 +178,9 @@ class Grace(ClosePolicy):
     """All-reduce with a grace: a group closes when all live peers are in, or some seconds after its quorum is.
 
     Unless they are given, they follow from how late each missing peer has been: its median lateness and some spreads.
-    A peer that is mostly later than `MAX_WAIT` is not waited for: its contribution is late, and may count in the next
-    round. A peer that was absent counts as twice as late as the group waited, so a longer wait is tried next time.
+    A peer that is mostly later than `MAX_WAIT`, or a share of the time between two groups, is not waited for: its
+    contribution is late, and may count in the next round. A peer that was absent counts as twice as late as the group
+    waited, so a longer wait is tried next time.
     """
 
     def __init__(self, context: Context, strategy: AllReduce) -> None:
@@ -184,6 +189,7 @@ class Grace(ClosePolicy):
         self._given = strategy.grace if isinstance(strategy.grace, float) else None
         self.hold = HOLD_SECONDS + (self._given or 0.0)
         self._late: LruDict[str, deque[float]] = LruDict(MAX_LATE)
+        self._closed_at = float("-inf")
 
     def awaited(self, builder: GroupBuilder, now: float) -> tuple[Set[str], Set[str]]:
         """See `ClosePolicy.awaited`. A peer that is mostly late stays expected: that shows when it is late no more."""
@@ -200,7 +206,7 @@ class Grace(ClosePolicy):
         reached = builder.quorum_at(self._quorum)
         if reached == float("inf"):
             return super().limit(builder, now)
-        grace, why = self._wait(sorted(self.awaited(builder, now)[1]))
+        grace, why = self._wait(builder, sorted(self.awaited(builder, now)[1]))
         patience = builder.out_of_patience()
         why = f"waited {why}" if reached + grace <= patience else "half of them have spent half their time"
         return Limit(min(reached + grace, patience), why)
@@ -214,30 +220,33 @@ class Grace(ClosePolicy):
         guesses = dict.fromkeys(closing.absent, reached + FACTOR * (now - reached))
         return {peer: min(max(at - reached, 0.0), MAX_WAIT) for peer, at in (arrivals | guesses).items()}
 
-    def learn(self, late: Mapping[str, float], absent: Collection[str]) -> None:
+    def learn(self, late: Mapping[str, float], absent: Collection[str], now: float) -> None:
         """See `ClosePolicy.learn`."""
+        self._closed_at = now
         for peer, seconds in late.items():
             seen = self._late.setdefault(peer, deque(maxlen=LATE_ROUNDS))
             # A group that has not waited for a peer, or that it only attends, shows nothing of how late it is.
             seen.append(max(seconds, self._usual(seen)) if peer in absent else seconds)
 
-    def _wait(self, missing: Sequence[str]) -> tuple[float, str]:
+    def _wait(self, builder: GroupBuilder, missing: Sequence[str]) -> tuple[float, str]:
         after = f"after the quorum of {self._quorum}"
         if self._given is not None:
             return self._given, f"{self._given:g} s {after}"
-        wait, why = max((self._wait_for(peer) for peer in missing), default=(0.0, "nobody is missing"))
+        share = MAX_SHARE * (builder.quorum_at(self._quorum) - self._closed_at)
+        most = min(max(share, MIN_WAIT), MAX_WAIT)
+        wait, why = max((self._wait_for(peer, most) for peer in missing), default=(0.0, "nobody is missing"))
         return wait, f"{wait:.1f} s {after}: {why}"
 
-    def _wait_for(self, peer: str) -> tuple[float, str]:
-        """Seconds after the quorum for which to wait for a peer, and the reason."""
+    def _wait_for(self, peer: str, most: float) -> tuple[float, str]:
+        """Seconds after the quorum for which to wait for a peer, at most `most`, and the reason."""
         seen = self._late.get(peer, deque())
         usual = self._usual(seen)
-        if usual >= MAX_WAIT:
-            return 0.0, f"{peer} is mostly over {MAX_WAIT:g} s late"
+        if usual >= most:
+            return 0.0, f"{peer} is mostly over {most:.3g} s late"
         spread = statistics.median_high(abs(one - usual) for one in seen) if seen else 0.0
         least = MIN_WAIT if len(seen) >= FEW else INITIAL_WAIT
         told = f"{peer} was {usual:.1f} s late in {count(len(seen), 'round')}, give or take {spread:.1f} s"
-        return min(max(usual + SPREADS * spread, least), MAX_WAIT), told
+        return min(max(usual + SPREADS * spread, least), most), told
 
     @staticmethod
     def _usual(seen: deque[float]) -> float:

@@ -223,7 +223,7 @@ class Coordinator:
         manifest = formed.manifest
         late = dict(zip((*manifest.peers, *formed.absent), formed.late, strict=False))
         idle = (join.peer for join in manifest.members if join.weight < LEAST_CONTRIBUTION)
-        self._policy.learn(late, {*formed.absent, *idle})
+        self._policy.learn(late, {*formed.absent, *idle}, now)
         self._closed[manifest.round] = _Closed(formed, began, set(awaited), set())
         while len(self._closed) > CLOSED_KEPT:
             del self._closed[min(self._closed)]

@@ -371,7 +371,8 @@ class SimulatedRun:
         manifest = Manifest.of(min(join.peer for join in closing.members), closing.members, drawn)
         going = Exchange(manifest, self._time.now)
         self._wait.learn(closing.lateness)
-        self._policy.learn(self._policy.late(self._builder, closing, self._time.now), closing.absent)
+        late = self._policy.late(self._builder, closing, going.closed)
+        self._policy.learn(late, closing.absent, going.closed)
         for peer in closing.absent:
             self.members[peer].misses += 1
         self._round += 1

@@ -609,7 +609,7 @@ def test_a_learnt_grace_follows_from_how_late_each_missing_peer_has_been(
 ) -> None:
     one, peers, joins = gathers("allreduce:quorum=3,grace=auto")
     for seconds in past:
-        one._coordinator._policy.learn({peers[5]: seconds, peers[4]: 0.0}, ())
+        one._coordinator._policy.learn({peers[5]: seconds, peers[4]: 0.0}, (), -1000.0)
     for name in peers[1:5]:
         assert not groups(joins(name, 1.0))
     actions = joins(peers[0], 1.0)
@@ -632,15 +632,24 @@ def test_a_group_whose_grace_is_not_learnt_says_nothing_of_how_late_its_members_
     assert {message.late for _, message in sent(alive(one, peers, 5.0, 1.0), wire.GroupFormed)} == {()}
 
 
-def test_a_longer_grace_is_tried_until_the_peer_comes_or_is_later_than_any_wait() -> None:
-    one, peers, _ = gathers("allreduce:quorum=3,grace=auto")
+@pytest.mark.parametrize(
+    ("period", "tried"),
+    [(1000.0, [INITIAL_WAIT, 2 * INITIAL_WAIT]), (20.0, [INITIAL_WAIT]), (8.0, [2.0]), (3.0, [MIN_WAIT])],
+)
+def test_a_longer_grace_is_tried_until_the_peer_comes_or_is_later_than_any_wait(
+    period: float, tried: list[float]
+) -> None:
+    """A wait is at most a quarter of the time between two groups: the peers that train in 3 s wait 1 s, once."""
+    one, peers, joins = gathers("allreduce:quorum=3,grace=auto")
     grace, late = one._coordinator._policy, peers[5]
+    for name in peers[:3]:
+        joins(name, 1.0)
+    (builder,) = one._coordinator._builders.values()
     waits = []
     for _ in range(4):
-        wait, _ = grace._wait([late])
-        waits.append(wait)
-        grace.learn({late: min(2 * wait, MAX_WAIT)}, [late])
-    assert waits == [INITIAL_WAIT, 2 * INITIAL_WAIT, 0.0, 0.0]
+        grace.learn({late: min(2 * waits[-1], MAX_WAIT)} if waits else {}, [late], 1.0 - period)
+        waits.append(grace._wait(builder, [late])[0])
+    assert waits == [*tried, *[0.0] * (4 - len(tried))]
     for _ in range(20):
-        grace.learn({late: 1.0}, ())
-    assert grace._wait([late])[0] == MIN_WAIT, "it is late no more"
+        grace.learn({late: 0.5}, (), 1.0 - period)
+    assert grace._wait(builder, [late])[0] == MIN_WAIT, "it is late no more"

@@ -15,7 +15,7 @@ from fakes.trainers import SAMPLES, adamw
 from fakes.world import World
 from oracles.training import batch_of, loss_of, network
 
-EVERY, STEP_SECONDS, SLOWER = 6, 5.0, 20
+EVERY, STEP_SECONDS, SLOWER = 6, 1.0, 20
 SLOW, DIES = "peer5", "peer4"
 
 
@@ -89,7 +89,7 @@ def test_five_peers_go_on_without_one_that_is_twenty_times_slower_and_one_that_d
     assert_goes_on_without_the_slowest(loops)
     assert loops.loops[SLOW].member.image().equal(loops.loops["peer0"].member.image()), "it ends in step"
     own, others = (loops.world.daemons[peer].service.ledgers["text"].of(SLOW) for peer in (SLOW, "peer0"))
-    assert 1 <= own.counted < 0.1 * own.rounds, "status says so"
+    assert 1 <= own.counted <= 0.1 * own.rounds, "status says so"
     assert own.missed["late"] >= 1
     assert others.counted == own.counted
 
