@@ -47,6 +47,7 @@ class Net:
         frozen: Peers whose records stay as they are.
         tags: The tags of peers that have some.
         blind: Peers whose records a peer does not see.
+        rates: Bytes a second that a peer sends at most, over all its channels.
     """
 
     def __init__(self, latency: float = 0.0, lag: float = 0.0, loss: float = 0.0, seed: int = 0) -> None:
@@ -56,6 +57,8 @@ class Net:
         self.frozen: set[str] = set()
         self.tags: dict[str, tuple[str, ...]] = {}
         self.blind: dict[str, set[str]] = {}
+        self.rates: dict[str, float] = {}
+        self._sends_until: dict[str, float] = {}
         self.transports: dict[str, MemoryTransport] = {}
         self.records: dict[str, dict[str, Entry]] = {}
         self._views: dict[tuple[str, str], int] = {}
@@ -79,6 +82,13 @@ class Net:
             await self._looked.wait_for(
                 lambda: all(peer in (of := self.records.get(run, {})) and of[peer].ready for peer in peers)
             )
+
+    async def carry(self, peer: str, size: int) -> None:
+        """Wait until `peer` has sent so many bytes more."""
+        if peer in self.rates:
+            sent_at = max(self._sends_until.get(peer, 0.0), _now()) + size / self.rates[peer]
+            self._sends_until[peer] = sent_at
+            await passed(sent_at - _now())
 
     async def view(self, run: str, peer: str) -> list[Entry]:
         """What `peer` sees of `run`."""
@@ -135,6 +145,7 @@ class MemoryChannel:
         if self._net.loss and self._net.chance.random() < self._net.loss:
             self.close()
             raise ConnectionError(f"the channel to {self._peer} broke")
+        await self._net.carry(self.owner, len(header) + len(body))
         await self._outbox.put((bytes(header), bytes(body), _now() + self._net.latency))
         self.delivered += len(header) + len(body)
 
