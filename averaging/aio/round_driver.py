@@ -305,7 +305,7 @@ class RoundDriver:
             event = self._keep_values(member, message, body)
         except CodecError as error:
             event = events.PeerLost(member, f"sent values that do not decode: {error}")
-            self._machine.faults[member] = event.reason
+            self._machine.findings.faults[member] = event.reason
         if event is not None:
             self._driver.tell(event)
 
@@ -425,13 +425,13 @@ class RoundDriver:
         outcome = msgspec.structs.replace(
             outcome,
             apart=apart,
-            faults={peers[member]: why for member, why in self._machine.faults.items()},
+            faults={peers[member]: why for member, why in self._machine.findings.faults.items()},
             waits={"exchange": (peers[slowest[0]], slowest[1])} if slowest else {},
             in_doubt=isinstance(end, events.Fail) and end.in_doubt,
             bytes_sent=links.sent,
             bytes_received=links.received,
             seconds=seconds,
-            events=(*self._machine.notes, *notes),
+            events=(*self._machine.findings.notes, *notes),
         )
         self.outcome.set_result(outcome)
 

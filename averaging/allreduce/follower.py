@@ -20,7 +20,7 @@ def due_report(paxos: Paxos, part_table: PartTable, attendance: Attendance) -> w
     ballot, plan = paxos.ballot, paxos.ballot.plan
     if plan is None or ballot.decision is not None or not part_table.owners >> paxos.me & 1:
         return None
-    whole = part_table.whole
+    whole = part_table.arrivals.whole
     awaits = paxos.group.contributors & ~(whole | attendance.lost | attendance.late)
     if awaits or ballot.reported == (plan.sequence, whole):
         return None
@@ -34,12 +34,15 @@ class Fetching:
     Args:
         me: This member's index; different members start with different sources.
         parts: Number of parts of the vector.
+
+    Attributes:
+        doubts: How many times the whole mean that was here proved to be another than the group's.
     """
 
     def __init__(self, me: int, parts: int) -> None:
         self._parts = parts
         self._turn = me
-        self._anew = False
+        self.doubts = 0
         self._asked: tuple[int, int, frozenset[int]] | None = None
         self._over = 0
         self._expected: dict[int, frozenset[int]] = {}
@@ -49,12 +52,12 @@ class Fetching:
     def due(self, paxos: Paxos, part_table: PartTable, attendance: Attendance, reachable: int) -> Send | None:
         """Return the next question to one of the members in the bitmask `reachable`, if one is due."""
         decision = paxos.decision
-        if decision is None or part_table.is_whole(decision):
+        if decision is None or part_table.means.is_whole(decision):
             return None
         stalled = attendance.level >= 1
         # A leader that was out of reach may have given this member up, and let go of the mean.
         unheard = attendance.returned >> paxos.leader & 1
-        everything = paxos.must_fetch or stalled or self._anew or unheard
+        everything = paxos.must_fetch or stalled or self.doubts or unheard
         wanted = part_table.missing_of(paxos.group.everyone if everything else attendance.lost, decision)
         early = {
             part
@@ -101,7 +104,7 @@ class Fetching:
     def start_again(self) -> None:
         """Drop the answers of all sources so far, as their parts are of no use; turn to the next source."""
         self.ask_another()
-        self._anew = True
+        self.doubts += 1
         self._expected = {}
 
     def expects(self, source: int, part: int, contributors: int) -> bool:
@@ -117,13 +120,13 @@ class Fetching:
 def awaited(paxos: Paxos, part_table: PartTable) -> Awaited:
     """Return the members whose contribution, mean, vote, report or decision this member waits for."""
     me, group, ballot, decision = 1 << paxos.me, paxos.group, paxos.ballot, paxos.decision
-    if decision is not None and not part_table.is_whole(decision):
+    if decision is not None and not part_table.means.is_whole(decision):
         missing = part_table.missing_of(group.everyone, decision)
         owners = {part_table.owner_of[part] for part in missing}
         return Awaited(sum(1 << owner for owner in owners) & ~me, part_table.owners & ~me, dispensable=True)
     if decision is not None:
         return Awaited(group.everyone & ~me & ~paxos.holders(decision), group.everyone & ~me)
-    if lacking := group.contributors & ~part_table.whole:
+    if lacking := group.contributors & ~part_table.arrivals.whole:
         return Awaited(lacking, group.contributors & ~me, dispensable=True)
     if paxos.leader == paxos.me:
         reported = sum(1 << owner for owner in ballot.reports)
@@ -156,7 +159,7 @@ def _missing(paxos: Paxos, part_table: PartTable) -> str:
     if decision is None and ballot.promises is not None:
         return f"promises came from {names_of(group, sum(1 << member for member in ballot.promises))}"
     if decision is None and ballot.reported is None:
-        return f"contributions are missing from {names_of(group, group.contributors & ~part_table.whole)}"
+        return f"contributions are missing from {names_of(group, group.contributors & ~part_table.arrivals.whole)}"
     if decision is None:
         return f"no decision from {group.names[paxos.leader]}"
     missing = part_table.missing_of(group.everyone, decision)

@@ -64,7 +64,7 @@ def _prepare(paxos: Paxos, attendance: Attendance) -> Move | None:
 
 def _watch(paxos: Paxos, part_table: PartTable, attendance: Attendance, decision: Decision) -> Move | None:
     """Begin again when a part of the proposed mean has no living source left."""
-    if paxos.holders(decision) & ~attendance.lost or part_table.is_whole(decision):
+    if paxos.holders(decision) & ~attendance.lost or part_table.means.is_whole(decision):
         return None
     if paxos.ballot.holders or part_table.missing_of(attendance.lost, decision):
         return Reopen("all holders of a part of the mean died after the decision: deciding again")

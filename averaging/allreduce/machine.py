@@ -27,14 +27,13 @@ leader goes on without the owners that did not report; from 3 on, members open b
 
 from __future__ import annotations
 
-from collections import Counter
-
 import msgspec
 
 from equipoise.averaging.allreduce import events
 from equipoise.averaging.allreduce import messages as wire
 from equipoise.averaging.allreduce.events import Action, Event, Fail, Finish, Group
 from equipoise.averaging.allreduce.failure_detector import MIN_BYTES_PER_SECOND, Attendance, Awaited
+from equipoise.averaging.allreduce.findings import Findings
 from equipoise.averaging.allreduce.follower import (
     Fetching,
     awaited,
@@ -52,9 +51,6 @@ from equipoise.averaging.timing import LINGER_SECONDS, STALL_SECONDS, WAITING_SE
 PLENTY = int(MIN_BYTES_PER_SECOND * STALL_SECONDS)
 """Bytes that a `Waiting` counts for: a member that waits for a delivering member is not stalled itself."""
 
-MAX_NOTES = 64
-"""Most lines kept on what went wrong in a round."""
-
 
 class AllReduce:
     """The round machine of one member.
@@ -67,19 +63,15 @@ class AllReduce:
 
     Attributes:
         ended: How the round has ended here, if it has.
-        notes: What went wrong, for people.
-        faults: By member: what it is to blame for, one line.
+        findings: What went wrong.
         peers: Bitmask of the members that this member can reach. Two members that cannot be dialled never connect.
         released: Whether no reachable member lacks the mean. From then on this member gives signs of life on demand.
         closed: Whether no other member needs an answer.
     """
 
     def __init__(self, group: Group, me: int, now: float, timeout: float) -> None:
-        self.group = group
-        self.me = me
         self.ended: Finish | Fail | None = None
-        self.notes: list[str] = []
-        self.faults: dict[int, str] = {}
+        self.findings = Findings()
         self.closed = False
         self._ends_at = now + timeout
         self._releases_at = float("inf")
@@ -89,12 +81,20 @@ class AllReduce:
         self._paxos = Paxos(group, me)
         self._part_table = PartTable(group, me)
         self._fetching = Fetching(me, len(group.parts))
-        self._distrusted = 0
-        self._shares: dict[int, tuple[bytes, ...]] = {}
         self.released = False
         self._yielded = 0
         self._actions: list[Action] = []
         self._again = False
+
+    @property
+    def group(self) -> Group:
+        """The round as all members know it."""
+        return self._paxos.group
+
+    @property
+    def me(self) -> int:
+        """This member's index."""
+        return self._paxos.me
 
     @property
     def deadline(self) -> float:
@@ -119,7 +119,7 @@ class AllReduce:
 
     def wants_contribution(self, sender: int, part: int) -> bool:
         """True if a contribution is still of use here."""
-        return self.ended is None and self._part_table.wants_contribution(sender, part)
+        return self.ended is None and self._part_table.arrivals.wants(sender, part)
 
     def wants_mean(self, sender: int, part: int, contributors: int) -> bool:
         """True if the mean of `part` over `contributors` is still of use here, and `sender` may give it.
@@ -127,11 +127,11 @@ class AllReduce:
         Only this member, the part's owner and the members that were asked for the part may give it. Otherwise a faster
         member could send a false mean. Once our mean has proved wrong, only the members that were asked are believed.
         """
-        if self.ended is not None or not self._part_table.wants_mean(part, contributors):
+        if self.ended is not None or not self._part_table.means.wants(part, contributors):
             return False
         decision = self._paxos.valued
         fits = decision is None or decision.contributors == contributors
-        owns = sender == self.me or (self._part_table.owner_of[part] == sender and not self._distrusted)
+        owns = sender == self.me or (self._part_table.owner_of[part] == sender and not self._fetching.doubts)
         if fits and (owns or self._fetching.expects(sender, part, contributors)):
             return True
         self._fetching.pass_over(sender, part, contributors)
@@ -157,7 +157,7 @@ class AllReduce:
                 self._on_lost(member, reason, now, gone, silent)
             case events.PeerReturned(member):
                 if self._attendance.come_back(member):
-                    self._note(f"{self.group.names[member]} is back")
+                    self.findings.note(f"{self.group.names[member]} is back")
             case events.Withdrew(reason):
                 if self.ended is None:
                     self._fail(reason, now)
@@ -195,7 +195,7 @@ class AllReduce:
                     self._part_table.assign(decision.owners)
             case wire.Votes(vote, voters):
                 if voters == 1 << sender and len(message.shares) == self.group.size:
-                    self._shares[sender] = message.shares
+                    self.findings.shares[sender] = message.shares
                 news = self._on_votes(sender, vote, voters)
             case wire.Fetch(contributors, parts):
                 self._serve(sender, contributors, parts)
@@ -284,7 +284,7 @@ class AllReduce:
             # The lost member may have been the leader that would have told the others.
             self._send_commit(self.group.everyone)
         elif self.ended is None:
-            self._note(f"{self.group.names[member]} lost in phase {self.phase}: {reason}")
+            self.findings.note(f"{self.group.names[member]} lost in phase {self.phase}: {reason}")
 
     def _on_woke(self, now: float) -> None:
         if now >= self._ends_at:
@@ -299,21 +299,18 @@ class AllReduce:
                 self._fail_apart(now)
 
     def _fail_apart(self, now: float) -> None:
-        """Fail, as the members hold different means, and blame the owners of whose share no majority has the same."""
-        for owner in members_of(self._part_table.owners & ~(1 << self.me)):
-            alike = Counter(shares[owner] for shares in self._shares.values()).most_common(1)
-            if alike and 2 * alike[0][1] <= len(self._shares):
-                self._blame(1 << owner, "gave members different means")
-        told = names_of(self.group, sum(1 << member for member in self.faults))
+        """Fail, as the members hold different means, and blame the owners that gave them."""
+        self.findings.blame_for_shares(self._part_table.owners & ~(1 << self.me))
+        told = names_of(self.group, sum(1 << member for member in self.findings.faults))
         self._fail(f"members hold different means, by the fault of {told}", now)
 
     def _on_stalled(self) -> None:
         waited = self._attendance.level * STALL_SECONDS
-        self._note(f"no progress for {waited:g} s {waiting_for(self._paxos, self._part_table)}")
+        self.findings.note(f"no progress for {waited:g} s {waiting_for(self._paxos, self._part_table)}")
         self._fetching.ask_another()
         if self._paxos.decision is not None and not self._paxos.must_fetch:
             owing = self._awaited.members if self._awaited.dispensable else 0
-            self._blame(owing & ~self._attendance.gone, "owed its share of the mean")
+            self.findings.blame(owing & ~self._attendance.gone, "owed its share of the mean")
         line = self._paxos.line(self._attendance.lost)
         if self.me in line and self._paxos.should_open(self._attendance.level, line.index(self.me)):
             self._open_ballot()
@@ -345,7 +342,7 @@ class AllReduce:
     def _require_majority(self, now: float) -> None:
         left = self._attendance.hoped_for
         if not is_majority(left, self.group.size):
-            why = "; ".join(self.notes[-2:])
+            why = "; ".join(self.findings.notes[-2:])
             few = f"{left.bit_count()} of {self.group.size}"
             self._fail(f"{few} members left, a majority is needed: {why}", now)
 
@@ -360,7 +357,7 @@ class AllReduce:
 
     def _open_ballot(self) -> None:
         prepare = self._paxos.open()
-        self._note(f"opened ballot {prepare.ballot}")
+        self.findings.note(f"opened ballot {prepare.ballot}")
         self._broadcast(prepare)
 
     def _report(self, now: float) -> None:
@@ -372,19 +369,19 @@ class AllReduce:
             return
         match next_move(self._paxos, self._part_table, self._attendance):
             case Tell(message, why):
-                self._note(why)
+                self.findings.note(why)
                 if isinstance(message, wire.Plan):
                     silent = self._part_table.owners & ~message.owners & ~self._attendance.gone
-                    self._blame(silent if message.sequence else 0, "did not report as an owner")
+                    self.findings.blame(silent if message.sequence else 0, "did not report as an owner")
                 self._tell(message, now)
             case Reopen(why):
-                self._note(why)
+                self.findings.note(why)
                 self._open_ballot()
             case Despair(why):
                 self._fail(why, now)
 
     def _work_on_parts(self, now: float) -> None:
-        if self._distrusted or not self._part_table.due:
+        if self._fetching.doubts or not self._part_table.due:
             return
         ballot, valued = self._paxos.ballot, self._paxos.valued
         over = self.group.contributors if valued is None else valued.contributors
@@ -396,34 +393,36 @@ class AllReduce:
 
     def _hold(self, now: float) -> None:
         decision = self._paxos.ballot.decision
-        if decision is not None and self._part_table.is_whole(decision) and self._paxos.hold():
+        if decision is not None and self._part_table.means.is_whole(decision) and self._paxos.hold():
             self._progress(now)
-            self._shares[self.me] = self._part_table.shares()
-            vote = self._paxos.vote(self._part_table.digest(decision))
-            self._broadcast(msgspec.structs.replace(vote, shares=self._shares[self.me]))
+            shares = self._part_table.means.shares(self._part_table.owner_of)
+            self.findings.shares[self.me] = shares
+            vote = self._paxos.vote(self._part_table.means.digest(decision))
+            self._broadcast(msgspec.structs.replace(vote, shares=shares))
 
     def _commit(self, now: float) -> None:
         chosen = self._paxos.tally.chosen
-        if chosen is None or not self._part_table.is_whole(chosen.decision):
+        if chosen is None or not self._part_table.means.is_whole(chosen.decision):
             return
-        if self._part_table.digest(chosen.decision) == chosen.digest:
+        if self._part_table.means.digest(chosen.decision) == chosen.digest:
             if vote := self._paxos.concur():
                 # The others keep the mean for this member until they hear that it has it.
                 self._broadcast(vote)
-            self._blame(self._part_table.false_owners, "gave another mean than the group's")
+            self.findings.blame(self._part_table.false_owners, "gave another mean than the group's")
             if missing := self.group.contributors & ~chosen.decision.contributors:
                 leader = self.group.names[self._paxos.leader_of(chosen.ballot)]
-                self._note(f"{names_of(self.group, missing)} left out by the word of {leader}, which led")
+                self.findings.note(
+                    f"{names_of(self.group, missing)} left out by the word of {leader}, which led"
+                )
             self._end(Finish(chosen.decision, chosen.digest), now)
             if self._paxos.leader == self.me:
                 self._send_commit(self.group.everyone)
-        elif self._distrusted >= (self._paxos.tally.voters(chosen) & self.peers).bit_count():
+        elif self._fetching.doubts >= (self._paxos.tally.voters(chosen) & self.peers).bit_count():
             self._fail("our mean differs from the group's, from whomever of the majority it is fetched", now)
         else:
-            self._note("our mean differs from the group's: fetching it again")
-            self._distrusted += 1
+            self.findings.note("our mean differs from the group's: fetching it again")
             self._fetching.start_again()
-            self._part_table.drop_means()
+            self._part_table.means.drop()
             self._again = True
 
     def _fetch_missing(self, now: float) -> None:
@@ -435,7 +434,7 @@ class AllReduce:
         if isinstance(self.ended, Finish):
             self._send_commit(1 << to)
         asked = [] if self.released else wire.from_bits(bits[: len(self.group.parts) // 8 + 1])
-        kept = [part for part in asked if self._part_table.has_mean(part, contributors)]
+        kept = [part for part in asked if self._part_table.means.has(part, contributors)]
         if self._fetching.may_serve(to, len(kept)):
             self._actions += [events.SendMean(to, part, contributors) for part in kept]
 
@@ -508,11 +507,3 @@ class AllReduce:
         commit = self._paxos.commit()
         if commit is not None:
             self._broadcast(commit, among)
-
-    def _blame(self, members: int, why: str) -> None:
-        for member in members_of(members):
-            self.faults.setdefault(member, why)
-
-    def _note(self, text: str) -> None:
-        if text and len(self.notes) < MAX_NOTES:
-            self.notes.append(text)

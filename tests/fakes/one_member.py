@@ -71,7 +71,7 @@ class Table:
 
     def digest(self, decision: Decision) -> bytes:
         """Of the mean that this machine holds."""
-        return self.machine._part_table.digest(decision)
+        return self.machine._part_table.means.digest(decision)
 
     def vote(self, decision: Decision, ballot: int = 0, digest: bytes | None = None) -> wire.Vote:
         return wire.Vote(ballot, decision, digest or self.digest(decision))

@@ -26,7 +26,9 @@ def simulate(
     world = World(Scenario(seed, group, starts, weather, tuple(faults), core=(1 << members) - 1))
     report = world.run()
     assert all(isinstance(end, Finish) for end in report.ends), seed
-    return report, [note for process in world.processes.values() for note in process.member.machine.notes]
+    return report, [
+        note for process in world.processes.values() for note in process.member.machine.findings.notes
+    ]
 
 
 @few_and_many(60, 200)

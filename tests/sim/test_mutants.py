@@ -10,7 +10,7 @@ from equipoise.averaging.allreduce import messages as wire
 from equipoise.averaging.allreduce import paxos
 from equipoise.averaging.allreduce.failure_detector import Attendance
 from equipoise.averaging.allreduce.messages import Vote
-from equipoise.averaging.allreduce.part_table import PartTable
+from equipoise.averaging.allreduce.part_table import Means, PartTable
 from equipoise.averaging.allreduce.paxos import Inheritance, Paxos, Tally
 from sim.test_channels import cut_off_at
 from simulator.core import Violation
@@ -44,17 +44,6 @@ def one_vote_is_enough(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(paxos, "is_majority", lambda mask, size: mask != 0)
 
 
-def promises_do_not_bind(patch: pytest.MonkeyPatch) -> None:
-    """Who has promised a ballot still takes part in older ones."""
-
-    def on_prepare(self: Paxos, number: int, trust_leader: bool) -> wire.Promise | wire.Refuse:
-        if trust_leader or number <= self.ballot.number:
-            return wire.Refuse(self.ballot.number)
-        return wire.Promise(number, *(self.held or (None, None)))
-
-    patch.setattr(Paxos, "on_prepare", on_prepare)
-
-
 @pytest.mark.parametrize(
     "mutate",
     [
@@ -68,13 +57,6 @@ def test_the_explorer_finds(mutate: Patch, monkeypatch: pytest.MonkeyPatch) -> N
     mutate(monkeypatch)
     with pytest.raises(Violation, match="members that report ok differ"):
         Explorer(THREE).run()
-
-
-@pytest.mark.slow
-def test_the_explorer_finds_promises_that_do_not_bind(monkeypatch: pytest.MonkeyPatch) -> None:
-    promises_do_not_bind(monkeypatch)
-    with pytest.raises(Violation, match="members that report ok differ"):
-        Explorer(Search((1.0, 2.0, 3.0), owner=1, crashes=1, early=1)).run()
 
 
 def the_lost_are_given_up_at_once(patch: pytest.MonkeyPatch) -> None:
@@ -110,7 +92,7 @@ def owners_reduce_what_they_have(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
         PartTable,
         "_reduce",
-        lambda self, part, over: plain(self, part, over & (self._arrived[part] | 1 << self.me)),
+        lambda self, part, over: plain(self, part, over & (self.arrivals._arrived[part] | 1 << self.me)),
     )
 
 
@@ -121,7 +103,7 @@ def digests_are_not_compared(patch: pytest.MonkeyPatch) -> None:
         return plain(self, Vote(vote.ballot, vote.decision, bytes(32)), voters)
 
     patch.setattr(Tally, "add", add)
-    patch.setattr(PartTable, "digest", lambda self, decision: bytes(32))
+    patch.setattr(Means, "digest", lambda self, decision: bytes(32))
 
 
 @pytest.mark.parametrize(

@@ -225,7 +225,7 @@ class World(Network):
         if (process.member.result is not None) != isinstance(end, Finish):
             raise Violation(f"{name} ended by {end} with the result {process.member.result!r}")
         if self.scenario.core >> process.index & 1 and not isinstance(end, Finish):
-            raise Violation(f"{name} of the core failed: {end}; {process.member.machine.notes}")
+            raise Violation(f"{name} of the core failed: {end}; {process.member.machine.findings.notes}")
 
     def tell(self, index: int | None, what: object) -> None:
         """Add to the story what happened to a member, or which fault struck."""

@@ -16,7 +16,7 @@ from equipoise.averaging.allreduce.events import (
     SendMean,
     Withdrew,
 )
-from equipoise.averaging.allreduce.machine import MAX_NOTES
+from equipoise.averaging.allreduce.findings import MAX_NOTES
 from equipoise.averaging.allreduce.messages import Decision
 from equipoise.averaging.timing import LINGER_SECONDS, STALL_SECONDS
 from fakes.one_member import (
@@ -204,7 +204,7 @@ def test_a_late_contributor_is_left_out_after_a_stall() -> None:
     table = Table(A)
     table.contributes(B)
     assert sent(table.stall(), wire.Propose)[0] == (B, wire.Propose(0, Decision(0b011, ALL)))
-    assert "deciding without the contributions of c" in table.machine.notes
+    assert "deciding without the contributions of c" in table.machine.findings.notes
 
 
 def test_an_owner_that_does_not_report_is_replaced_after_two_stalls() -> None:
@@ -388,9 +388,9 @@ def test_a_member_that_gives_up_says_why_and_is_not_waited_for() -> None:
     table.contributes(B)
     actions = table.says(C, wire.GiveUp("cancelled"))
     assert sent(actions, wire.Propose) == [(B, wire.Propose(0, Decision(0b011, ALL)))]
-    assert "c lost in phase scatter: left the round: cancelled" in table.machine.notes
+    assert "c lost in phase scatter: left the round: cancelled" in table.machine.findings.notes
     table.tell(PeerReturned(C))
-    assert "c is back" not in table.machine.notes
+    assert "c is back" not in table.machine.findings.notes
 
 
 def test_a_member_that_withdraws_tells_the_others() -> None:
@@ -445,4 +445,4 @@ def test_notes_are_bounded() -> None:
     for _ in range(MAX_NOTES):
         table.lose(C)
         table.tell(PeerReturned(C))
-    assert len(table.machine.notes) == MAX_NOTES
+    assert len(table.machine.findings.notes) == MAX_NOTES

@@ -112,8 +112,8 @@ def test_time_in_which_this_process_stood_still_blames_nobody(pause: float) -> N
     endpoint.handle(Woke(), now)
     now += HEARTBEAT_SECONDS + pause
     endpoint.handle(Woke(), now)  # Before the frames that came meanwhile are read.
-    assert endpoint.machine.notes == []
-    while not endpoint.machine.notes:  # From then on, silence is noticed as fast as ever.
+    assert endpoint.machine.findings.notes == []
+    while not endpoint.machine.findings.notes:  # From then on, silence is noticed as fast as ever.
         now = endpoint.deadline
         endpoint.handle(Woke(), now)
     assert now == pytest.approx(STALL_SECONDS + pause)

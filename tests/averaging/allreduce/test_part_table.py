@@ -38,15 +38,15 @@ def test_kept_contributions_of_another_member_are_about_one_vector() -> None:
     mine = part_table(A, (A, A, *[B] * 6))
     taken = 0
     for part in range(8):
-        if mine.wants_contribution(B, part):
+        if mine.arrivals.wants(B, part):
             mine.take_contribution(B, part)
             taken += 1
     assert taken == 2 + early_parts(mine.group)
-    assert mine.wants_contribution(C, 7), "each has a share of its own"
+    assert mine.arrivals.wants(C, 7), "each has a share of its own"
 
 
 @pytest.mark.parametrize("part", [3, 10**6])
 def test_parts_that_are_none_are_not_wanted(part: int) -> None:
     mine = part_table(A)
-    assert not mine.wants_contribution(B, part)
-    assert not mine.wants_mean(part, ALL)
+    assert not mine.arrivals.wants(B, part)
+    assert not mine.means.wants(part, ALL)
