@@ -285,6 +285,8 @@ def _lock(path: Path) -> int:
             if not patient:
                 told = f"a daemon (pid {pid or 'unknown'}) is already running on {path}"
                 hint = "see `equipoise status`, end it with `equipoise stop`, or give another --home"
+                if pid == str(os.getpid()):
+                    hint = "close() this script's other Peer first, or give another home"
                 raise HomeBusy(told, hint) from None
             patient = False
             # It may be a client that looks whether a daemon is there, which takes microseconds.

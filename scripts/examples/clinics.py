@@ -81,8 +81,9 @@ def train(peer: Peer | None, options: argparse.Namespace) -> Result:
     features, labels = (torch.cat([getattr(one, part) for one in clinics]) for part in ("features", "labels"))
     tests, truth = (torch.cat([one.test[at] for one in clinics]) for at in (0, 1))
 
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+
     def fit(task: Task | None) -> tuple[float, dict[str, float]]:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         for _ in range(steps):
             optimizer.zero_grad()
             loss = cross_entropy(model(features), labels)

@@ -171,7 +171,8 @@ def plot(rows: dict[str, Result], file: str) -> None:
         by_time.plot([point.seconds for point in one.points], losses, ".-", label=name)
         if one is next(iter(rows.values())):
             by_bytes.plot([point.sent / 1e6 for point in one.points], losses, ".-")
-    by_time.set(xlabel="seconds", ylabel="loss of data that nobody trains on")
+    by_time.set(xlabel="seconds", ylabel="loss of the test", yscale="log")
+    by_time.yaxis.set_minor_formatter("{x:.3g}")
     by_bytes.set(xlabel="MB sent by a peer")
     by_time.legend()
     figure.savefig(file, dpi=90)

@@ -41,7 +41,7 @@ def test_only_the_user_gets_in_whatever_the_umask(tmp_path: Path) -> None:
 def test_a_second_daemon_is_told_of_the_first(tmp_path: Path) -> None:
     home = Home.take(tmp_path)
 
-    with pytest.raises(HomeBusy, match=rf"\(pid {os.getpid()}\) is already running.*equipoise stop"):
+    with pytest.raises(HomeBusy, match=rf"\(pid {os.getpid()}\) is already running.*close\(\) this script's"):
         Home.take(tmp_path)
     assert not wait_until_free(tmp_path, 0.0)
     home.release()
