@@ -76,7 +76,7 @@ class Announcer:
             ready=not self.has_left and self.ready,
             round=self._machine.round,
             accumulated=0.0 if self.has_left else self._reported,
-            bandwidth=0.0 if self.has_left else self._sessions.upload.told,
+            bandwidth=0.0 if self.has_left else self._sessions.meter.upload.told,
             left=self.has_left,
             observes=self._membership.observes,
             trained=self.trained,

@@ -203,7 +203,7 @@ class RunDriver:
         """The plan of exchanges beside the last ones, and the better setting, one line; empty if they take no time."""
         if self.spec.strategy.pairs or self.spec.strategy.least:
             return ""
-        upload, download = self._sessions.upload.told, self._sessions.download.told
+        upload, download = self._sessions.meter.upload.told, self._sessions.meter.download.told
         return judge(self.counts.last, self.spec.layout.size, self.spec.options.codec, upload, download)
 
     def withdraw(self, reason: str) -> None:

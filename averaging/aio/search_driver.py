@@ -169,8 +169,8 @@ class SearchDriver:
             join = msgspec.structs.replace(
                 join,
                 nonce=self._sessions.chance.randbytes(NONCE_BYTES),
-                bandwidth=self._sessions.upload.told,
-                download=self._sessions.download.told,
+                bandwidth=self._sessions.meter.upload.told,
+                download=self._sessions.meter.download.told,
                 credential=self._sessions.credential,
                 dialable=dialable,
             )

@@ -23,12 +23,13 @@ from collections.abc import Callable, Mapping
 from random import Random, SystemRandom
 from typing import Protocol
 
-from equipoise.averaging.aio.bandwidth import IDLE_BYTES, Bandwidth
 from equipoise.averaging.aio.buffer_pool import BufferPool
+from equipoise.averaging.aio.link_meter import LinkMeter
+from equipoise.averaging.aio.peer_channels import PeerChannels
 from equipoise.averaging.ports import Channel, DirectTransport, FrameRefused, Transport
 from equipoise.averaging.session import messages as wire
 from equipoise.averaging.session.machine import SESSION_BYTES, Session
-from equipoise.averaging.session.outbox import Bulk, Frame, Outbox
+from equipoise.averaging.session.outbox import Bulk, Frame
 from equipoise.averaging.timing import DIRECT_SECONDS
 from equipoise.tasks import TaskSet, sleep_until
 
@@ -48,15 +49,6 @@ MAX_CHANNELS = 4
 MAX_OPEN = 256
 """Most open channels in all, but for those in use. Beyond it, the unused peer with the most loses one for each that
 comes. The transports hold twice as many, so that there is always room to open one, however many strangers come."""
-
-RETRY_SECONDS, MAX_RETRY_SECONDS = 1.0, 30.0
-"""Shortest and longest time until a direct channel that could not be opened is tried again; it doubles each time."""
-
-IDLE_SECONDS = 60.0
-"""Longest time that a channel is kept on which nothing moves. Rounds are seconds apart."""
-
-PUNCHED_SECONDS = 600.0
-"""The same for a channel through a hole in both NATs, which takes seconds to punch. Some rounds are minutes apart."""
 
 SWEEP_SECONDS = 10.0
 """Time between two looks for idle channels."""
@@ -94,107 +86,6 @@ class Receiver(Protocol):
         """
 
 
-class PeerChannels:
-    """One peer's channels, of each kind the newest last, and what goes through them.
-
-    Attributes:
-        streams: Open channels of the transport.
-        direct: Open direct channels.
-        greeted: Those of them on which both ends have said hello; only they are written to.
-        outbox: The session with the peer, and what waits to be sent in it.
-        writer: The task that sends, while there is something.
-        dialling: The task that opens a direct channel.
-        patience: Until when frames wait for that, in the loop's time.
-        redials: True if the last channel broke, and another is to be opened though nothing waits to be sent.
-        met: Whether a round with the peer has begun.
-        news: Set when a channel was opened, greeted or removed, or when no direct one will be open for now.
-    """
-
-    def __init__(self, session: bytes) -> None:
-        self.streams: list[Channel] = []
-        self.direct: list[Channel] = []
-        self.greeted: set[Channel] = set()
-        self.outbox = Outbox(session)
-        self.writer: asyncio.Task[None] | None = None
-        self.dialling: asyncio.Task[None] | None = None
-        self.patience = 0.0
-        self.redials = False
-        self.met = False
-        self.news = asyncio.Event()
-        self._retry_in = 0.0
-        self._retry_at = 0.0
-        self._moved: dict[Channel, tuple[int, float]] = {}
-        self._delivered = 0
-        self._received = 0
-
-    @property
-    def channels(self) -> list[Channel]:
-        """All that are open."""
-        return [*self.streams, *self.direct]
-
-    @property
-    def delivered(self) -> int:
-        """Bytes delivered to the peer by direct channels so far, closed ones included. Libp2p tells of no delivery."""
-        return self._delivered + sum(channel.delivered for channel in self.direct)
-
-    @property
-    def received(self) -> int:
-        """Bytes that have come from the peer so far, those of a frame that is not complete included."""
-        return self._received + sum(channel.received for channel in self.channels)
-
-    # ---- channels ----
-
-    def dials(self, now: float, seconds: float) -> bool:
-        """True if a direct channel is to be opened now; frames wait for it so long, unless the last one failed."""
-        if self.direct or self.dialling is not None or now < self._retry_at:
-            return False
-        self.patience = now if self._retry_in else now + seconds
-        return True
-
-    def dialled_in_vain(self, now: float) -> None:
-        """Note that a direct channel could not be opened."""
-        self._retry_in = min(2 * self._retry_in, MAX_RETRY_SECONDS) or RETRY_SECONDS
-        self._retry_at = now + self._retry_in
-
-    def add(self, channel: Channel, direct: bool) -> None:
-        """Note that a channel was opened."""
-        (self.direct if direct else self.streams).append(channel)
-        self.redials = False
-        if direct:
-            self._retry_in = self._retry_at = 0.0
-        self.news.set()
-
-    def remove(self, channel: Channel) -> None:
-        """Note that a channel is of no more use; what it carried still counts."""
-        if channel in self.direct:
-            self.direct.remove(channel)
-            self._delivered += channel.delivered
-        else:
-            self.streams.remove(channel)
-        self.greeted.discard(channel)
-        self._moved.pop(channel, None)
-        self.outbox.lose(channel)
-        self._received += channel.received
-        self.news.set()
-
-    def best(self) -> Channel | None:
-        """Return the channel to write to: the newest direct one, else the newest one of the transport."""
-        newest_first = [*reversed(self.direct), *reversed(self.streams)]
-        return next((channel for channel in newest_first if channel in self.greeted), None)
-
-    def idle(self, now: float) -> list[Channel]:
-        """Return the channels on which no byte has moved for too long, as far as these calls could see."""
-        found = []
-        for channel in self.channels:
-            moved = channel.delivered + channel.received
-            before, since = self._moved.get(channel, (-1, now))
-            if moved != before:
-                self._moved[channel] = (moved, now)
-            elif now - since >= (PUNCHED_SECONDS if channel.punched else IDLE_SECONDS):
-                found.append(channel)
-        return found
-
-
 class Sessions:
     """All sessions and channels of this daemon.
 
@@ -208,8 +99,7 @@ class Sessions:
     Attributes:
         pool: Memory for the bodies of frames.
         chance: This daemon's source of chance.
-        upload: The bandwidth of this peer's uplink, as measured while something waits to be sent.
-        download: That of its downlink, as measured while bodies of frames come in.
+        meter: Measures this peer's link.
     """
 
     def __init__(
@@ -222,18 +112,15 @@ class Sessions:
     ) -> None:
         self.pool = BufferPool()
         self.chance = chance or SystemRandom()
-        self.upload, self.download = map(Bandwidth, caps)
         self._transport = transport
         self._receiver = receiver
         self._direct = direct
         self._peers: dict[str, PeerChannels] = {}
+        self.meter = LinkMeter(self._peers.values(), caps)
         self._flows: dict[bytes, frozenset[str]] = {}
         self._rounds: set[bytes] = set()
         self._loop = asyncio.get_running_loop()
         self._tasks = TaskSet()
-        self._moved_before = [0, 0]
-        self._arriving: set[Channel] = set()
-        self._measuring: asyncio.TimerHandle | None = None
         self._scratch = bytearray()
         self._sweeper = self._loop.call_later(SWEEP_SECONDS, self._sweep)
         self._stopped = False
@@ -352,8 +239,7 @@ class Sessions:
             await asyncio.wait(writers, timeout=0.5)
         self._stopped = True
         self._sweeper.cancel()
-        if self._measuring is not None:
-            self._measuring.cancel()
+        self.meter.stop()
         for channels in self._peers.values():
             for channel in channels.channels:
                 channel.close()
@@ -471,8 +357,8 @@ class Sessions:
         if channels.outbox.session.unacknowledged > MAX_UNACKNOWLEDGED:
             self._drop(peer, f"it has not acknowledged {MAX_UNACKNOWLEDGED} frames")
             return
-        if frame[1] and self._measuring is None:
-            self._measure(begins=True)
+        if frame[1]:
+            self.meter.sends()
         try:
             await channel.send(*frame)
         except ConnectionError:
@@ -516,28 +402,6 @@ class Sessions:
             elif not channels.channels:
                 raise error
 
-    def _measure(self, begins: bool = False) -> None:
-        """Sample the bytes delivered and received, again and again from the first bulk frame until no bulk moves."""
-        now, all_channels = self._loop.time(), self._peers.values()
-        delivered, received = self._moved_before
-        delivered += sum(channels.delivered for channels in all_channels)
-        received += sum(channels.received for channels in all_channels)
-        sends = begins or any(channels.outbox.has_bulk for channels in all_channels)
-        if not sends:  # Else the kernel is not asked, for each of them.
-            on_way = sum(channel.in_flight for channels in all_channels for channel in channels.direct)
-            sends = on_way > IDLE_BYTES
-        pauses = []
-        for bandwidth, count, is_busy in (
-            (self.upload, delivered, sends),
-            (self.download, received, bool(self._arriving)),
-        ):
-            if is_busy:
-                bandwidth.observe(now, count)
-                pauses.append(bandwidth.sample_seconds)
-            else:
-                bandwidth.end_burst(now, count)
-        self._measuring = self._loop.call_later(min(pauses), self._measure) if pauses else None
-
     # ---- reading ----
 
     async def _read(self, channels: PeerChannels, channel: Channel, dialled: bool) -> None:
@@ -553,7 +417,7 @@ class Sessions:
                 log.info("dropped %s: %s", channel.peer, reason)
                 self._drop(channel.peer, reason)
         finally:
-            self._arriving.discard(channel)
+            self.meter.received(channel)
             self._broke(channels, channel)
             channel.close()
 
@@ -595,7 +459,7 @@ class Sessions:
 
         while True:
             header, body = await channel.receive(place)
-            self._arriving.discard(channel)
+            self.meter.received(channel)
             if channels.outbox.session is not session or self._peers.get(peer) is not channels:
                 return
             kind, number, acknowledged = wire.decode_envelope(header)
@@ -614,9 +478,7 @@ class Sessions:
 
     def _place(self, session: Session[Frame], channel: Channel, header: bytes, size: int) -> Placed:
         _, number, _ = wire.decode_envelope(header)
-        self._arriving.add(channel)
-        if self._measuring is None:
-            self._measure()
+        self.meter.receives(channel)
         if number <= session.delivered:
             return self.scratch(size)
         return self._receiver.place(channel.peer, header[wire.ENVELOPE_BYTES :], size)
@@ -660,8 +522,7 @@ class Sessions:
         for channel in channels.channels:
             channels.remove(channel)
             channel.close()
-        self._moved_before[0] += channels.delivered
-        self._moved_before[1] += channels.received
+        self.meter.drop(channels)
         self._tell_lost(peer, reason, gone=True)
 
     def _rounds_with(self, peer: str) -> set[bytes]:

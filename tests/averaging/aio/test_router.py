@@ -269,7 +269,8 @@ async def test_joins_and_records_say_what_a_peer_can_send_and_receive(
             run.search.announcer.report_accumulated(1.0)  # Is announced at once.
         assert all(outcome.ok for outcome in await together(runs))
         for router in cluster.routers.values():
-            router._sessions.upload.estimate = router._sessions.download.estimate = measured
+            meter = router._sessions.meter
+            meter.upload.estimate = meter.download.estimate = measured
     said = [[(join.bandwidth, join.download) for join in manifest.members] for _, _, manifest in rounds[::2]]
     told = min(cap or measured, measured)
     assert {record.bandwidth for record in cluster.net.records[spec.name].values()} == {told}

@@ -10,9 +10,10 @@ from collections.abc import Callable
 
 import pytest
 
-from equipoise.averaging.aio import bandwidth
+from equipoise.averaging.aio import bandwidth, peer_channels
 from equipoise.averaging.aio import sessions as module
-from equipoise.averaging.aio.sessions import PeerChannels, Placed, Sessions
+from equipoise.averaging.aio.peer_channels import PeerChannels
+from equipoise.averaging.aio.sessions import Placed, Sessions
 from equipoise.averaging.ports import Buffer, Channel
 from equipoise.averaging.session.messages import FAREWELL, FRAME
 from fakes.memory import MemoryChannel, MemoryTransport, Net
@@ -172,8 +173,9 @@ async def test_only_what_direct_channels_deliver_is_measured(
     for _ in range(4):
         pair.sessions["a"].post_bulk("b", ROUND, lambda: (b"bulk", bytes(bandwidth.MIN_BYTES)))
     await pair.hear(4)
-    pair.sessions["a"]._measure()
-    assert (pair.sessions["a"].upload.estimate > 0) == direct, "libp2p swallows megabytes at once"
+    meter = pair.sessions["a"].meter
+    meter._measure()
+    assert (meter.upload.estimate > 0) == direct, "libp2p swallows megabytes at once"
 
 
 async def test_only_a_round_meets_the_others_that_it_admits(pair: Pair) -> None:
@@ -393,7 +395,7 @@ async def test_an_idle_channel_is_closed_and_nobody_calls_that_a_loss(
 ) -> None:
     pair.begin()
     await pair.meet()
-    monkeypatch.setattr(module, "IDLE_SECONDS", 0.0)
+    monkeypatch.setattr(peer_channels, "IDLE_SECONDS", 0.0)
     for _ in range(2):
         pair.sessions["a"]._sweep()
     assert pair.sessions["a"]._peers["b"].channels, "a round goes on"
@@ -424,9 +426,9 @@ async def test_a_punched_channel_takes_over_within_a_round_and_idles_for_longer(
     assert hole.delivered > before
     pair.sessions["a"].leave(ROUND)
     channels = pair.sessions["a"]._peers["b"]
-    monkeypatch.setattr(module, "IDLE_SECONDS", 0.0)
-    for seconds, left in ((module.PUNCHED_SECONDS, [hole]), (0.0, [])):
-        monkeypatch.setattr(module, "PUNCHED_SECONDS", seconds)
+    monkeypatch.setattr(peer_channels, "IDLE_SECONDS", 0.0)
+    for seconds, left in ((peer_channels.PUNCHED_SECONDS, [hole]), (0.0, [])):
+        monkeypatch.setattr(peer_channels, "PUNCHED_SECONDS", seconds)
         for _ in range(2):
             while channels.writer:
                 await channels.writer
