@@ -14,7 +14,6 @@ then the values of the second. So the payload of a part, which begins at a granu
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Sequence
 from itertools import filterfalse
@@ -30,9 +29,6 @@ block, its error would be relative to the largest value beside it."""
 
 EXACT_GRANULE = 4096
 """Granule of the cuts in the second region, in values: 16 KiB, about the cost of a frame."""
-
-SAMPLES, SAMPLE_BYTES = 256, 1024
-"""Pieces of a contribution whose bytes are compared, and their length: they take 0.3 ms."""
 
 NORM_VALUES = 8 * 1024 * 1024
 """Values whose squares are added up at a time, a multiple of each granule: they take some milliseconds at most."""
@@ -169,17 +165,6 @@ class Vectors(NamedTuple):
     contribution: memoryview
     mean: memoryview
     clamped: int = 0
-
-
-def fingerprint(contribution: memoryview) -> bytes:
-    """8 bytes that tell encoded contributions, u8 [n], apart by a sample of them; empty if the sample is all zeros.
-
-    Zeros are bytes of 0, and in nf4 codes of 7.
-    """
-    step = max(len(contribution) // SAMPLES, SAMPLE_BYTES)
-    starts = range(0, len(contribution), step)
-    sample = b"".join(contribution[start : start + SAMPLE_BYTES] for start in starts)
-    return hashlib.blake2b(sample, digest_size=8).digest() if sample.strip(b"\0\x77") else b""
 
 
 def _is_exact(tensor: TensorSpec) -> bool:

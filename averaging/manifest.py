@@ -17,6 +17,7 @@ import msgspec
 from equipoise.averaging.metrics import Report, Values
 from equipoise.averaging.options import MAX_GROUP_SIZE, Needs
 from equipoise.averaging.outcome import check_weight
+from equipoise.averaging.sketch import NEAR, SKETCH_BYTES, near
 from equipoise.averaging.state import StateId, group_state
 from equipoise.averaging.weights import ATTENDANCE_LIMIT, MAX_WEIGHT, Weight, contributing
 from equipoise.limits import MAX_BANDWIDTH, MAX_CREDENTIAL_BYTES
@@ -38,7 +39,6 @@ MAX_SUSPECTS = 4
 """Most peers that a join blames: 64 joins must fit into one header."""
 
 ROUND_ID_BYTES = 16
-FINGERPRINT_BYTES = 8
 TICKET_BYTES = 8
 """Length of a ticket: enough to tell one peer's few joins apart. No decision trusts a ticket."""
 
@@ -53,7 +53,7 @@ Nonce = Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_B
 Signature = Annotated[bytes, msgspec.Meta(min_length=1, max_length=MAX_SIGNATURE_BYTES)]
 Credential = Annotated[bytes, msgspec.Meta(max_length=MAX_CREDENTIAL_BYTES)]
 Norm = Annotated[float, msgspec.Meta(ge=0.0)]
-Fingerprint = Annotated[bytes, msgspec.Meta(max_length=FINGERPRINT_BYTES)]
+Sketch = Annotated[bytes, msgspec.Meta(max_length=SKETCH_BYTES)]
 Ticket = Annotated[bytes, msgspec.Meta(min_length=TICKET_BYTES, max_length=TICKET_BYTES)]
 
 Sign = Callable[[bytes], bytes]
@@ -101,7 +101,7 @@ class Join(msgspec.Struct, frozen=True, array_like=True):
         signature: Signature over all other fields.
         fit: The metrics of its training; they count with the weight of its contribution.
         evaluation: The scores of the state that it holds on its data; None if it has not evaluated it.
-        fingerprint: `layout.fingerprint` of its contribution; empty if that is not compared with the others'.
+        sketch: `sketch.sketch` of its contribution; empty if that is not compared with the others'.
         download: Download rate, bytes per second; 0 if unknown, and then taken to be the upload rate.
         norm: The 2-norm of its contribution; infinite if unsaid.
         suspects: PeerIDs of peers that it blames for faults in rounds; see `deeds`.
@@ -119,7 +119,7 @@ class Join(msgspec.Struct, frozen=True, array_like=True):
     signature: Signature
     fit: Values = {}
     evaluation: Report | None = None
-    fingerprint: Fingerprint = b""
+    sketch: Sketch = b""
     download: Bandwidth = 0.0
     norm: Norm = math.inf
     suspects: Annotated[tuple[PeerName, ...], msgspec.Meta(max_length=MAX_SUSPECTS)] = ()
@@ -161,6 +161,11 @@ class Join(msgspec.Struct, frozen=True, array_like=True):
             return f"{self.peer} was invited as an observer, with weight 0 and no share; it claims {self.weight:g}"
         return ""
 
+    def is_near(self, other: Join) -> bool:
+        """Whether the two contributions are nearly equal."""
+        alike = self.norm == other.norm or math.isclose(self.norm, other.norm, rel_tol=NEAR)
+        return alike and near(self.sketch, other.sketch)
+
     def genuine(self, verify: Verify) -> bool:
         """True if the named peer signed this join."""
         return verify(self.peer, self.content, self.signature)
@@ -201,12 +206,11 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
         return group_state(self.states.values())
 
     @property
-    def twins(self) -> list[tuple[str, str]]:
-        """PeerIDs of members with equal contributions, by their fingerprints: the first of them with each other one."""
-        first: dict[bytes, str] = {}
-        given = (join for join in self.members if join.fingerprint)
-        pairs = ((first.setdefault(join.fingerprint, join.peer), join.peer) for join in given)
-        return [(one, other) for one, other in pairs if one != other]
+    def twins(self) -> set[tuple[str, str]]:
+        """PeerIDs of members with nearly equal contributions: each of them with the first such member."""
+        given = [join for join in self.members if join.sketch]
+        firsts = (next(one for one in given if one is join or one.is_near(join)) for join in given)
+        return {(one.peer, join.peer) for one, join in zip(firsts, given, strict=True) if one is not join}
 
     def peers_of(self, state: StateId | None) -> tuple[str, ...]:
         """PeerIDs of the members that claim this state, in member order; with None, of those that claim none."""

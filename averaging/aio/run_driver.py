@@ -18,11 +18,12 @@ from equipoise.averaging.aio.search_driver import SearchDriver
 from equipoise.averaging.aio.sessions import Sessions
 from equipoise.averaging.aio.transfer import Transfer
 from equipoise.averaging.claims import Claims
-from equipoise.averaging.layout import NORM_VALUES, Vectors, fingerprint
+from equipoise.averaging.layout import NORM_VALUES, Vectors
 from equipoise.averaging.manifest import Identity, Join, Manifest
 from equipoise.averaging.metrics import Report, Values
 from equipoise.averaging.outcome import Gathering, Outcome
 from equipoise.averaging.ports import Directory
+from equipoise.averaging.sketch import sketch
 from equipoise.averaging.spec import RunSpec
 from equipoise.averaging.state import StateId
 from equipoise.averaging.weights import ATTENDANCE_LIMIT
@@ -32,7 +33,7 @@ MAX_HISTORY = 20
 """Most outcomes kept. A gossip run averages its spread over them: few, so that it shows the present spread."""
 
 MAX_TWINS = 8
-"""Most pairs of peers with equal contributions that are told of."""
+"""Most pairs of peers with nearly equal contributions that are told of."""
 
 LEAST_WAIT_SECONDS, LEAST_WAIT_SHARE = 0.1, 0.1
 """Least wait for one peer that an outcome names, in seconds and as a share of the whole: less is jitter."""
@@ -75,7 +76,7 @@ class RunDriver:
         search: Finds groups.
         transfer: Gives and takes the state of the run.
         counts: The rounds that have ended.
-        twins: By pair of peers that have made equal contributions, a line about them.
+        twins: By pair of peers whose contributions to two rounds in a row were nearly equal, a line about them.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class RunDriver:
         self.search = SearchDriver(spec, sessions, directory, identity)
         self.counts = RoundCounts()
         self.twins: dict[tuple[str, str], str] = {}
+        self._near: set[tuple[str, str]] = set()
         self._sessions = sessions
         self._directory = directory
         self._rounds = rounds
@@ -120,7 +122,7 @@ class RunDriver:
                 of a full group, which holds it if the outcome is ok. What no encoder writes fails the round here, when
                 it is met: to look for it before would read the vector twice.
             timeout: Seconds for everything; the outcome fails with a reason when they are over.
-            compared: Whether a contribution that equals another peer's is worth a warning.
+            compared: Whether a contribution that nearly equals another peer's is worth a warning.
 
         Raises:
             ValueError: The weight, the metrics, or a vector's size, is not valid, or a round is going on already.
@@ -145,7 +147,7 @@ class RunDriver:
             signature=b"",
             fit=metrics or {},
             evaluation=evaluation,
-            fingerprint=fingerprint(vectors.contribution) if compared and weight > ATTENDANCE_LIMIT else b"",
+            sketch=sketch(layout, vectors.contribution) if compared and weight > ATTENDANCE_LIMIT else b"",
             norm=await self._norm(vectors.contribution),
         )
         manifest = await self._match(join, timeout)
@@ -263,12 +265,14 @@ class RunDriver:
         return math.sqrt(squares) if 0 <= squares < math.inf else math.inf
 
     def _note_twins(self, manifest: Manifest) -> None:
-        for pair in manifest.twins:
-            if pair not in self.twins and len(self.twins) < MAX_TWINS:
-                gave = f"peers {' and '.join(pair)} made equal contributions to round {manifest.round}"
-                advice = "they may train on the same data in the same order: give each peer another seed"
-                self.twins[pair] = f"run {self.spec.name}: {gave}; {advice}"
-                log.warning(self.twins[pair])
+        """Tell of peers that were near two times: in a first round, large batches of other data may be alike."""
+        near = manifest.twins
+        for pair in sorted(near & self._near - self.twins.keys())[: MAX_TWINS - len(self.twins)]:
+            gave = f"peers {' and '.join(pair)} gave nearly equal contributions to round {manifest.round}"
+            advice = "they train on the same data: give each other data or another seed, or use Shares"
+            self.twins[pair] = f"run {self.spec.name}: {gave} and to the one before; {advice}"
+            log.warning(self.twins[pair])
+        self._near = near
 
     async def _exchange(self, task: Task) -> Outcome:
         self.transfer.begin(task.manifest)

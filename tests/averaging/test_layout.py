@@ -10,10 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from equipoise.averaging.layout import EXACT, MIN_CODED_VALUES, Layout, fingerprint
+from equipoise.averaging.layout import EXACT, MIN_CODED_VALUES, Layout
 from equipoise.averaging.schema import Schema
-from equipoise.compression import Codec, parse_codec
-from fakes.vectors import encoded
+from equipoise.compression import parse_codec
 from oracles import codecs as oracle
 
 INT8 = parse_codec("int8")
@@ -143,24 +142,3 @@ def test_the_second_region_is_shared_out_where_it_is_large() -> None:
     assert [part.owner for part in parts] == [0, 1, 2, 3]
     assert max(part.size for part in parts) < 2 * min(part.size for part in parts)
     assert len(Layout(Schema.of(mixed()), INT8).cut([0.0, 1.0, 0.0, 0.0], 4096)) == 2
-
-
-@pytest.mark.parametrize("codec", CODECS, ids=str)
-def test_fingerprints_tell_contributions_apart_but_not_zeros(codec: Codec) -> None:
-    layout = Layout(Schema.of(mixed()), codec)
-    flat = torch.randn(layout.size, generator=torch.Generator().manual_seed(1))
-    given = fingerprint(encoded(layout, flat))
-    assert len(given) == 8
-    assert fingerprint(encoded(layout, flat.clone())) == given
-    flat[-1] += 1.0
-    assert fingerprint(encoded(layout, flat)) != given
-    assert fingerprint(encoded(layout, torch.zeros(layout.size))) == b""
-
-
-def test_a_fingerprint_samples_all_of_a_large_contribution() -> None:
-    zeros = memoryview(bytearray(64 * 2**20 + 5))
-    marks = set()
-    for at in range(0, len(zeros), 2**18):
-        zeros[at : at + 2**18] = bytes([1]) * min(2**18, len(zeros) - at)
-        marks.add(fingerprint(zeros))
-    assert len(marks) == 257

@@ -25,6 +25,7 @@ from equipoise.averaging.matchmaking.messages import GroupFormed, JoinRequest, d
 from equipoise.averaging.metrics import MAX_METRICS, MAX_NAME_CHARS, Report
 from equipoise.averaging.options import MAX_GROUP_SIZE, Needs
 from equipoise.averaging.ports import FrameRefused
+from equipoise.averaging.sketch import SKETCH_BYTES
 from equipoise.averaging.state import MAX_EPOCH, StateId
 from equipoise.averaging.weights import MAX_WEIGHT
 from equipoise.limits import MAX_BANDWIDTH, MAX_CREDENTIAL_BYTES, MAX_HEADER_BYTES
@@ -97,12 +98,16 @@ def test_roles_are_held_in_manifests_and_joins(role: str, changes: dict[str, Any
         one.check(verify, **known)
 
 
-def test_members_with_equal_contributions_are_told_in_pairs() -> None:
-    given = {"a": b"1" * 8, "b": b"2" * 8, "c": b"1" * 8, "d": b"", "e": b"", "f": b"1" * 8}
-    one = manifest(*(join(peer, fingerprint=mark) for peer, mark in given.items()))
-    assert one.twins == [("a", "c"), ("a", "f")]
-    check(one, own=join("c", fingerprint=b"1" * 8), group_size=6)
-    assert join("c", fingerprint=b"1" * 8).content != join("c").content, "a fingerprint is signed"
+def test_members_with_nearly_equal_contributions_are_told_in_pairs() -> None:
+    marks = {"a": 4096, "b": -4096, "c": 4000, "d": None, "e": None, "f": 4096, "g": 3850}
+    given = {peer: one and one.to_bytes(2, "little", signed=True) + bytes(30) for peer, one in marks.items()}
+    norms = {"f": 2.0}
+    one = manifest(
+        *(join(peer, sketch=mark or b"", norm=norms.get(peer, 1.0)) for peer, mark in given.items())
+    )
+    assert one.twins == {("a", "c"), ("c", "g")}
+    check(one, own=join("c", sketch=given["c"], norm=1.0), group_size=7)
+    assert join("c", sketch=given["c"]).content != join("c").content, "a sketch is signed"
 
 
 def test_the_id_follows_from_the_content_alone() -> None:
@@ -151,7 +156,7 @@ def test_the_largest_manifest_fits_a_header() -> None:
         "state": StateId(MAX_EPOCH, "f" * 64),
         "fit": LARGEST_VALUES,
         "evaluation": Report(MAX_WEIGHT, LARGEST_VALUES),
-        "fingerprint": bytes(8),
+        "sketch": bytes(SKETCH_BYTES),
     }
     signature = b"s" * MAX_SIGNATURE_BYTES
     joins = [msgspec.structs.replace(join(peer, **extremes), signature=signature) for peer in peers]

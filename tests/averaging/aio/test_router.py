@@ -87,7 +87,7 @@ def expected_mean(values: dict[str, torch.Tensor], outcome: Outcome) -> torch.Te
     return torch.stack(shares).sum(0)
 
 
-async def test_equal_contributions_are_told_once_at_every_member(
+async def test_nearly_equal_contributions_to_two_rounds_are_told_once_at_every_member(
     cluster: Cluster, caplog: pytest.LogCaptureFixture
 ) -> None:
     spec, names = spec_of(5000), ("peer0", "peer1", "peer2")
@@ -98,17 +98,21 @@ async def test_equal_contributions_are_told_once_at_every_member(
         results = [averaged(run, one, torch.zeros(5000), *rest) for run, one in zip(runs, given, strict=True)]
         assert all(outcome.ok for outcome in await asyncio.gather(*results))
 
-    drawn = [torch.randn(5000, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
-    await step(*drawn)
-    await step(drawn[0], drawn[0], drawn[0], compared=False)
-    await step(drawn[0], drawn[0], drawn[0], weight=2.0**-30)
-    await step(*[torch.zeros(5000)] * 3)
-    assert not any(run.twins for run in runs)
+    drawn = [torch.randn(5000, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
+    same, close = drawn[0], drawn[0] + 0.01 * drawn[3]
+    await step(*drawn[:3])
     for _ in range(2):
-        await step(drawn[0], drawn[1], drawn[0])
+        await step(same, same, same, compared=False)
+        await step(same, same, same, weight=2.0**-30)
+        await step(*[torch.zeros(5000)] * 3)
+        await step(same, drawn[1], close)
+        await step(same, drawn[1], drawn[0] + 0.1 * drawn[3])
+    assert not any(run.twins for run in runs)
+    for _ in range(3):
+        await step(same, drawn[1], close)
     told = (
-        "run run: peers peer0 and peer2 made equal contributions to round 4; "
-        "they may train on the same data in the same order: give each peer another seed"
+        "run run: peers peer0 and peer2 gave nearly equal contributions to round 12 and to the one before; "
+        "they train on the same data: give each other data or another seed, or use Shares"
     )
     assert [list(run.twins.values()) for run in runs] == [[told]] * 3
     assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [told] * 3
