@@ -193,6 +193,10 @@ class Candidate(Protocol):
     def trained(self) -> bool:
         """True if it holds a trained state of the run."""
 
+    @property
+    def data(self) -> str:
+        """The mark of the data set that it shares with those that have an equal one; empty if it shares none."""
+
 
 class Directory(Protocol):
     """The peers that take part in a run, as far as this peer knows.
@@ -216,6 +220,7 @@ class Directory(Protocol):
         left: bool = False,
         observes: bool = False,
         trained: bool = False,
+        data: str = "",
     ) -> None:
         """Publish this peer's state in the run named `run`; renewed until withdrawn.
 

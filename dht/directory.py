@@ -178,6 +178,7 @@ class RunDirectory:
         left: bool = False,
         observes: bool = False,
         trained: bool = False,
+        data: str = "",
     ) -> None:
         """Publish this peer's state in `run` until withdrawn, without waiting; raises Malformed beyond a bound."""
         before = self._own.get(run)
@@ -192,6 +193,7 @@ class RunDirectory:
                 bandwidth=bandwidth,
                 observes=observes,
                 trained=trained,
+                data=data,
             ),
             for_all=not is_routine,
         )
@@ -317,7 +319,7 @@ class RunDirectory:
         return self.carry(peer, self._protocol.pack(peer, [kept]))
 
     def _renew(self, own: _Own) -> None:
-        names = ["state", "spec", "round", "accumulated", "bandwidth", "observes", "trained"]
+        names = ["state", "spec", "round", "accumulated", "bandwidth", "observes", "trained", "data"]
         if own.record.ready:
             # The join that this peer has signed says so too: others must not see the two differ.
             names.append("dialable")

@@ -33,6 +33,7 @@ TTL_SECONDS = 25.0
 MAX_RUN_BYTES = 128
 MAX_WHY_CHARACTERS = 160
 MAX_NAME_CHARACTERS = 64
+MAX_MARK_CHARACTERS = 16
 MAX_SPEC_CHARACTERS = 128
 """Longest hash of a spec: 512 bits in hex."""
 MAX_ADDRESSES = 4
@@ -87,6 +88,7 @@ class Readiness(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         tags: Properties of its machine, in its user's words.
         observes: Whether it trains nothing in the run: no draw takes it.
         trained: Whether it holds a trained state of the run.
+        data: The mark of the data set that it shares with those that have an equal one.
     """
 
     version: int
@@ -107,6 +109,7 @@ class Readiness(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     tags: Tags = ()
     observes: bool = False
     trained: bool = False
+    data: Annotated[str, msgspec.Meta(max_length=MAX_MARK_CHARACTERS)] = ""
 
     @property
     def ready(self) -> bool:

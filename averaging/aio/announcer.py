@@ -80,6 +80,7 @@ class Announcer:
             left=self.has_left,
             observes=self._membership.observes,
             trained=self.trained,
+            data=self._membership.data,
         )
 
     def _report(self) -> None:

@@ -75,6 +75,7 @@ class _Other(msgspec.Struct):
     tags: tuple[str, ...] = ()
     observes: bool = False
     trained: bool = False
+    data: str = ""
     mate: bool = False
     apart: bool = False
     placed: bool = False
@@ -114,12 +115,14 @@ class Membership:
     Attributes:
         observes: Whether this peer trains nothing, so that it does not draw itself.
         places: Whether all peers hold one state, so that a round has one group.
+        data: The mark of the data set that this peer shares; empty if it shares none.
     """
 
     def __init__(self, peer: str, spec: str, group_size: int, places: bool = False) -> None:
         self.peer = peer
         self.dialable = True
         self.observes = False
+        self.data = ""
         self._own: Candidate | None = None
         self.own_misses = 0
         self.seen_at = float("-inf")
@@ -147,7 +150,7 @@ class Membership:
             self._others[record.peer] = other
             other.ready, other.dialable = record.ready, record.dialable
             other.tags, other.observes = record.tags, record.observes
-            other.trained = record.trained
+            other.trained, other.data = record.trained, record.data
             self.advance(record.peer, record.round)
         self.seen_at = now
         if set(met) != set(self.met):
@@ -393,13 +396,16 @@ class Membership:
         """The live peers other than this one."""
         return [peer for peer in self._others if self.alive(peer, now)]
 
-    def live(self, tags: Iterable[str]) -> tuple[str, ...]:
+    def live(self, tags: Iterable[str], data: str = "") -> tuple[str, ...]:
         """The peers that answer and may be drawn, sorted, this one included: they carry all `tags`, and train.
+
+        With `data`, only those that share this data set.
 
         A lost peer is left out until it has answered again: otherwise it would come and go with every try.
         """
         wanted = frozenset(tags)
         there = ((peer, other) for peer, other in self._others.items() if self._takes_part(peer))
+        there = ((peer, other) for peer, other in there if not data or other.data == data)
         live = [peer for peer, other in there if wanted.issubset(other.tags) and not other.observes]
         own = frozenset(() if self._own is None else self._own.tags)
         return tuple(sorted([*live, self.peer] if wanted <= own and not self.observes else live))

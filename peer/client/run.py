@@ -144,6 +144,14 @@ class RunCore:
         self.accumulated = accumulated
         self.link.start(messages.ReportAccumulated(self.request.run, accumulated))
 
+    def members(self, data: str = "") -> tuple[str, ...]:
+        """PeerIDs of the live peers that train, sorted; with the mark of a data set, of those that share it too.
+
+        Raises:
+            DaemonLost: The daemon has gone.
+        """
+        return self.link.ask(messages.AskMembers(self.request.run, data))
+
     def tell(self, topic: messages.Topic, line: str) -> None:
         """Let the daemon's `status` show a line on a topic, in place of the topic's last line; none if it is empty."""
         with self.lock:
@@ -542,7 +550,7 @@ class JoinedRun:
         Raises:
             DaemonLost: The daemon has gone.
         """
-        return self.core.link.ask(messages.AskMembers(self.name))
+        return self.core.members()
 
     def wait_for(self, peers: int, timeout: float = 60.0) -> bool:
         """Wait until `peers` others of this run are known, at most `timeout` seconds; returns whether they are.

@@ -147,7 +147,12 @@ class AskState(RunRequest[RunState], frozen=True):
 
 
 class AskMembers(RunRequest[tuple[str, ...]], frozen=True):
-    """Ask for the PeerIDs of the live peers of the run that train, sorted."""
+    """Ask for the PeerIDs of the live peers of the run that train, sorted.
+
+    With `data`, the mark of a data set that this peer shares from now on, only those that share it too.
+    """
+
+    data: Annotated[str, msgspec.Meta(max_length=16)] = ""
 
 
 class Progress(msgspec.Struct, frozen=True):

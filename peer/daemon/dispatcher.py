@@ -129,8 +129,8 @@ class Dispatcher:
                 session.tell(topic, line)
             case messages.AskState():
                 return await session.state()
-            case messages.AskMembers():
-                return await session.members()
+            case messages.AskMembers(_, data):
+                return await session.members(data)
             case messages.AskProgress(_, target, held):
                 return await session.progress(target, held)
             case messages.LeaveRun(run):

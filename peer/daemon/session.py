@@ -210,9 +210,13 @@ class Session:
         """State of the next round of the purpose used last."""
         return (await self._run_driver(self._purpose)).search.state
 
-    async def members(self) -> tuple[str, ...]:
-        """The peers that answer, and train, of the purpose used last, sorted."""
-        return (await self._run_driver(self._purpose)).search.membership.live(())
+    async def members(self, data: str) -> tuple[str, ...]:
+        """The peers that answer, train and, if that is given, share `data`, of the purpose used last, sorted."""
+        search = (await self._run_driver(self._purpose)).search
+        if data not in ("", search.membership.data):
+            search.membership.data = data
+            search.announcer.publish()
+        return search.membership.live((), data)
 
     def _draw(self, run_driver: RunDriver) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """The peers that train in the next round of a federated run, and those that have contributed to it."""

@@ -84,10 +84,12 @@ class Part:
         run, member = self.use(self._purpose)
         return run.state(member)
 
-    def members(self) -> tuple[str, ...]:
-        """See `Run.members`."""
-        present = self.use(self._purpose)[0].present
-        return tuple(sorted(peer for peer, one in present.items() if not one.observes))
+    def members(self, data: str) -> tuple[str, ...]:
+        """See `messages.AskMembers`."""
+        run, member = self.use(self._purpose)
+        member.data = data or member.data
+        there = ((peer, one) for peer, one in run.present.items() if not data or one.data == data)
+        return tuple(sorted(peer for peer, one in there if not one.observes))
 
     def progress(self, held: StateId | None) -> Progress:
         """See `Run.progress`; all peers tell the truth."""
@@ -203,8 +205,8 @@ class SimulatedLink(Connection):
                 self._parts[name] = Part(self._swarm, self.welcome.peer_id, self.tags, request, region)
             case messages.AskState():
                 answer = self._part(request).state()
-            case messages.AskMembers():
-                answer = self._part(request).members()
+            case messages.AskMembers(_, data):
+                answer = self._part(request).members(data)
             case messages.AskProgress(held=held):
                 answer = self._part(request).progress(held)
             case messages.ReportAccumulated(weight=weight):

@@ -91,6 +91,7 @@ class Member:
         result: Gets the encoded mean.
         tags: Its tags.
         observes: Whether it trains nothing, so no draw takes it.
+        data: The mark of the data set that it shares.
         misses: Rounds in a row in which a group waited for it in vain.
         accumulated: Weight that its script has accumulated.
         epoch: Epoch of the state that its script claimed last; None before.
@@ -106,6 +107,7 @@ class Member:
     result: memoryview
     tags: frozenset[str] = frozenset()
     observes: bool = False
+    data: str = ""
     misses: int = 0
     accumulated: float = 0.0
     epoch: int | None = None

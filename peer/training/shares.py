@@ -12,18 +12,25 @@ from collections.abc import Collection, Iterator, Sized
 from typing import Any
 
 import numpy as np
+import torch
 from blake3 import blake3
 from numpy.typing import NDArray
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import Sampler, Subset
 
 from equipoise.peer.client.run import JoinedRun
 from equipoise.peer.errors import DaemonLost
 
-LOOK_SECONDS = 5.0
-"""Seconds between two looks at the members: a newcomer draws what falls to it, until the others have looked."""
+FIRST_LOOK_SECONDS, LOOK_SECONDS = 0.25, 5.0
+"""Seconds to the second look at the members, which is twice as far from the third, and so on, and the most between two:
+peers that begin together soon know of each other, and a later one draws what falls to it until the others look."""
 
 SLOT_BITS = 16
 """Samples are dealt by this many bits of their hash: with millions of them, each peer is still hashed 65,536 times."""
+
+
+MARKED_SAMPLES = 4
+"""Samples of a data set of which its mark is made."""
 
 
 def mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -94,7 +101,10 @@ class Shares(Sampler[int]):
 
     Attributes:
         epoch: Number of the pass that comes next. Frameworks call `set_epoch`; a script that resumes sets it.
+        mark: That of the data set, as `mark_of` returns it, if only peers with an equal one are to share it.
     """
+
+    mark = ""
 
     def __init__(self, run: JoinedRun, dataset: Sized, *, seed: int = 0) -> None:
         """Share a data set.
@@ -123,11 +133,13 @@ class Shares(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         current, clock = self._deal(self._count), self._run.core.clock
         self._pass, self.epoch = current, self.epoch + 1
-        looks_at = clock() + LOOK_SECONDS
+        pause = FIRST_LOOK_SECONDS
+        looks_at = clock() + pause
         while len(current.left):
             if clock() >= looks_at:
                 current.meet(self._look())
-                looks_at = clock() + LOOK_SECONDS
+                pause = min(2 * pause, LOOK_SECONDS)
+                looks_at = clock() + pause
             if len(current.left):
                 yield current.draw()
 
@@ -153,8 +165,24 @@ class Shares(Sampler[int]):
     def _look(self) -> tuple[str, ...]:
         """The live peers; while the daemon is gone, those of the last look."""
         with contextlib.suppress(DaemonLost):
-            self._members = self._run.members
+            self._members = self._run.core.members(self.mark)
         return self._members
+
+
+def mark_of(dataset: Any) -> str:
+    """What tells data sets apart, 16 characters: a hash of the length and a few samples, with chance set to 0."""
+    count = _length(dataset)
+    content = blake3(str(count).encode())
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        for at in sorted({*np.linspace(0, count - 1, MARKED_SAMPLES).astype(int).tolist()}) if count else ():
+            for value in tree_leaves(dataset[at]):
+                array = np.asarray(
+                    value.detach().cpu().double() if isinstance(value, torch.Tensor) else value
+                )
+                plain = array.tobytes() if array.dtype.kind in "biufcSU" else repr(value).encode()
+                content.update(f"{array.dtype.kind} {array.shape} ".encode() + plain)
+    return content.hexdigest()[:16]
 
 
 def _length(dataset: object) -> int:

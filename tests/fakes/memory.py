@@ -27,6 +27,7 @@ class Entry:
     tags: tuple[str, ...] = ()
     observes: bool = False
     trained: bool = False
+    data: str = ""
 
 
 async def passed(seconds: float) -> None:
@@ -254,6 +255,7 @@ class MemoryDirectory:
         left: bool = False,
         observes: bool = False,
         trained: bool = False,
+        data: str = "",
     ) -> None:
         peer = self._transport.peer
         if self._net.lag:
@@ -272,6 +274,7 @@ class MemoryDirectory:
             tags=self._net.tags.get(peer, ()),
             observes=observes,
             trained=trained,
+            data=data,
         )
 
     async def withdraw(self, run: str) -> None:

@@ -8,10 +8,12 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import AcceleratorState
+from torch.utils.data import RandomSampler
 
 from equipoise.peer.client.run import JoinedRun
 from equipoise.peer.errors import Refused
 from equipoise.peer.training.adapters.schedule import paced
+from equipoise.peer.training.adapters.sharing import share
 from equipoise.peer.training.optimizer import SwarmOptimizer, swarm_optimizer
 
 
@@ -22,6 +24,7 @@ def step_with_swarm(
     scheduler: AcceleratedScheduler | None = None,
     *,
     batch_size: float,
+    shares: bool = True,
     **options: Any,
 ) -> SwarmOptimizer:
     """Have what `accelerator.prepare` returned step with the swarm; the loop stays as it is.
@@ -37,6 +40,8 @@ def step_with_swarm(
         scheduler: A prepared scheduler; it then follows the swarm's epochs, and stepping it in the loop does nothing.
         batch_size: Samples in one backward pass; gradient accumulation is counted in. Of batches that differ, tell
             `count` of what this returns the number before each step.
+        shares: Whether the prepared loaders that shuffle draw this peer's share of a data set that others have too:
+            `Shares` takes the place of that. Peers whose data differ draw all of theirs anyway.
         **options: Fields of `equipoise.peer.training.Options`, and `checkpoints`; `target_batch_size` is required.
 
     Returns:
@@ -52,7 +57,11 @@ def step_with_swarm(
     size = batch_size * accelerator.gradient_accumulation_steps
     if scheduler is not None:
         options["scheduler"] = paced(scheduler.scheduler)
-    return take_over(optimizer, run, batch_size=size, **options)
+    swarm = take_over(optimizer, run, batch_size=size, **options)
+    for loader in accelerator._dataloaders:
+        if isinstance(getattr(loader, "sampler", None), RandomSampler):  # Others evaluate.
+            share(run, loader, shares)
+    return swarm
 
 
 def take_over(optimizer: AcceleratedOptimizer, run: JoinedRun, **options: Any) -> SwarmOptimizer:

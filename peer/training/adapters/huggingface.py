@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from typing import Any
 
@@ -13,10 +12,9 @@ from transformers.trainer_utils import has_length
 from equipoise.peer.client.run import JoinedRun
 from equipoise.peer.training.adapters.accelerate import take_over
 from equipoise.peer.training.adapters.schedule import paced
+from equipoise.peer.training.adapters.sharing import share
 from equipoise.peer.training.counting import Count, watch_batches
 from equipoise.peer.training.optimizer import SwarmOptimizer
-
-log = logging.getLogger(__name__)
 
 
 class SwarmCallback(TrainerCallback):  # type: ignore[misc]
@@ -27,7 +25,7 @@ class SwarmCallback(TrainerCallback):  # type: ignore[misc]
     `max_steps=100`, all peers end at epoch 100, with the last learning rate. Without `max_steps`, it is the number that
     the Trainer makes of `num_train_epochs`, and all peers must have it alike. Each goes through its data as often as
     that takes. `logging_steps`, `save_steps`, `eval_steps` and the Trainer's progress bar count this peer's own
-    micro-batches. Each peer must see other data: give each another `data_seed`, or another part of the data.
+    micro-batches. Peers with equal data sets draw a share each; peers that do not shuffle must have other data.
 
     Attributes:
         optimizer: The swarm's optimizer, from the start of training on: its `epoch`, `reason`, `last`.
@@ -40,6 +38,7 @@ class SwarmCallback(TrainerCallback):  # type: ignore[misc]
         target_batch_size: float,
         epochs: int | None = None,
         count: Count | None = None,
+        shares: bool = True,
         **options: Any,
     ) -> None:
         """Say how the swarm steps.
@@ -50,11 +49,13 @@ class SwarmCallback(TrainerCallback):  # type: ignore[misc]
             epochs: The swarm's epoch at which training stops, if that is to be before the scheduler's end.
             count: Counts what the model gets, as `lambda batch: batch["attention_mask"].sum()`: `target_batch_size` is
                 then of such tokens. By default samples count.
+            shares: Whether to draw this peer's share of a data set that others have too, where its loader shuffles:
+                `Shares` takes the place of that. Peers whose data differ draw all of theirs anyway.
             **options: `checkpoints`, and other fields of `equipoise.peer.training.Options`: by default the Trainer's
                 `batch_size`, `clip` and `scheduler`.
         """
         self.optimizer: SwarmOptimizer | None = None
-        self._run, self._count = run, count
+        self._run, self._count, self._shares = run, count, shares
         self._batches: RemovableHandle | None = None
         self._epochs = epochs
         self._end = self._left = 0
@@ -78,9 +79,7 @@ class SwarmCallback(TrainerCallback):  # type: ignore[misc]
         self.optimizer = take_over(kwargs["optimizer"], self._run, **{**options, **self._options})
         if self._count is not None:
             self._batches = watch_batches(kwargs["model"], self._count, self.optimizer.count)
-        if args.data_seed is None:
-            told = "run %s: peers with the same seed (%d) and data draw the same rows: give each another data_seed"
-            log.warning(told, self._run.name, args.seed)
+        share(self._run, kwargs["train_dataloader"], self._shares)
         args.max_grad_norm = 0.0  # It would clip by this peer's own norm, before the average.
 
     def on_epoch_begin(

@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from torch.utils._pytree import tree_leaves
 
 from equipoise.peer.client.run import JoinedRun
 from equipoise.peer.errors import Refused
 from equipoise.peer.training.adapters.schedule import paced
+from equipoise.peer.training.adapters.sharing import share
 from equipoise.peer.training.counting import Count
 from equipoise.peer.training.optimizer import SwarmOptimizer, swarm_optimizer
 
@@ -33,6 +35,7 @@ class SwarmCallback(Callback):  # type: ignore[misc]
         batch_size: float,
         epochs: int | None = None,
         count: Count | None = None,
+        shares: bool = True,
         **options: Any,
     ) -> None:
         """Say how the swarm steps.
@@ -44,11 +47,13 @@ class SwarmCallback(Callback):  # type: ignore[misc]
             epochs: The swarm's epoch at which training stops, if that is to be before the Trainer's end.
             count: Counts a batch, as `lambda batch: batch["attention_mask"].sum()`: `target_batch_size` is then of such
                 tokens. By default each batch has `batch_size` samples.
+            shares: Whether to draw this peer's share of a data set that others have too, where its loader shuffles:
+                `Shares` takes the place of that. Peers whose data differ draw all of theirs anyway.
             **options: Other fields of `equipoise.peer.training.Options`, and `checkpoints`. `clip` and `scheduler` come
                 from the Trainer unless they are given.
         """
         self.optimizer: SwarmOptimizer | None = None
-        self._run, self._count = run, count
+        self._run, self._count, self._shares = run, count, shares
         self._epochs = epochs
         self._end: float = 0
         self._batch_size = batch_size
@@ -74,6 +79,11 @@ class SwarmCallback(Callback):  # type: ignore[misc]
         self.optimizer = swarm_optimizer(self._run, trainer.optimizers[0], **{**options, **self._options})
         trainer.strategy.optimizers = [self.optimizer]
         trainer.gradient_clip_val = None  # It would clip by this peer's own norm, before the average.
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Share the data."""
+        for loader in tree_leaves(trainer.train_dataloader):
+            share(self._run, loader, self._shares)
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int

@@ -116,4 +116,7 @@ def test_the_options_of_the_trainer_become_the_swarms(
     assert one.optimizer.batch_size == 2 * real.BATCH
     assert one._run.terms["clip"] == "0.5"
     assert training.args.max_grad_norm == 0
-    assert "same seed (42) and data draw the same rows: give each another data_seed" in caplog.text
+    assert (
+        "not shared, since the loader does not shuffle them (SequentialSampler): give each peer"
+        in caplog.text
+    )
