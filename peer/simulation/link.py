@@ -88,8 +88,7 @@ class Part:
         """See `messages.AskMembers`."""
         run, member = self.use(self._purpose)
         member.data = data or member.data
-        there = ((peer, one) for peer, one in run.present.items() if not data or one.data == data)
-        return tuple(sorted(peer for peer, one in there if not one.observes))
+        return run.sharing(data)
 
     def progress(self, held: StateId | None) -> Progress:
         """See `Run.progress`; all peers tell the truth."""

@@ -141,10 +141,10 @@ class Company(Membership):
         super().__init__(COORDINATOR, run.spec.hash, MAX_PEERS)
         self._run = run
 
-    def live(self, tags: Iterable[str]) -> tuple[str, ...]:
+    def live(self, tags: Iterable[str], data: str = "") -> tuple[str, ...]:
         """See `Membership.live`."""
         wanted = frozenset(tags)
-        there = self._run.present.items()
+        there = [(peer, one) for peer, one in self._run.present.items() if data in ("", one.data)]
         return tuple(sorted(peer for peer, one in there if wanted <= one.tags and not one.observes))
 
     def expected(self, round: int, now: float, misses: float = MISSES) -> set[str]:
@@ -180,7 +180,7 @@ class SimulatedRun:
             verify=lambda peer, content, signature: True,
         )
         self._needs = context.needs
-        context.membership = Company(self)
+        self._company = context.membership = Company(self)
         self._wait = context.straggler_wait
         self._policy = policy(spec.strategy, context)
         self._round = 0
@@ -189,6 +189,10 @@ class SimulatedRun:
         self._looks_at = math.inf
 
     # ---- peers that come and go ----
+
+    def sharing(self, data: str) -> tuple[str, ...]:
+        """See `messages.AskMembers`."""
+        return self._company.live((), data)
 
     @property
     def present(self) -> dict[str, Member]:

@@ -54,7 +54,7 @@ def share(run: JoinedRun, loader: Any, wanted: bool) -> None:
     Only peers with equal data sets share them, by a mark of each: parts of private data would be left out otherwise. A
     sampler that the script has chosen stays.
     """
-    batches = getattr(loader, "batch_sampler", None)
+    batches: Any = getattr(loader, "batch_sampler", None)
     while hasattr(batches, "batch_sampler"):  # Wrapped by Accelerate.
         batches = batches.batch_sampler
     sampler, data = getattr(batches, "sampler", None), getattr(loader, "dataset", None)

@@ -62,7 +62,7 @@ def test_the_log_says_what_is_done(
     world: World, caplog: pytest.LogCaptureFixture, options: dict[str, Any], wanted: bool, told: str
 ) -> None:
     caplog.set_level(logging.INFO)
-    loader = DataLoader(data(0), BATCH, **options)
+    loader: Any = DataLoader(data(0), BATCH, **options)
     before = loader.batch_sampler.sampler
     share(world.join("peer0", "text", {"w": torch.zeros(300)}), loader, wanted)
     assert told in caplog.text
