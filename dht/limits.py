@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 
 from equipoise.limits import MAX_PEERS, LruDict, RateLimit
@@ -93,17 +93,24 @@ class Scrutiny:
 class Handshakes:
     """Decides which connections get a handshake. Times are seconds of one monotonic clock."""
 
-    def __init__(self) -> None:
+    def __init__(self, met: Container[str | None]) -> None:
+        """`met` holds the PeerIDs of peers met in rounds."""
         self._blocks = RateLimit(HANDSHAKES_PER_SECOND / 4, HANDSHAKES_BURST / 2)
         self._anybody = RateLimit(HANDSHAKES_PER_SECOND * 3 / 4, HANDSHAKES_BURST * 3 / 4)
-        self._met = RateLimit(HANDSHAKES_PER_SECOND / 4, HANDSHAKES_BURST / 4)
+        self._acquainted = RateLimit(HANDSHAKES_PER_SECOND / 4, HANDSHAKES_BURST / 4)
+        self._met = met
+        self._last: LruDict[str, str] = LruDict(MAX_PEERS)
 
-    def admits(self, block: str, met: bool, now: float) -> bool:
-        """Tell whether to shake hands with a caller from a `block` of addresses; `met` if a peer was met there.
+    def note(self, block: str, peer: str) -> None:
+        """Note that `peer` has proved its PeerID from a block of addresses."""
+        self._last[block] = peer
+
+    def admits(self, block: str, now: float) -> bool:
+        """Tell whether to shake hands with a caller from a `block` of addresses.
 
         A quarter of all handshakes is kept for blocks where peers were met; no block has more than a third of the rest.
         """
-        if met and self._met.allow("", now):
+        if self._last.get(block) in self._met and self._acquainted.allow("", now):
             return True
         return self._blocks.allow(block, now) and self._anybody.allow("", now)
 

@@ -32,12 +32,19 @@ observed addresses likewise; RFC 8489, STUN, section 2)."""
 
 
 class Listener:
-    """Listens on some addresses, and hands on every connection."""
+    """Listens on some addresses, and hands on every connection.
+
+    Attributes:
+        wanted: Whether there are addresses to listen on.
+        told: Where others reach this listener, best first.
+    """
 
     def __init__(
         self, addresses: Sequence[ListenAddress], taken: Callable[[socket.socket, Place], None]
     ) -> None:
-        self._wanted = addresses
+        self.wanted = bool(addresses)
+        self.told: Sequence[Place] = ()
+        self._addresses = addresses
         self._taken = taken
         self._acceptors: list[Acceptor] = []
 
@@ -51,7 +58,7 @@ class Listener:
 
         Raises ListenError if an address is taken or not this machine's.
         """
-        for address in self._wanted:
+        for address in self._addresses:
             try:
                 self._listen(address if address.port else with_port(address, wish))
             except ListenError:

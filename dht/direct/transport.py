@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import socket
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 
 from equipoise.dht.address import ListenAddress, block_of
 from equipoise.dht.dialpolicy import DialPolicy, Place, private_networks
@@ -49,13 +49,25 @@ MAX_FAILURES = 1024
 """Most peers remembered that could not be dialled, each with the reason: as many as are admitted."""
 
 
+class Turns:
+    """Dials take turns: at most `MAX_OPENING` at once, and at most half as many to peers that were never met."""
+
+    def __init__(self) -> None:
+        self._all = asyncio.Semaphore(MAX_OPENING)
+        self._strangers = asyncio.Semaphore(MAX_OPENING // 2)
+
+    @contextlib.asynccontextmanager
+    async def turn(self, met: bool) -> AsyncIterator[None]:
+        """Wait for a turn, and hold it within the context; `met` for a peer met in a round."""
+        async with contextlib.nullcontext() if met else self._strangers, self._all:
+            yield
+
+
 class DirectTransport:
     """Opens and accepts direct channels with admitted peers; needs nothing of libp2p.
 
     Attributes:
         peer: PeerID of this peer.
-        dialable: Whether others can open channels to this peer.
-        credential: Where others reach this peer; at most `MAX_CREDENTIAL_BYTES`, and never empty.
         channels: The open channels.
         on_meet: Called with the PeerID of an admitted peer with which a round begins.
     """
@@ -74,12 +86,9 @@ class DirectTransport:
         have proved their PeerIDs. `policy` decides which addresses of credentials are dialled, and how often.
         """
         self.peer = identity.peer
-        self.dialable = bool(listen)
         self._layer = layer
         self._policy = policy or DialPolicy(private_networks)
         self._context = make_context(identity)
-        self._addresses: Sequence[Place] = ()
-        self.credential = issue(())
         self._allowlist = Allowlist()
         self._listener = Listener(listen, self._accept)
         self._refusals = Refusals()
@@ -89,17 +98,25 @@ class DirectTransport:
         self.channels = OpenChannels()
         self._failures: LruDict[str, str] = LruDict(MAX_FAILURES)
         self.on_meet: Callable[[str], None] = lambda peer: None
-        self._handshakes = Handshakes()
-        self._hosts: LruDict[str, str] = LruDict(MAX_FAILURES)
-        self._opening = asyncio.Semaphore(MAX_OPENING)
-        self._strangers = asyncio.Semaphore(MAX_OPENING // 2)
+        self._handshakes = Handshakes(self._gate.met)
+        self._turns = Turns()
         self._tasks = TaskSet()
+
+    @property
+    def dialable(self) -> bool:
+        """True if others can open channels to this peer."""
+        return self._listener.wanted
+
+    @property
+    def credential(self) -> bytes:
+        """Where others reach this peer; at most `MAX_CREDENTIAL_BYTES`, and never empty."""
+        return issue(self._listener.told)
 
     def status(self) -> DirectStatus:
         """Return a snapshot, without waiting."""
         return DirectStatus(
             channel=self._layer,
-            listening=tuple(shown(one) for one in self._addresses or self._listener.bound),
+            listening=tuple(shown(one) for one in self._listener.told or self._listener.bound),
             channels=len(self.channels),
             refused=dict(self._refusals.counts),
             last_refusal=self._refusals.last,
@@ -143,8 +160,7 @@ class DirectTransport:
 
     def tell(self, hosts: Iterable[str], *, forwarded: bool = False) -> None:
         """Tell others that this machine, or one that forwards ports here, is reached at these hosts, best first."""
-        self._addresses = endpoints(hosts, self._listener.bound, forwarded=forwarded)
-        self.credential = issue(self._addresses)
+        self._listener.told = endpoints(hosts, self._listener.bound, forwarded=forwarded)
 
     async def stop(self) -> None:
         """Stop listening, close every channel, end every handler; idempotent."""
@@ -156,8 +172,7 @@ class DirectTransport:
         """Open a channel to `peer` within `OPEN_SECONDS`; raises ConnectionError with the reason if that fails."""
         failures = []
         try:
-            slot = contextlib.nullcontext() if peer in self._gate.met else self._strangers
-            async with asyncio.timeout(OPEN_SECONDS), slot, self._opening:
+            async with asyncio.timeout(OPEN_SECONDS), self._turns.turn(peer in self._gate.met):
                 await self._gate.present(peer)
                 self.channels.check_room(peer)
                 for host, port in self._allowlist.current(peer):
@@ -274,7 +289,7 @@ class DirectTransport:
         if preface.acceptor != self.peer:
             raise Refused("other peer", f"{preface.dialler} wants to reach {preface.acceptor}")
         await self._allowlist.expect(preface.dialler, ADMIT_SECONDS)
-        if not self._handshakes.admits(block, self._hosts.get(block) in self._gate.met, time.monotonic()):
+        if not self._handshakes.admits(block, time.monotonic()):
             raise Refused("too many", "more handshakes than this peer has time for")
         stream = await handshake.secure(connection, self._context, preface, dialler=False)
         try:
@@ -282,7 +297,7 @@ class DirectTransport:
         except ConnectionError as error:
             stream.close()
             raise Refused("too many", str(error)) from None
-        self._hosts[block] = preface.dialler
+        self._handshakes.note(block, preface.dialler)
         return self._enter(preface.dialler, stream)
 
     def _refuse(self, why: Why, text: str) -> None:

@@ -85,14 +85,14 @@ async def test_strangers_have_so_much_time_and_no_more(peers, dial, monkeypatch,
 
 
 def test_handshakes_are_bounded_by_block_and_in_all_and_a_quarter_is_for_peers_met() -> None:
-    limit, burst = Handshakes(), int(HANDSHAKES_BURST)
-    assert sum(limit.admits("192.0.2.1", False, 0.0) for _ in range(burst)) == burst / 2, "a block's share"
+    limit, burst = Handshakes({"friend"}), int(HANDSHAKES_BURST)
+    assert sum(limit.admits("192.0.2.1", 0.0) for _ in range(burst)) == burst / 2, "a block's share"
     blocks = [f"192.0.2.{number}" for number in range(2, 99)] * 9
-    assert sum(limit.admits(block, False, 0.0) for block in blocks) == burst / 4, "three quarters for all"
-    assert sum(limit.admits("192.0.2.1", True, 0.0) for _ in range(burst)) == burst / 4, (
-        "and one for peers met"
-    )
-    one = sum(limit.admits("192.0.2.1", False, 10.0 + number / 1000) for number in range(1000))
+    assert sum(limit.admits(block, 0.0) for block in blocks) == burst / 4, "three quarters for all"
+    limit.note("192.0.2.1", "friend")
+    assert sum(limit.admits("192.0.2.1", 0.0) for _ in range(burst)) == burst / 4, "and one for peers met"
+    limit.note("192.0.2.1", "stranger")
+    one = sum(limit.admits("192.0.2.1", 10.0 + number / 1000) for number in range(1000))
     assert one <= burst / 2 + HANDSHAKES_PER_SECOND / 4
 
 
