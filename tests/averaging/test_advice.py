@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from equipoise.averaging.advice import LINK_SHARE, judge, plan
+from equipoise.averaging.aio.run_driver import RunDriver
+from equipoise.averaging.options import RunOptions
 from equipoise.averaging.outcome import Outcome
+from equipoise.averaging.schema import Schema
+from equipoise.averaging.spec import RunSpec
 
 HOME = {"upload": 20e6 / 8, "download": 100e6 / 8, "step": 1.2}
 
@@ -66,6 +73,16 @@ def test_rounds_that_take_a_third_of_the_time_get_a_better_setting() -> None:
         "exchanges take 33% of the time, 5 s each; the links need 4.5 s; "
         'codec="nf4:block=64" needs 0.59 s; 10 times as many steps between exchanges make that 5 %'
     )
+
+
+def test_a_run_is_judged_by_its_last_rounds_and_the_measured_links() -> None:
+    spec = RunSpec.create("run", Schema.of({"w": torch.zeros(1 << 16)}), RunOptions(codec="fp32"))
+    links, last = SimpleNamespace(told=1e5), SimpleNamespace(last=rounds(exchange=5.0, period=15.0))
+    run: Any = SimpleNamespace(
+        spec=spec, counts=last, _sessions=SimpleNamespace(upload=links, download=links)
+    )
+    line = RunDriver.advice.fget(run)  # type: ignore[attr-defined]
+    assert line.startswith("exchanges take 33% of the time, 5 s each; the links need 4.4 s; codec=")
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from random import Random
 
 import numpy as np
 import pytest
@@ -109,6 +110,16 @@ def test_pieces_make_no_difference(codec: Codec, count: int) -> None:
     total = torch.ones(count)
     codec.accumulate(payload, 3.0, total)
     assert same_bits(total, 1 + 3 * result)
+
+
+@every_codec
+def test_a_slice_is_encoded_to_that_slice_of_the_bytes(codec: Codec) -> None:
+    values, chance = torch.randn(5003, generator=torch.Generator().manual_seed(0)), Random(codec.spec)
+    payload, cuts = encoded(codec, values), [*range(0, 5003, codec.granule), 5003]
+    for _ in range(1000):
+        start, stop = sorted(chance.choices(cuts, k=2))
+        expected = payload[codec.encoded_size(start) : codec.encoded_size(stop)]
+        assert encoded(codec, values[start:stop]) == expected
 
 
 @every_codec

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import threading
 import time
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -22,19 +23,19 @@ SLOW, DIES = 5, 4
 COMPUTING = threading.Event()
 """Never set: a script that waits for it computes."""
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
-def live(daemon: DaemonProcess, index: int, epochs: list[int], over: threading.Event) -> tuple[Any, ...]:
-    """Train; returns the last state, the share of time that this peer waited, its PeerID, and all weights.
+def live(daemon: DaemonProcess, index: int, epochs: list[int], over: threading.Event) -> dict[str, Any]:
+    """Train; returns the peer, its last state, all weights, the share of time that it waited, and for whom by outcomes.
 
-    It waits in `step()`, beyond what the median step takes.
+    It waits in `step()`, beyond what the median step takes; on a busy machine also for peers that are as fast.
     """
     model, chance = torch.nn.Linear(40, 10), torch.Generator().manual_seed(index)
     for parameter in model.parameters():  # All threads draw from one generator: a seed makes none alike.
         torch.nn.init.constant_(parameter, 0.1)
     optimizer, weights = torch.optim.SGD(model.parameters(), lr=0.01), set[tuple[str, float]]()
-    seconds, steps = STEP_SECONDS * (SLOWER if index == SLOW else 1), list[float]()
+    seconds, steps, waits = STEP_SECONDS * (SLOWER if index == SLOW else 1), list[float](), dict[Any, Any]()
     with connect(str(daemon.home)) as client:
         run = client.join("slowest", model, strategy="allreduce:quorum=3,grace=auto,late=next")
         with DiLoCo(run, every=EVERY, wait_for=0 if index == SLOW else 4) as loop:
@@ -47,30 +48,41 @@ def live(daemon: DaemonProcess, index: int, epochs: list[int], over: threading.E
                 optimizer.step()
                 steps.append(time.monotonic() - before)
                 epochs[index] = loop.epoch
-                weights |= set((loop.last.contributors if loop.last else {}).items())
-            waited = (sum(steps) - len(steps) * statistics.median(steps)) / (time.monotonic() - began)
+                if (last := loop.last) is not None:
+                    weights |= set(last.contributors.items())
+                    waits |= {(last.round, phase): told for phase, told in last.waits.items()}
+            took = time.monotonic() - began
             over.set()
-    return loop.member.id, waited, client.peer_id, weights
+    waited, shares = sum(steps) - len(steps) * statistics.median(steps), Counter[str]()
+    for name, lasted in waits.values():
+        shares[name] += lasted / took
+    return {
+        "peer": client.peer_id,
+        "state": loop.member.id,
+        "weights": weights,
+        "waited": waited / took,
+        "for": shares,
+    }
 
 
 def test_five_daemons_go_on_without_one_that_is_slower_and_one_that_is_killed(swarm: Swarm) -> None:
     daemons, epochs, over = swarm.daemons(6, args=LISTEN), [0] * 6, threading.Event()
     ends = [begin(live, daemon, index, epochs, over) for index, daemon in enumerate(daemons)]
-    eventually(lambda: epochs[0] >= EXCHANGES // 2, "half of the exchanges", 300.0)
+    eventually(lambda: epochs[0] >= EXCHANGES // 2, "half of the exchanges", 400.0)
     daemons[DIES].kill()
-    found = []
+    found: dict[int, dict[str, Any]] = {}
     for index, end in enumerate(ends):
         try:
-            found.append((index, *end.result(300.0)))
+            found[index] = end.result(400.0)
         except EquipoiseError:
             assert index == DIES
-    peer = next(name for index, _, _, name, _ in found if index == SLOW)
-    counted = {
-        weight for _, _, _, _, weights in found for name, weight in weights if name == peer and weight > 1e-3
-    }
-    print(
-        f"waited {[(index, round(waited, 3)) for index, _, waited, _, _ in found]}, weights of the slow one {counted}"
-    )
-    assert len({state for index, state, *_ in found if index not in (DIES, SLOW)}) == 1
-    assert counted
-    assert max(counted) <= EVERY / 2, "at a discount for at least three exchanges"
+    slow, fast = found[SLOW]["peer"], [one for index, one in found.items() if index not in (DIES, SLOW)]
+    weights = {weight for one in fast for name, weight in one["weights"] if name == slow and weight > 1e-3}
+    apart = {slow} | ({found[DIES]["peer"]} if DIES in found else set())
+    for one in fast:
+        told = sum(one["for"][name] for name in apart)
+        print(f"waited {one['waited']:.1%}, of that for the slow and the dead {told:.1%}")
+    print(f"weights of the slow one {sorted(weights)}")
+    assert len({one["state"] for one in fast}) == 1
+    assert weights
+    assert max(weights) <= EVERY / 2, "at a discount for at least three exchanges"

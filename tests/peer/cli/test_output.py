@@ -124,6 +124,13 @@ def test_nothing_is_folded_or_cut_when_piped(capsys: pytest.CaptureFixture[str])
     assert "…" not in text
 
 
+def test_status_names_the_setting_that_is_better_than_the_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    status, advice = a_status(runs=1), "exchanges take 33% of the time, 5 s each; the links need 4.5 s"
+    runs = tuple(msgspec.structs.replace(run, advice=advice) for run in status.runs)
+    print_status(msgspec.structs.replace(status, runs=runs))
+    assert f"digits-0  {advice}\n" in capsys.readouterr().out
+
+
 @pytest.mark.usefixtures("terminal")
 @pytest.mark.parametrize(("runs", "entries", "warnings"), [(0, 0, 0), (2, 1, 1), (64, 64, 9)])
 def test_status_fits_a_screen(
