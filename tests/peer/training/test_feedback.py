@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from equipoise.averaging.aio.round_driver import ROUND_FRAME
 from equipoise.averaging.outcome import Outcome
+from equipoise.compression import parse_codec
 from equipoise.peer import Refused
 from equipoise.peer.control.messages import Fetch
 from equipoise.peer.training import Checkpoints, DiLoCo, Gossip, SparseLoCo, member
@@ -33,6 +35,7 @@ class Linear:
         self.moved: dict[int, torch.Tensor] = {}
         self.residuals: list[tuple[int, str]] = []
         self.at: dict[int, torch.Tensor] = {}
+        self.states: dict[int, torch.Tensor] = {}
         self.trained: SparseLoCo
 
     def begin(self, at: float = 0.0) -> Linear:
@@ -63,6 +66,7 @@ class Linear:
                 optimizer.step()
                 self.residuals.append((fragment.member.id.epoch, digest(self.trained.residual)))
                 self.at[fragment.member.id.epoch] = self.trained.residual["w"]
+                self.states[fragment.member.id.epoch] = self.agreed.clone()
                 if self.away and fragment.member.id.epoch * EVERY >= self.steps:
                     break
         self.at[fragment.member.id.epoch] = self.trained.residual["w"]
@@ -125,6 +129,41 @@ def test_a_contribution_to_a_round_that_failed_here_is_taken_off_once(heard: int
             else:
                 assert one.taken_off(epoch).abs().max() < 1e-6, "it is in the residual"
     torch.testing.assert_close(peers[0].agreed - peers[0].start, -moved, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("heard", [2, 4])
+@pytest.mark.parametrize(("codec", "error"), [("sparse", 1e-5), ("nf4", 0.15)])
+def test_a_mean_is_exact_over_its_contributors_where_an_owner_is_killed(
+    codec: str, error: float, heard: int
+) -> None:
+    """A peer is killed when it has heard so many frames of the fourth round; errors are shares of the mean's norm."""
+    world = World(codec)
+    peers = [Linear(world, index, 6, wait_for=PEERS) for index in range(PEERS + 1)]
+    tap, left = world.tap, [heard]
+
+    def counted(sender: str, receiver: str, header: bytes, body: bytes) -> Any:
+        if receiver == "peer3" and header[:1] == ROUND_FRAME and len(world.rounds) == 4:
+            left[0] -= 1
+            if left[0] == 0:
+                world.loop.call_soon(world.kill, "peer3")
+        return tap(sender, receiver, header, body)
+
+    world.tap = counted  # type: ignore[method-assign]
+    world.run(*peers)
+    living = peers[:PEERS]
+    assert left[0] <= 0
+    assert all(torch.equal(one.agreed, living[0].agreed) for one in living)
+    givers = next(one.givers for _, _, one in world.outcomes if one.ok and one.state and one.state.epoch == 2)
+    moved = {one: one.at[2] + one.moved[2] for one in peers if f"peer{one.index}" in givers}
+    coded, sent = parse_codec(codec), torch.zeros(SIZE)
+    for values in moved.values():
+        payload, out = bytearray(coded.encoded_size(SIZE)), torch.empty(SIZE)
+        coded.encode(values, payload)
+        coded.decode(payload, out)
+        sent += out / len(moved)
+    assert len(moved) >= PEERS - 1
+    mean = living[0].states[2] - living[0].states[3]
+    assert (mean - sent).norm() <= error * sent.norm()
 
 
 class Run:
