@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from matplotlib.figure import Figure
 
 from equipoise.peer import Peer, Run
 
@@ -164,6 +163,8 @@ def told_of(name: str, one: Result) -> str:
 
 def plot(rows: dict[str, Result], file: str) -> None:
     """Draw the loss of all against time and, of the peer that is the first row, against what it has sent."""
+    from matplotlib.figure import Figure  # Nothing else needs it.
+
     figure = Figure(figsize=(8, 3), layout="constrained")
     by_time, by_bytes = figure.subplots(1, 2, sharey=True)
     for name, one in rows.items():

