@@ -173,6 +173,7 @@ def plot(rows: dict[str, Result], file: str) -> None:
         if one is next(iter(rows.values())):
             by_bytes.plot([point.sent / 1e6 for point in one.points], losses, ".-")
     by_time.set(xlabel="seconds", ylabel="loss of the test", yscale="log")
+    by_time.yaxis.set_major_formatter("{x:.3g}")
     by_time.yaxis.set_minor_formatter("{x:.3g}")
     by_bytes.set(xlabel="MB sent by a peer")
     by_time.legend()
