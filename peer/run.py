@@ -24,8 +24,6 @@ class Run(JoinedRun):
         terms: The terms given to `agree`.
         core: What trainers need of the run, and scripts do not.
         pending: The round that was started with `wait=False` and whose `result` has not been called yet.
-        rounds_ok: Number of rounds that were ok.
-        rounds_failed: Number of rounds that failed.
     """
 
     def optimizer(

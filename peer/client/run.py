@@ -8,7 +8,6 @@ import logging
 import math
 import os
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from types import MappingProxyType
@@ -37,6 +36,7 @@ from equipoise.peer.client.futures import Download, PendingRound, check_timeout
 from equipoise.peer.client.interrupts import uninterrupted
 from equipoise.peer.client.lanes import kernels_of, pin
 from equipoise.peer.client.tensors import Binding, Gradients, Tensors, named_gradients
+from equipoise.peer.client.totals import Totals, metrics
 from equipoise.peer.control import messages
 from equipoise.peer.control.client import Connection
 from equipoise.peer.control.messages import Progress
@@ -267,11 +267,7 @@ class JoinedRun:
         self._spare: Accumulator | None = None
         self._state: RunState = NoPeers("it has just been joined")
         self._asked: concurrent.futures.Future[RunState] | None = None
-        self.rounds_ok = self.rounds_failed = 0
-        self._sums: Counter[str] = Counter()
-        self._last_mean: Outcome | None = None
-        self._last_ok: Outcome | None = None
-        self._why_not = ""
+        self.totals = Totals()
         self.terms: Mapping[str, str] = {}
 
     def agree(
@@ -501,19 +497,17 @@ class JoinedRun:
             `before/accuracy`; `round`, `group_size`, and `seconds/PHASE` of that round; and of all `rounds`,
             `rounds_ok`, `rounds_counted` (in which this peer's contribution counts), `bytes_sent`, `bytes_received`.
         """
-        parts = [self, *self.core.branches]
-        latest = [one._last_mean for one in parts if one._last_mean is not None]
-        last = max(latest, key=lambda outcome: outcome.started, default=Outcome(ok=False, reason=""))
-        sums = sum((one._sums for one in parts), Counter())
-        ok = sum(one.rounds_ok for one in parts)
-        return {
-            **last.metrics,
-            **{f"before/{name}": value for name, value in last.evaluation.items()},
-            **{f"seconds/{phase}": value for phase, value in last.seconds.items()},
-            **{name: sums[name] for name in ("rounds_counted", "bytes_sent", "bytes_received")},
-            **{"round": last.round, "group_size": len(last.group), "rounds_ok": ok},
-            "rounds": ok + sum(one.rounds_failed for one in parts),
-        }
+        return metrics([one.totals for one in (self, *self.core.branches)])
+
+    @property
+    def rounds_ok(self) -> int:
+        """Number of rounds that were ok."""
+        return self.totals.ok
+
+    @property
+    def rounds_failed(self) -> int:
+        """Number of rounds that failed."""
+        return self.totals.failed
 
     @property
     def kernels(self) -> str:
@@ -643,7 +637,7 @@ class JoinedRun:
         parts = [self, *self.core.branches]
         ok, failed = sum(one.rounds_ok for one in parts), sum(one.rounds_failed for one in parts)
         told = f"<Run {self.name!r}{', left' if self.core.left else ''}, rounds: {ok} ok, {failed} failed"
-        latest = [one._last_ok for one in parts if one._last_ok is not None]
+        latest = [one.totals.last_ok for one in parts if one.totals.last_ok is not None]
         if not latest:
             return f"{told}>"
         return f"{told}; the last ok one: {max(latest, key=lambda outcome: outcome.started)!r}>"
@@ -655,7 +649,9 @@ class JoinedRun:
         )
         if self.core.is_branch or not used or any(one.rounds_ok for one in parts):
             return
-        reasons = [one._why_not for one in parts if one._why_not] or [getattr(self.state, "reason", "")]
+        reasons = [one.totals.why_not for one in parts if one.totals.why_not] or [
+            getattr(self.state, "reason", "")
+        ]
         log.warning(
             "run %s ends without one round that was ok: %s",
             self.name,
@@ -664,17 +660,11 @@ class JoinedRun:
 
     def _collected(self, outcome: Outcome | None) -> None:
         self.pending = None
-        if outcome is not None and outcome.ok:
-            self.rounds_ok, self._last_ok = self.rounds_ok + 1, outcome
-        elif outcome is not None:
-            self.rounds_failed, self._why_not = self.rounds_failed + 1, outcome.reason
-        if outcome is not None:
-            sums = {"bytes_sent": outcome.bytes_sent, "bytes_received": outcome.bytes_received}
-            self._sums.update(sums, rounds_counted=self.peer in outcome.givers)
-        if outcome is not None and outcome.givers:  # Else its peers have only met.
-            self._last_mean = outcome
-            for listener in self.core.listeners:
-                listener()
+        if outcome is None:
+            return
+        self.totals.add(outcome, self.peer in outcome.givers)
+        for listener in self.core.listeners if outcome.givers else ():
+            listener()
 
     def _require_idle(self) -> None:
         """Refuse to encode where another may use the memory: an open round's, or that of the process that forked.

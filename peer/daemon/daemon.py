@@ -21,16 +21,16 @@ from equipoise.peer.config import Loaded
 from equipoise.peer.control.messages import Welcome
 from equipoise.peer.daemon.history import RoundHistory
 from equipoise.peer.daemon.logs import PrivateFileHandler, close_log, open_log
+from equipoise.peer.daemon.run_view import run_status
 from equipoise.peer.daemon.server import ControlServer
-from equipoise.peer.daemon.session import Service
+from equipoise.peer.daemon.service import Service
 from equipoise.peer.errors import ConfigError, EquipoiseError, Refused, Unreached
 from equipoise.peer.home import LOG_FILE, Home
 from equipoise.peer.status import Status
 from equipoise.tasks import Failures, TaskSet, failures
 
 if TYPE_CHECKING:
-    from equipoise.compression.device_reduce import DeviceReducer
-    from equipoise.dht.swarm import Swarm
+    pass
 
 STOP_SECONDS = 8.0
 """Time for each part of the daemon to end: open rounds (bounded by 5 s themselves), then the rest."""
@@ -67,8 +67,6 @@ class Daemon:
 
     service: Service
     history: RoundHistory
-    _swarm: Swarm
-    _reducer: DeviceReducer | None
     _home: Home
     _log_file: PrivateFileHandler
 
@@ -77,7 +75,6 @@ class Daemon:
     ) -> None:
         """`say` is told lines for people: the addresses, then each change of state; `home` has been taken already."""
         self._loaded = loaded
-        self._config = loaded.config
         self._say = say
         self.server = ControlServer(self)
         self._stopping = asyncio.Event()
@@ -132,15 +129,15 @@ class Daemon:
 
     def welcome(self) -> Welcome:
         """The daemon's answer to a greeting."""
-        swarm, config = self._swarm, self._config
+        swarm, config = self.service.swarm, self._loaded.config
         return Welcome(swarm.peer, config.name, os.getpid(), config.home, swarm.named)
 
     def status(self, clients: int) -> Status:
         """A snapshot of everything that can be asked about the daemon, which has so many clients."""
         process, swarm = psutil.Process(), self._standing()
         return Status(
-            name=self._config.name,
-            peer_id=self._swarm.peer,
+            name=self._loaded.config.name,
+            peer_id=self.service.swarm.peer,
             pid=os.getpid(),
             uptime=time.monotonic() - self._started,
             memory=process.memory_info().rss,
@@ -149,7 +146,7 @@ class Daemon:
             files=process.num_fds(),
             clients=clients,
             swarm=swarm,
-            runs=tuple(session.status() for session in self.service.sessions),
+            runs=tuple(run_status(session) for session in self.service.sessions),
             kernels=self.service.kernels,
             versions={name: metadata.version(name) for name in PACKAGES},
             settings=self._loaded.settings,
@@ -160,9 +157,10 @@ class Daemon:
 
     async def _start(self) -> None:
         failures.set(self._failures)
-        self._home = self._given or Home.take(Path(self._config.home))
+        config = self._loaded.config
+        self._home = self._given or Home.take(Path(config.home))
         self._ending.callback(self._home.release)
-        self._log_file = open_log(self._home.path / LOG_FILE, self._config.log_level)
+        self._log_file = open_log(self._home.path / LOG_FILE, config.log_level)
         self._ending.callback(close_log, self._log_file)
         self._ending.callback(log.info, "stopped")
         for warning in self._loaded.warnings:
@@ -172,37 +170,37 @@ class Daemon:
         self._ending.callback(self.history.close)
         from equipoise.peer.daemon import wiring  # It imports hivemind, while the home is taken already.
 
-        self._reducer = wiring.reducer_for(self._loaded)
-        if self._reducer is not None:
-            self._ending.callback(self._reducer.executor.shutdown, wait=False, cancel_futures=True)
-        self._swarm, router = await wiring.start_parts(self._config, self._reducer)
-        self._ending.push_async_callback(_bounded, self._swarm.stop, "leaving the swarm")
+        reducer = wiring.reducer_for(self._loaded)
+        if reducer is not None:
+            self._ending.callback(reducer.executor.shutdown, wait=False, cancel_futures=True)
+        swarm, router = await wiring.start_parts(config, reducer)
+        self._ending.push_async_callback(_bounded, swarm.stop, "leaving the swarm")
         self._ending.push_async_callback(_bounded, router.stop, "stopping the router")
-        self.service = Service(router, self._swarm, self._reducer)
+        self.service = Service(router, swarm, reducer)
         self._ending.push_async_callback(_bounded, lambda: self.server.stop(self._why), "leaving the runs")
         self.server.start(self._home.listen())
-        if self._config.metrics:
+        if config.metrics:
             try:
                 from equipoise.peer.daemon.exporter import export
             except ImportError:
                 hint = "pip install 'equipoise[metrics]', or leave the setting out"
                 told = "metrics: the package prometheus-client is not installed"
                 raise ConfigError(told, hint) from None
-            end = export(self._config.metrics, lambda: self.status(self.server.clients()))
+            end = export(config.metrics, lambda: self.status(self.server.clients()))
             self._ending.push_async_callback(asyncio.to_thread, end)
-        log.info("peer %s, process %d, home %s", self._swarm.peer, os.getpid(), self._home.path)
+        log.info("peer %s, process %d, home %s", swarm.peer, os.getpid(), self._home.path)
         self._ending.callback(self._tasks.keep(self._watch).cancel)
 
     def _standing(self) -> SwarmStatus:
         """The swarm's status, with the addresses that it was not given, the next step, and what fails here."""
-        status = self._swarm.status()
+        status = self.service.swarm.status()
         malformed = self._loaded.malformed
         self._met |= status.state in ("joined", "ready")
         alone = status.state == "searching" and not status.bootstrap and bool(malformed)
         reason = malformed[0].reason if alone else _advised(status.reason, status.bootstrap)
         full = self._home.trouble()
         files = (full,) if full else (self._log_file.trouble, self.history.trouble)
-        trouble = tuple(filter(None, (self._reducer.trouble if self._reducer else "", *files)))
+        trouble = tuple(filter(None, (self.service.trouble, *files)))
         trouble += self._failures.warnings()
         trouble += tuple(line for session in self.service.sessions for line in session.warnings)
         return msgspec.structs.replace(

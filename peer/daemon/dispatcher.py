@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from equipoise.peer.control import messages
 from equipoise.peer.control.messages import Request, RunRequest
-from equipoise.peer.daemon.session import Service, Session
+from equipoise.peer.daemon.run_view import peer_rows
+from equipoise.peer.daemon.service import Service
+from equipoise.peer.daemon.session import Session
 from equipoise.peer.errors import Refused
 from equipoise.peer.shared_memory import SharedMemory
 
@@ -88,7 +90,9 @@ class Dispatcher:
             case messages.AskStatus():
                 return self._status()
             case messages.AskPeers():
-                return [row for session in service.sessions for row in await session.peers()]
+                return [
+                    row for session in service.sessions for row in await peer_rows(session, service.swarm)
+                ]
             case messages.AskRounds(limit):
                 return self._daemon.history.last(min(max(limit, 1), MAX_ROUNDS_LISTED))[-MAX_ROUNDS_LISTED:]
             case messages.Revoke(target):

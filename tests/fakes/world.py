@@ -35,7 +35,7 @@ from equipoise.peer.control.messages import (
     Welcome,
 )
 from equipoise.peer.daemon.dispatcher import Dispatcher
-from equipoise.peer.daemon.session import Service
+from equipoise.peer.daemon.service import Service
 from equipoise.peer.errors import DaemonLost, EquipoiseError, Refused
 from equipoise.peer.run import Run
 from equipoise.peer.simulation.virtual_time import VirtualTime, Worker

@@ -20,7 +20,7 @@ from equipoise.compression.device_reduce import DeviceReducer
 from equipoise.dht.records import MAX_RUNS_PER_PEER
 from equipoise.peer import Exchanging, connect
 from equipoise.peer.config import load
-from equipoise.peer.daemon.session import MAX_RUNS
+from equipoise.peer.daemon.service import MAX_RUNS
 from equipoise.peer.embedded import DaemonThread, Peer
 from equipoise.peer.purposes import PURPOSES
 from fakes.daemon import FakeHub, FakeNetwork, FakeRunDriver

@@ -31,7 +31,7 @@ from equipoise.peer.control.messages import (
     StopDaemon,
     encode,
 )
-from equipoise.peer.daemon import session
+from equipoise.peer.daemon import service, session
 from equipoise.peer.daemon.server import MAX_CONNECTIONS
 from equipoise.peer.embedded import DaemonThread
 from equipoise.peer.errors import Refused, Unwelcome
@@ -192,13 +192,13 @@ def test_slow_work_stands_between_no_request_and_its_answer(
         loaded.wait(60)
         return Choice("torch", None, "as the test says")
 
-    monkeypatch.setattr(session, "kernels", load)
-    monkeypatch.setattr(session, "are_worth", lambda size: size > 1)
+    monkeypatch.setattr(service, "kernels", load)
+    monkeypatch.setattr(service, "are_worth", lambda size: size > 1)
     monkeypatch.setattr(connecting, "JOIN_SECONDS", 0.2)
     tensors = [torch.zeros(2)], [torch.zeros(1)]
     with connect(home) as one, connect(home) as other, concurrent.futures.ThreadPoolExecutor(1) as pool:
         joining = pool.submit(one.join, "large", tensors[0])
-        eventually(lambda: session.LOADS in caplog.messages, "the line")
+        eventually(lambda: service.LOADS in caplog.messages, "the line")
         assert [run.name for run in other.status().runs] == []
         other.join("small", tensors[1])
         with pytest.raises(TimeoutError):
@@ -209,5 +209,5 @@ def test_slow_work_stands_between_no_request_and_its_answer(
         other.join("second", tensors[0])
 
         assert calls == ["loads"]
-        assert caplog.messages.count(session.LOADS) == 1
+        assert caplog.messages.count(service.LOADS) == 1
         assert not one.lost

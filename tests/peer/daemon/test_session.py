@@ -12,7 +12,8 @@ import pytest
 from equipoise.averaging.aio.run_driver import RoundCounts
 from equipoise.averaging.outcome import Outcome
 from equipoise.compression.choice import WORTH_VALUES
-from equipoise.peer.daemon.session import LOADS, _exchanges
+from equipoise.peer.daemon.run_view import _exchanges
+from equipoise.peer.daemon.service import LOADS
 
 
 def test_exchanges_in_doubt_are_counted_beyond_the_history() -> None:
@@ -33,7 +34,7 @@ from equipoise.averaging.schema import Schema, TensorSpec
 from equipoise.compression.floats import FloatCodec
 from equipoise.compression.spec import CODECS
 from equipoise.peer.control.messages import JoinRun
-from equipoise.peer.daemon.session import Service
+from equipoise.peer.daemon.service import Service
 from equipoise.peer.shared_memory import Region
 
 class OnTensors(FloatCodec):
