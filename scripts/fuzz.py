@@ -54,7 +54,7 @@ from equipoise.peer.control import messages as control
 from equipoise.peer.control.socket import FrameDecoder
 from equipoise.peer.daemon.history import ROUNDS_FILE, read_history
 from equipoise.peer.errors import ControlError, EquipoiseError
-from equipoise.peer.training import checkpoint, history
+from equipoise.peer.training import checkpoint_files, history
 from equipoise.peer.training.feedback import read_residual
 from equipoise.peer.training.image import ModelPart, OptimizerPart, TrainingState
 from equipoise.peer.training.safetensors_io import Entry, ImageError, pack, unpack
@@ -114,7 +114,7 @@ FIXED = {
     ("Ask", "version"): PROTOCOL_VERSION,
     ("Answer", "version"): PROTOCOL_VERSION,
     ("Readiness", "version"): PROTOCOL_VERSION,
-    ("Manifest", "format"): checkpoint.FORMAT,
+    ("Manifest", "format"): checkpoint_files.FORMAT,
     ("Readiness", "peer"): PEER,
 }
 """Values of fields that let only one pass, by the struct's and the field's name."""
@@ -471,10 +471,10 @@ PARSERS = {
         of(list[history.Agreed]),
     ),
     "checkpoint": Parser(
-        "peer.training.checkpoint",
-        _filed(checkpoint.MANIFEST_FILE, checkpoint.read_manifest),
+        "peer.training.checkpoint_files",
+        _filed(checkpoint_files.MANIFEST_FILE, checkpoint_files.read_manifest),
         (EquipoiseError,),
-        of(checkpoint.Manifest, _json),
+        of(checkpoint_files.Manifest, _json),
     ),
     "history": Parser(
         "peer.daemon.history", _filed(ROUNDS_FILE, read_history), (), of(dict[str, Any], _json)

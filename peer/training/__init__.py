@@ -12,7 +12,8 @@
 
 from equipoise.averaging.outer import Average, Nesterov
 from equipoise.averaging.state import StateId
-from equipoise.peer.training.checkpoint import CheckpointError, Checkpoints
+from equipoise.peer.training.checkpoint import Checkpoints
+from equipoise.peer.training.checkpoint_files import CheckpointError
 from equipoise.peer.training.dcp import SwarmState
 from equipoise.peer.training.federated import Federated, Task
 from equipoise.peer.training.gossip import Gossip

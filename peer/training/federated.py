@@ -495,7 +495,7 @@ class Federated:
         """Note a round whose mean is about to be applied."""
         self.history.add(Record.of(before.epoch + 1, outcome))
         if self._keeper is not None:
-            self._keeper.score(before, outcome.evaluation)
+            self._keeper.best.score(before, outcome.evaluation)
 
     @torch.no_grad()
     def _update(self, mean: Mapping[str, torch.Tensor]) -> None:

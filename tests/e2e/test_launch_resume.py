@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from e2e.swarm import Swarm, eventually
-from equipoise.peer.training.checkpoint import IMAGE_FILE
+from equipoise.peer.training.checkpoint_files import IMAGE_FILE
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.slow]
 

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load, save
 
 from equipoise.averaging.state import StateId
-from equipoise.peer.training.checkpoint import (
+from equipoise.peer.training.checkpoint_files import (
     FORMAT,
     IMAGE_FILE,
     MANIFEST_FILE,

@@ -14,17 +14,14 @@ import pytest
 import torch
 
 from equipoise.averaging.state import StateId
-from equipoise.peer.training.checkpoint import (
+from equipoise.peer.training.checkpoint import MAX_FOLDER_CHARS, Checkpoints, Keeper, folder_name
+from equipoise.peer.training.checkpoint_files import (
     IMAGE_FILE,
-    MAX_FOLDER_CHARS,
     PARTIAL,
     CheckpointError,
-    Checkpoints,
     Damaged,
-    Keeper,
     Misfit,
     Subject,
-    folder_name,
     read_manifest,
 )
 from equipoise.peer.training.image import Image

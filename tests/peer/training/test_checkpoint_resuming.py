@@ -11,13 +11,8 @@ import pytest
 import torch
 
 from equipoise.peer.training import DiLoCo
-from equipoise.peer.training.checkpoint import (
-    IMAGE_FILE,
-    CheckpointError,
-    Checkpoints,
-    Misfit,
-    read_manifest,
-)
+from equipoise.peer.training.checkpoint import Checkpoints
+from equipoise.peer.training.checkpoint_files import IMAGE_FILE, CheckpointError, Misfit, read_manifest
 from fakes.trainers import SAMPLES, Trainer
 from fakes.world import World
 from oracles.training import batch_of, loss_of, network

@@ -14,18 +14,10 @@ import torch
 from equipoise.averaging.schema import Schema
 from equipoise.averaging.state import StateId
 from equipoise.peer.config import RESUME_ENV
-from equipoise.peer.training import checkpoint
-from equipoise.peer.training.checkpoint import (
-    BEST,
-    NEW_BEST,
-    Checkpoints,
-    Keeper,
-    Mode,
-    Subject,
-    keep_checkpoints,
-    read_manifest,
-    write_checkpoint,
-)
+from equipoise.peer.training import checkpoint, checkpoint_best
+from equipoise.peer.training.checkpoint import Checkpoints, Keeper, keep_checkpoints
+from equipoise.peer.training.checkpoint_best import BEST, NEW_BEST, Mode
+from equipoise.peer.training.checkpoint_files import Subject, read_manifest, write_checkpoint
 from equipoise.peer.training.image import Image
 from equipoise.peer.training.safetensors_io import ImageError
 
@@ -240,7 +232,7 @@ def keeper_of(path: Path, best: str, every: int = 1000, mode: Mode = "max") -> t
 def train(member: Any, keeper: Keeper, *scores: dict[str, float]) -> None:
     """One step for each evaluation of the state before it."""
     for evaluation in scores:
-        keeper.score(member.id, evaluation)
+        keeper.best.score(member.id, evaluation)
         member.id = state(member.id.epoch + 1)
         keeper()
 
@@ -249,7 +241,7 @@ def score(keeper: Keeper, member: Any, epoch: int, accuracy: float) -> None:
     """Have the replica hold the state of an epoch, and the group evaluate that."""
     member.id = state(epoch)
     keeper()
-    keeper.score(member.id, {"accuracy": accuracy})
+    keeper.best.score(member.id, {"accuracy": accuracy})
 
 
 def best(keeper: Keeper) -> tuple[int, dict[str, float], bytes]:
@@ -276,7 +268,7 @@ def test_a_score_of_a_state_that_is_not_held_any_more_keeps_nothing(tmp_path: Pa
     member, keeper = keeper_of(tmp_path, "accuracy")
     member.id = state(1)
     keeper()
-    keeper.score(state(0), {"accuracy": 0.9})
+    keeper.best.score(state(0), {"accuracy": 0.9})
     keeper.close()
     assert not (keeper.path / BEST).exists()
 
@@ -285,7 +277,7 @@ def test_an_interrupted_update_is_not_the_best(tmp_path: Path) -> None:
     member, keeper = keeper_of(tmp_path, "accuracy")
     member.whole = False
     keeper()
-    keeper.score(state(0), {"accuracy": 0.9})
+    keeper.best.score(state(0), {"accuracy": 0.9})
     keeper.close()
     assert not (keeper.path / BEST).exists()
 
@@ -343,7 +335,7 @@ def test_a_best_that_cannot_be_written_is_told(tmp_path: Path, monkeypatch: pyte
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint, "write_checkpoint", full)
+    monkeypatch.setattr(checkpoint_best, "write_checkpoint", full)
     score(keeper, member, 1, 0.5)
     keeper.close()
     assert told == [

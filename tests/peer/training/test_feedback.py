@@ -15,7 +15,7 @@ from equipoise.compression import parse_codec
 from equipoise.peer import Refused
 from equipoise.peer.control.messages import Fetch
 from equipoise.peer.training import Checkpoints, DiLoCo, Gossip, SparseLoCo, member
-from equipoise.peer.training.checkpoint import RESIDUAL_FILE
+from equipoise.peer.training.checkpoint_files import RESIDUAL_FILE
 from equipoise.peer.training.feedback import Feedback
 from equipoise.peer.training.image import digest
 from fakes.trainers import adamw
