@@ -21,6 +21,7 @@ class Announcer:
 
     Attributes:
         accumulated: Weight accumulated here towards the next contribution.
+        data: The mark of the data set that this peer shares; empty if it shares none.
         ready: Whether this peer looks for a group.
         trained: Whether this peer holds a trained state.
         has_left: Whether it takes part no longer: stragglers may still ask it, and no peer waits for it.
@@ -36,6 +37,7 @@ class Announcer:
         tasks: TaskSet,
     ) -> None:
         self.accumulated = 0.0
+        self.data = ""
         self.ready = self.trained = self.has_left = False
         self._spec = spec
         self._sessions = sessions
@@ -80,7 +82,7 @@ class Announcer:
             left=self.has_left,
             observes=self._membership.observes,
             trained=self.trained,
-            data=self._membership.data,
+            data=self.data,
         )
 
     def _report(self) -> None:

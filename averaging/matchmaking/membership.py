@@ -67,15 +67,12 @@ MAX_PLANS = 8
 
 
 class _Other(msgspec.Struct):
-    """One other peer of the run, with the same spec."""
+    """One other peer of the run, with the same spec: its record, and what this peer knows from it or others."""
 
+    record: Candidate
     ready: bool
     round: int
     dialable: bool
-    tags: tuple[str, ...] = ()
-    observes: bool = False
-    trained: bool = False
-    data: str = ""
     mate: bool = False
     apart: bool = False
     placed: bool = False
@@ -115,14 +112,12 @@ class Membership:
     Attributes:
         observes: Whether this peer trains nothing, so that it does not draw itself.
         places: Whether all peers hold one state, so that a round has one group.
-        data: The mark of the data set that this peer shares; empty if it shares none.
     """
 
     def __init__(self, peer: str, spec: str, group_size: int, places: bool = False) -> None:
         self.peer = peer
         self.dialable = True
         self.observes = False
-        self.data = ""
         self._own: Candidate | None = None
         self.own_misses = 0
         self.seen_at = float("-inf")
@@ -145,12 +140,10 @@ class Membership:
         for record in others[:MAX_PEERS]:
             heard_at = self._early.pop(record.peer, float("-inf"))
             other = known.get(record.peer) or _Other(
-                record.ready, record.round, record.dialable, heard_at=heard_at
+                record, record.ready, record.round, record.dialable, heard_at=heard_at
             )
             self._others[record.peer] = other
-            other.ready, other.dialable = record.ready, record.dialable
-            other.tags, other.observes = record.tags, record.observes
-            other.trained, other.data = record.trained, record.data
+            other.record, other.ready, other.dialable = record, record.ready, record.dialable
             self.advance(record.peer, record.round)
         self.seen_at = now
         if set(met) != set(self.met):
@@ -405,15 +398,17 @@ class Membership:
         """
         wanted = frozenset(tags)
         there = ((peer, other) for peer, other in self._others.items() if self._takes_part(peer))
-        there = ((peer, other) for peer, other in there if not data or other.data == data)
-        live = [peer for peer, other in there if wanted.issubset(other.tags) and not other.observes]
+        there = ((peer, other) for peer, other in there if not data or other.record.data == data)
+        trains = ((peer, other.record) for peer, other in there if not other.record.observes)
+        live = [peer for peer, record in trains if wanted.issubset(record.tags)]
         own = frozenset(() if self._own is None else self._own.tags)
         return tuple(sorted([*live, self.peer] if wanted <= own and not self.observes else live))
 
     def is_trained(self, peers: Iterable[str]) -> bool:
         """Whether one of these peers is in the run, and holds a trained state by its own word."""
         return any(
-            peer in self._others and self._others[peer].trained and self._takes_part(peer) for peer in peers
+            peer in self._others and self._others[peer].record.trained and self._takes_part(peer)
+            for peer in peers
         )
 
     def plan(self, round: int) -> Groups:

@@ -169,8 +169,8 @@ class Session:
     async def members(self, data: str) -> tuple[str, ...]:
         """The peers that answer, train and, if that is given, share `data`, of the purpose used last, sorted."""
         search = (await self.drivers.get(self.drivers.purpose)).search
-        if data not in ("", search.membership.data):
-            search.membership.data = data
+        if data not in ("", search.announcer.data):
+            search.announcer.data = data
             search.announcer.publish()
         return search.membership.live((), data)
 
