@@ -2,7 +2,8 @@
 
 Each example is one function, `train(peer, options)`. It trains on this peer's share of the data and returns what came
 of it. Without a peer it trains alone. With `--peers N` this module starts N processes with a daemon each, and then two
-that train alone: with the first peer's share, and with all the data. `--plot FILE` draws what came of all three.
+that train alone, side by side: with the first peer's share, and with all the data. `--plot FILE` draws what came of all
+three.
 """
 
 from __future__ import annotations
@@ -135,8 +136,8 @@ def run_swarm(options: argparse.Namespace) -> int:
         address = awaited(first, "others join by ")
         joins = ["--json", "--listen", LOOPBACK, "--join", address, "--of", str(count), "--index"]
         peers = [result(one) for one in [first, *(start([*rest, *joins, str(at)]) for at in range(1, count))]]
-        share = result(start([*rest, "--json", "--alone", "--of", str(count)]))
-        whole = result(start([*rest, "--json", "--alone", "--pooled", str(count)]))
+        alone = [start([*rest, "--json", "--alone", data, str(count)]) for data in ("--of", "--pooled")]
+        share, whole = map(result, alone)
     ends, alike = [one.end for one in peers], len({one.digest for one in peers}) == 1
     loss, sent = sum(one.loss for one in ends) / count, sum(one.sent for one in ends)
     found = {
