@@ -149,15 +149,15 @@ class MomentumStep(OuterStep):
 class Nesterov(MomentumStep):
     """m <- mu m + D; theta <- theta - alpha (D + mu m), with D the mean of theta - theta_i, and m = 0 at first.
 
-    DiLoCo (Douillard 2023, 2311.08105, section 2), which names this step, with a momentum of .9 for 500 local steps:
-    below some hundred, .5 trains better (`scripts/text_local_steps.py grid`). The form is that of Sutskever 2013 as
-    torch.optim.SGD(nesterov=True) computes it. It is not heavy ball (theta <- theta - alpha m): the step looks ahead by
-    one more application of the momentum.
+    DiLoCo (Douillard 2023, 2311.08105, section 2), which names this step and its defaults, for 500 local steps: below
+    some hundred, a momentum of .5 trains better (`scripts/text_local_steps.py grid`). The form is that of Sutskever
+    2013 as torch.optim.SGD(nesterov=True) computes it. It is not heavy ball (theta <- theta - alpha m): the step looks
+    ahead by one more application of the momentum.
     """
 
     moments = ("moments",)
 
-    def __init__(self, lr: float = 0.7, momentum: float = 0.5) -> None:
+    def __init__(self, lr: float = 0.7, momentum: float = 0.9) -> None:
         """See `MomentumStep`; `lr` is alpha, `momentum` is mu."""
         super().__init__("nesterov", lr, momentum)
 
@@ -305,7 +305,7 @@ package."""
 
 OUTER_STEPS.register("average", Average)
 OUTER_STEPS.register("descent", Descent, lr=decimal(1.0))
-OUTER_STEPS.register("nesterov", Nesterov, lr=decimal(0.7), momentum=decimal(0.5))
+OUTER_STEPS.register("nesterov", Nesterov, lr=decimal(0.7), momentum=decimal(0.9))
 OUTER_STEPS.register("fedavgm", FedAvgM, lr=decimal(1.0), momentum=decimal(0.9))
 OUTER_STEPS.register("fedadagrad", FedAdagrad, eta=decimal(0.1), tau=decimal(1e-3))
 

@@ -204,7 +204,7 @@ class DiLoCo(LocalTraining[Finished]):
             run: Joined with the model or its tensors, and used for nothing else.
             every: See `LocalOptions`.
             outer: The outer optimizer, or its spec, as "fedadam:eta=0.1"; copied for each fragment. By default
-                `Nesterov(lr=0.7, momentum=0.5)`.
+                `Nesterov(lr=0.7, momentum=0.9)`.
             checkpoints: Checkpoints of the agreed state, without the inner optimizer; one directory a fragment, one
                 epoch an outer step.
             **options: Other fields of `LocalOptions`.

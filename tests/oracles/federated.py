@@ -61,7 +61,7 @@ class Server:
 class Nesterov(Server):
     """m <- mu m + D, w <- w - alpha (D + mu m), with D = -d."""
 
-    def step(self, d: float, lr: float = 0.7, momentum: float = 0.5) -> None:
+    def step(self, d: float, lr: float = 0.7, momentum: float = 0.9) -> None:
         """Make a step."""
         self.m = momentum * self.m - d
         self.w -= lr * (-d + momentum * self.m)

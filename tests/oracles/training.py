@@ -81,7 +81,7 @@ class Nesterov(NamedTuple):
     """DiLoCo's outer step: m <- mu m + D; w <- w - alpha (D + mu m), D the mean of what the workers moved back by."""
 
     lr: float = 0.7
-    momentum: float = 0.5
+    momentum: float = 0.9
 
 
 def train_diloco(

@@ -19,7 +19,7 @@ STEPS = 6
 SPECS = [
     "average",
     "descent:lr=1",
-    "nesterov:lr=0.7,momentum=0.5",
+    "nesterov:lr=0.7,momentum=0.9",
     "fedavgm:lr=1,momentum=0.9",
     "fedadagrad:eta=0.1,tau=0.001",
     "fedadam:eta=0.1,beta1=0.9,beta2=0.99,tau=0.001",
@@ -155,9 +155,8 @@ def in_numpy(
     if name in ("average", "descent"):
         return w - mean
     if name in ("nesterov", "fedavgm"):
-        mu = f32(0.5) if name == "nesterov" else b1
-        m[:] = m * mu + mean
-        return w - (m * mu + mean) * f32(0.7) if name == "nesterov" else w - m
+        m[:] = m * b1 + mean
+        return w - (m * b1 + mean) * f32(0.7) if name == "nesterov" else w - m
     if name == "fedadagrad":
         v[:] = v + mean * mean
         return w - mean * f32(0.1) / (np.sqrt(v) + tau)

@@ -282,7 +282,7 @@ def test_terms_say_how(world: World) -> None:
     peer.join()
     assert dict(peer.run.terms) == {
         "training": "DiLoCo",
-        "outer step": "nesterov:lr=0.5,momentum=0.5",
+        "outer step": "nesterov:lr=0.5,momentum=0.9",
         "steps between exchanges": "6",
         "fragments": "1",
         "delay": "0",
