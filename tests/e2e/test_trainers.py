@@ -1,12 +1,9 @@
-"""Trainers on two real daemons: DDP with two processes, and an adapter, which other tests run on fakes."""
+"""A trainer of two processes under DDP beside another peer, on two real daemons."""
 
 from __future__ import annotations
 
-import contextlib
-import importlib
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +13,7 @@ from torch import nn
 from e2e import ddp_rank
 from e2e.ddp_rank import RANKS, SAMPLES, STEPS, TARGET
 from e2e.swarm import ChildProcess, DaemonProcess
-from e2e.threads import begin, settle, together
+from e2e.threads import begin, settle
 from equipoise.peer import connect
 from oracles.training import batch_of, difference, joined, loss_of, network
 
@@ -65,30 +62,3 @@ def test_two_processes_under_ddp_are_one_peer(places: list[DaemonProcess], tmp_p
     found = [load_file(tmp_path / f"rank-{at}.safetensors") for at in range(RANKS)]
     for state in (*found, dict(end.result().state_dict())):
         assert difference(state, dict(expected.state_dict())) <= 1e-5
-
-
-@pytest.mark.slow
-def test_trainers_of_hugging_face_equal_one_trainer(places: list[DaemonProcess], tmp_path: Path) -> None:
-    pytest.importorskip("transformers", reason="needs the extra `adapters`")
-    real: Any = importlib.import_module("fakes.huggingface")
-
-    with contextlib.ExitStack() as stack:
-        trainings, callbacks = [], []
-        for at, place in enumerate(places):  # One after another: Accelerate keeps one state for a process.
-            run = stack.enter_context(
-                stack.enter_context(connect(place.home)).join("text", model := real.model(), codec="fp32")
-            )
-            trainings.append(real.trainer(tmp_path / str(at), model, real.data(at)))
-            callbacks.append(real.SwarmCallback(run, target_batch_size=TARGET, wait_for=1))
-            trainings[-1].add_callback(callbacks[-1])
-        together(lambda training: training.train(), trainings)
-        assert [callback.optimizer.epoch for callback in callbacks] == [real.EPOCHS] * PEERS
-    first, second = (real.flat(training.model) for training in trainings)
-    pairs = zip(*(torch.utils.data.DataLoader(real.data(at), real.BATCH) for at in range(PEERS)), strict=True)
-    both = [
-        {name: one[name][at] for name in one} for pair in pairs for one in pair for at in range(real.BATCH)
-    ]
-    alone = real.trainer(tmp_path, real.model(), both, per_device_train_batch_size=PEERS * real.BATCH)
-    alone.train()
-    assert torch.equal(first, second)
-    assert (first - real.flat(alone.model)).abs().max() < 1e-4

@@ -35,7 +35,13 @@ def data(peer: int) -> list[Sample]:
     return [{"input_ids": text, "labels": text} for text in texts]
 
 
-def trainer(folder: Path, what: GPT2LMHeadModel, samples: Sequence[Sample], **options: Any) -> Trainer:
+def trainer(
+    folder: Path,
+    what: GPT2LMHeadModel,
+    samples: Sequence[Sample],
+    held_out: Sequence[Sample] | None = None,
+    **options: Any,
+) -> Trainer:
     quiet: dict[str, Any] = {"report_to": [], "disable_tqdm": True, "save_strategy": "no"}
     arguments = TrainingArguments(
         output_dir=str(folder),
@@ -50,7 +56,7 @@ def trainer(folder: Path, what: GPT2LMHeadModel, samples: Sequence[Sample], **op
             **options,
         },
     )
-    return Trainer(what, arguments, train_dataset=list(samples))
+    return Trainer(what, arguments, train_dataset=list(samples), eval_dataset=held_out)
 
 
 class Computing(TrainerCallback):

@@ -11,7 +11,7 @@ from transformers.trainer_utils import has_length
 
 from equipoise.peer.client.run import JoinedRun
 from equipoise.peer.training.adapters.accelerate import take_over
-from equipoise.peer.training.adapters.schedule import paced
+from equipoise.peer.training.adapters.schedule import paced, progress
 from equipoise.peer.training.adapters.sharing import share
 from equipoise.peer.training.counting import Count, watch_batches
 from equipoise.peer.training.optimizer import SwarmOptimizer
@@ -109,7 +109,7 @@ class SwarmCallback(TrainerCallback):  # type: ignore[misc]
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Move the Trainer's own end, which counts micro-batches, to where the swarm has made its epochs."""
-        ends = self.optimizer is not None and self.optimizer.epoch >= self._end
+        ends = self.optimizer is not None and progress(self.optimizer) >= self._end
         state.max_steps = state.global_step + (1 if ends else 2)
 
     def on_train_end(

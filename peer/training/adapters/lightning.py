@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.utils._pytree import tree_leaves
 
 from equipoise.peer.client.run import JoinedRun
 from equipoise.peer.errors import Refused
-from equipoise.peer.training.adapters.schedule import paced
+from equipoise.peer.training.adapters.schedule import paced, progress
 from equipoise.peer.training.adapters.sharing import share
 from equipoise.peer.training.counting import Count
 from equipoise.peer.training.optimizer import SwarmOptimizer, swarm_optimizer
@@ -43,10 +44,10 @@ class SwarmCallback(Callback):  # type: ignore[misc]
         Args:
             run: Joined with the LightningModule that is given to the Trainer.
             target_batch_size: Samples, of all peers together, that make an update.
-            batch_size: Samples in one batch; `accumulate_grad_batches` is counted in.
+            batch_size: Samples in one batch; `accumulate_grad_batches` is counted in, and a shorter batch as it is.
             epochs: The swarm's epoch at which training stops, if that is to be before the Trainer's end.
             count: Counts a batch, as `lambda batch: batch["attention_mask"].sum()`: `target_batch_size` is then of such
-                tokens. By default each batch has `batch_size` samples.
+                tokens.
             shares: Whether to draw this peer's share of a data set that others have too, where its loader shuffles:
                 `Shares` takes the place of that. Peers whose data differ draw all of theirs anyway.
             **options: Other fields of `equipoise.peer.training.Options`, and `checkpoints`. `clip` and `scheduler` come
@@ -89,8 +90,12 @@ class SwarmCallback(Callback):  # type: ignore[misc]
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Count the batch."""
-        if self.optimizer is not None and self._count is not None:
-            self.optimizer.count(self._count(batch))
+        if self.optimizer is not None:
+            self.optimizer.count(self._size(batch) if self._count is None else self._count(batch))
+
+    def _size(self, batch: Any) -> float:
+        tensors = (one for one in tree_leaves(batch) if isinstance(one, torch.Tensor) and one.ndim)
+        return min(next(map(len, tensors), self._batch_size), self._batch_size)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -99,7 +104,7 @@ class SwarmCallback(Callback):  # type: ignore[misc]
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         if loss is not None:
             self._run.report(loss=loss)
-        if self.optimizer is not None and self.optimizer.epoch >= self._end:
+        if self.optimizer is not None and progress(self.optimizer) >= self._end:
             trainer.should_stop = True
 
 

@@ -8,6 +8,8 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from equipoise.peer.training.optimizer import SwarmOptimizer
+
 
 class _Paced:
     """Comes before the class of a scheduler: to its framework it is what it was, but `step` does nothing."""
@@ -31,9 +33,19 @@ class Pace:
         """The scheduler's, with its further settings."""
         return {**self._scheduler.state_dict(), **self._settings}
 
+    @property
+    def last_epoch(self) -> int:
+        """Its number of steps, those before a training that goes on from a file included."""
+        return self._scheduler.last_epoch
+
     def step(self) -> None:
         """Step it."""
         self._step(self._scheduler)
+
+
+def progress(optimizer: SwarmOptimizer) -> int:
+    """The epochs that are made, those before a training that goes on from a framework's file included."""
+    return max(optimizer.epoch, getattr(optimizer.scheduler, "last_epoch", 0))
 
 
 def paced(scheduler: LRScheduler | None, **settings: float) -> Callable[[Optimizer], Pace] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import sys
@@ -17,7 +18,14 @@ from equipoise.averaging.ledger import Given
 from equipoise.averaging.outcome import Gathering, Outcome
 from equipoise.dht.state import BootstrapStatus, DirectStatus, ReachStatus, SwarmStatus
 from equipoise.peer.cli import output, program, watch
-from equipoise.peer.cli.output import print_lines, print_peers, print_rounds, print_status, settings_lines
+from equipoise.peer.cli.output import (
+    print_json,
+    print_lines,
+    print_peers,
+    print_rounds,
+    print_status,
+    settings_lines,
+)
 from equipoise.peer.config import Setting
 from equipoise.peer.errors import NoDaemon
 from equipoise.peer.status import Exchanges, Kernels, PeerRow, RunStatus, Status
@@ -309,7 +317,11 @@ def test_the_peer_that_a_round_waited_for_is_named_in_rounds_and_in_status(
 
     status = a_status(runs=1)
     run, given = msgspec.structs.replace(status.runs[0], last=one), Given(201, 91, 2e6, 0, {"late": 110})
-    print_status(msgspec.structs.replace(status, runs=(run,), given={run.name: given}))
+    status = msgspec.structs.replace(status, runs=(run,), given={run.name: given})
+    print_json(status)
+    found = {"rounds": 201, "counted": 91, "samples": 2e6, "bytes": 0, "missed": {"late": 110}}
+    assert json.loads(capsys.readouterr().out)["given"] == {run.name: found}
+    print_status(status)
     shown = capsys.readouterr().out
     assert f"digits-0  {told}this peer\n" in shown
     assert "digits-0  contributed to 91 of 201 rounds, 2,000,000 samples; 110 missed: 110 late\n" in shown

@@ -82,3 +82,11 @@ def test_what_peers_could_not_do_alike_is_refused(
     one = real.SwarmCallback(World().join("peer0", "text", what), batch_size=1, target_batch_size=1)
     with pytest.raises(Refused, match=expected):
         real.trainer(tmp_path, callbacks=[one], **options).fit(what, real.batches(0))
+
+
+def test_a_short_batch_counts_for_its_samples(real: Any) -> None:
+    run = World().join("peer0", "text", real.Regression())
+    one = real.SwarmCallback(run, batch_size=4, target_batch_size=1)
+    short, images = torch.zeros(2, 3), torch.zeros(9, 3)
+    batches = (short, {"text": ["a", "b"], "x": [short]}, images, "text", torch.tensor(1.0))
+    assert [one._size(batch) for batch in batches] == [2, 2, 4, 4, 4]

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import pickle
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch.optim import SGD
 from torch.optim.lr_scheduler import ExponentialLR, LRScheduler, ReduceLROnPlateau, StepLR
 
-from equipoise.peer.training.adapters.schedule import paced
+from equipoise.peer.training.adapters.schedule import paced, progress
 
 
 def made(kind: type[LRScheduler] = ExponentialLR) -> tuple[SGD, LRScheduler]:
@@ -47,6 +49,18 @@ def test_a_state_can_be_taken_on() -> None:
     ours = schedule(inner)
     ours.load_state_dict({**ours.state_dict(), "last_epoch": 7})
     assert scheduler.last_epoch == 7
+
+
+def test_progress_counts_what_was_made_before_a_training_goes_on_from_a_file() -> None:
+    inner, scheduler = made()
+    schedule = paced(scheduler)
+    assert schedule is not None
+    ours = schedule(inner)
+    optimizer: Any = SimpleNamespace(epoch=2, scheduler=ours)
+    ours.load_state_dict({**ours.state_dict(), "last_epoch": 5})
+    assert progress(optimizer) == 5
+    optimizer.scheduler = None
+    assert progress(optimizer) == 2
 
 
 def test_none_is_none() -> None:
