@@ -19,13 +19,13 @@ from equipoise.peer.training.optimizer import SwarmOptimizer, swarm_optimizer
 class SwarmCallback(Callback):  # type: ignore[misc]
     """Has a `Trainer` step with the swarm: `callbacks=[SwarmCallback(run, target_batch_size=4096, batch_size=32)]`.
 
-    It takes over when fitting starts: the optimizer steps when the swarm has its target batch, and `gradient_clip_val`
+    It takes over when training starts: the optimizer steps when the swarm has its target batch, and `gradient_clip_val`
     applies to the average. The end and the scheduler count the swarm's epochs: with `max_steps=100`, all peers end at
     epoch 100. Without `max_steps`, it is the number of steps that the Trainer makes of `max_epochs`. Each peer goes
     through its data as often as that takes. In all other places, Lightning's steps are this peer's micro-batches.
 
     Attributes:
-        optimizer: The swarm's optimizer, from the start of fitting on: its `epoch`, `reason`, `last`.
+        optimizer: The swarm's optimizer, from the start of training on: its `epoch`, `reason`, `last`.
     """
 
     def __init__(
@@ -61,16 +61,23 @@ class SwarmCallback(Callback):  # type: ignore[misc]
         self._options = {"target_batch_size": target_batch_size, **options}
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Take over the module's optimizer, its scheduler and the Trainer's clipping.
+        """Take over the Trainer's end.
 
         Raises:
-            Refused: There is more than one process or optimizer, or clipping by value, or the run has another module.
-            TypeError: The scheduler wants a metric.
+            Refused: There is more than one process or optimizer, or clipping by value.
         """
         _check(trainer, pl_module)
         self._end = self._epochs or trainer.estimated_stepping_batches
         # Both count this peer's own batches.
         trainer.fit_loop.max_epochs = trainer.fit_loop.epoch_loop.max_steps = -1
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Take over the module's optimizer, as a checkpoint has left it, its scheduler, the clipping, and the data.
+
+        Raises:
+            Refused: The run has another module.
+            TypeError: The scheduler wants a metric.
+        """
         schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
         options: dict[str, Any] = {
             "batch_size": self._batch_size * trainer.accumulate_grad_batches,
@@ -80,9 +87,6 @@ class SwarmCallback(Callback):  # type: ignore[misc]
         self.optimizer = swarm_optimizer(self._run, trainer.optimizers[0], **{**options, **self._options})
         trainer.strategy.optimizers = [self.optimizer]
         trainer.gradient_clip_val = None  # It would clip by this peer's own norm, before the average.
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Share the data."""
         for loader in tree_leaves(trainer.train_dataloader):
             share(self._run, loader, self._shares)
 
