@@ -19,11 +19,9 @@ from equipoise.compression import CodecError
 SAMPLE_VALUES, PIECE_VALUES = 8 * 1024, 256
 """Values of a contribution that are looked at, and those of a piece, at least: they take 0.2 ms."""
 
-DIMENSIONS = 16
+DIMENSIONS, SKETCH_BYTES = 16, 32
 UNIT = 4096
 """The length of a sketch, in steps of its numbers, i16."""
-
-SKETCH_BYTES = 2 * DIMENSIONS
 
 LEAST_VALUES = 32
 """Values that a contribution must have, counted as the sketch counts them: a few are alike by chance."""

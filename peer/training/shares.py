@@ -104,8 +104,6 @@ class Shares(Sampler[int]):
         mark: That of the data set, as `mark_of` returns it, if only peers with an equal one are to share it.
     """
 
-    mark = ""
-
     def __init__(self, run: JoinedRun, dataset: Sized, *, seed: int = 0) -> None:
         """Share a data set.
 
@@ -120,7 +118,7 @@ class Shares(Sampler[int]):
         self._run, self._seed, self._count = run, seed, _length(dataset)
         self._members: tuple[str, ...] = ()
         self._pass: Pass | None = None
-        self.epoch = 0
+        self.epoch, self.mark = 0, ""
 
     def set_epoch(self, epoch: int) -> None:
         """Say which pass comes next."""
