@@ -10,6 +10,7 @@ from equipoise.averaging.schema import Schema
 from equipoise.averaging.sketch import near, sketch
 from equipoise.compression import Codec, parse_codec
 from fakes.vectors import encoded
+from oracles.training import Batch, batch_of, loss_of, network
 
 CODECS = [parse_codec(spec) for spec in ("fp32", "fp16", "int8", "int8:block=4096", "nf4", "sparse")]
 
@@ -47,3 +48,31 @@ def test_what_says_too_little_has_no_sketch_and_is_near_nothing() -> None:
     for values in (torch.zeros(5000), few, torch.full((5000,), torch.nan)):
         assert sketch(layout, encoded(layout, values)) == b""
     assert not near(b"", b"")
+
+
+@pytest.mark.parametrize(("samples", "rounds"), [(512, 30), pytest.param(4, 1000, marks=pytest.mark.slow)])
+def test_other_data_are_near_in_no_round_and_the_same_in_another_order_in_each(
+    samples: int, rounds: int
+) -> None:
+    model = network(64)
+    layout = Layout(Schema.of(dict(model.named_parameters())), parse_codec("int8"))
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def gradient(batch: Batch) -> bytes:
+        adamw.zero_grad()
+        loss_of(model, batch).backward()
+        flat = torch.zeros(layout.size)
+        for spec, start, stop in layout.places:
+            gradient = model.get_parameter(spec.name).grad
+            assert gradient is not None
+            flat[start:stop] = gradient.flatten()
+        return sketch(layout, encoded(layout, flat))
+
+    for at in range(rounds):
+        batch = batch_of(0, at, samples)
+        other = gradient(batch_of(1, at, samples))
+        turned = gradient(Batch(*(one.flip(0) for one in batch)))
+        given = gradient(batch)
+        assert near(given, turned)
+        assert not near(given, other)
+        adamw.step()
