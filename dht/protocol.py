@@ -87,8 +87,9 @@ class RecordProtocol:
 
     Attributes:
         dialer: Knows the addresses of peers, and which peers are connected.
-        intake: Takes records, the ones of other peers after their signatures.
-        heard: When each peer, in client mode too, has called or answered last, on the monotonic clock; not the lost.
+        intake: Takes records, those of other peers once their signatures are verified.
+        heard: When each peer, in client mode too, has called or answered last, on the monotonic clock. Lost peers are
+            not in it.
         on_heard: Called with the PeerID of every peer that calls, or answers.
         on_peer: Called with the PeerID of every peer new to the routing table.
         on_hello: Called with the PeerID of every peer that answers look-ups, and whether it relays for others.

@@ -39,7 +39,7 @@ MAX_SPEC_CHARACTERS = 128
 MAX_ADDRESSES = 4
 MAX_SEQUENCE = 2**63 - 1
 MAX_RUNS_PER_PEER = 132
-"""Most runs that one peer may have records in. A daemon's own bounds follow from it: `peer.session.MAX_RUNS`."""
+"""Most runs that one peer may have records in. A daemon's own bounds follow from it: `peer.daemon.service.MAX_RUNS`."""
 SHARDS = 4
 """A run's records are spread over so many keys: one key with 300 records takes 0.3 s to read."""
 MAX_BYTES = 10 * 1024 * 1024

@@ -42,11 +42,11 @@ class LinkMeter:
             self._measure()
 
     def received(self, channel: Channel) -> None:
-        """Note that it is whole, or will not be."""
+        """Note that the frame is whole, or that it will not be."""
         self._arriving.discard(channel)
 
     def drop(self, channels: PeerChannels) -> None:
-        """Go on counting what a peer's channels have moved that are no longer among all."""
+        """Go on counting the bytes that these channels have moved; the peer is no longer among `peers`."""
         self._moved_before[0] += channels.delivered
         self._moved_before[1] += channels.received
 

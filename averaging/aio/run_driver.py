@@ -265,7 +265,10 @@ class RunDriver:
         return math.sqrt(squares) if 0 <= squares < math.inf else math.inf
 
     def _note_twins(self, manifest: Manifest) -> None:
-        """Tell of peers that were near two times: in a first round, large batches of other data may be alike."""
+        """Tell of pairs of peers that were near in two rounds in a row.
+
+        In a first round, large batches of different data may be near too.
+        """
         near = manifest.twins
         for pair in sorted(near & self._near - self.twins.keys())[: MAX_TWINS - len(self.twins)]:
             gave = f"peers {' and '.join(pair)} gave nearly equal contributions to round {manifest.round}"

@@ -35,7 +35,7 @@ class Findings:
             self.faults.setdefault(member, why)
 
     def blame_for_shares(self, owners: int) -> None:
-        """Blame those owners in the bitmask of whose share no majority of the voters has the same."""
+        """Blame an owner in the bitmask if no majority of the voters got the same share from it."""
         for owner in members_of(owners):
             alike = Counter(shares[owner] for shares in self.shares.values()).most_common(1)
             if alike and 2 * alike[0][1] <= len(self.shares):

@@ -101,7 +101,10 @@ class Means:
     def take(self, part: int, contributors: int, digest: bytes) -> None:
         """Take a wanted mean, in place of any other of that part."""
         if part in self._means:
-            self._kept[self._means[part][0]] -= 1
+            before = self._means[part][0]
+            self._kept[before] -= 1
+            if not self._kept[before]:
+                del self._kept[before]
         self._kept[contributors] += 1
         self._means[part] = (contributors, digest)
 

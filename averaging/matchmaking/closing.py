@@ -59,8 +59,8 @@ MAX_LATE, LATE_ROUNDS = 256, 16
 """Most peers whose lateness is remembered, and most rounds of each: few, as the median should follow a change."""
 
 MAX_SHARE = 0.25
-"""Most that a group waits for a late peer, as a share of the time since the last group closed. What a peer later than
-that gains by the wait, all others lose."""
+"""Most that a group waits for a late peer, as a share of the time since the last group closed. A longer wait would cost
+the other members more than the late peer gains."""
 
 SPREADS = 4.0
 """Median distances from its usual lateness by which a peer is waited for longer: all but one of 150, were it normal."""
@@ -178,9 +178,9 @@ class Grace(ClosePolicy):
     """All-reduce with a grace: a group closes when all live peers are in, or some seconds after its quorum is.
 
     Unless they are given, they follow from how late each missing peer has been: its median lateness and some spreads.
-    A peer that is mostly later than `MAX_WAIT`, or a share of the time between two groups, is not waited for: its
-    contribution is late, and may count in the next round. A peer that was absent counts as twice as late as the group
-    waited, so a longer wait is tried next time.
+    A peer that is mostly later than `MAX_WAIT`, or than `MAX_SHARE` of the time between two groups, is not waited for:
+    its contribution is late, and may count in the next round. A peer that was absent counts as twice as late as the
+    group waited, so a longer wait is tried next time.
     """
 
     def __init__(self, context: Context, strategy: AllReduce) -> None:

@@ -16,14 +16,16 @@ class Totals:
         failed: Number of rounds that failed.
         last_ok: The last round that was ok.
         why_not: Why the last failed round failed.
+        last_mean: The last round that made a mean.
+        sums: Bytes sent and received, and rounds in which this peer's contribution counts.
     """
 
     def __init__(self) -> None:
         self.ok = self.failed = 0
         self.last_ok: Outcome | None = None
         self.why_not = ""
-        self._last_mean: Outcome | None = None
-        self._sums: Counter[str] = Counter()
+        self.last_mean: Outcome | None = None
+        self.sums: Counter[str] = Counter()
 
     def add(self, outcome: Outcome, counts: bool) -> None:
         """Count a round; `counts` if this peer's contribution is in its mean."""
@@ -32,16 +34,16 @@ class Totals:
         else:
             self.failed, self.why_not = self.failed + 1, outcome.reason
         sums = {"bytes_sent": outcome.bytes_sent, "bytes_received": outcome.bytes_received}
-        self._sums.update(sums, rounds_counted=counts)
+        self.sums.update(sums, rounds_counted=counts)
         if outcome.givers:  # Else its peers have only met.
-            self._last_mean = outcome
+            self.last_mean = outcome
 
 
 def metrics(parts: Sequence[Totals]) -> dict[str, float]:
     """Return the numbers of a run whose rounds are counted in these parts; see `JoinedRun.metrics`."""
-    latest = [one._last_mean for one in parts if one._last_mean is not None]
+    latest = [one.last_mean for one in parts if one.last_mean is not None]
     last = max(latest, key=lambda outcome: outcome.started, default=Outcome(ok=False, reason=""))
-    sums = sum((one._sums for one in parts), Counter())
+    sums = sum((one.sums for one in parts), Counter())
     ok = sum(one.ok for one in parts)
     return {
         **last.metrics,

@@ -10,7 +10,6 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 import psutil
@@ -28,9 +27,6 @@ from equipoise.peer.errors import ConfigError, EquipoiseError, Refused, Unreache
 from equipoise.peer.home import LOG_FILE, Home
 from equipoise.peer.status import Status
 from equipoise.tasks import Failures, TaskSet, failures
-
-if TYPE_CHECKING:
-    pass
 
 STOP_SECONDS = 8.0
 """Time for each part of the daemon to end: open rounds (bounded by 5 s themselves), then the rest."""

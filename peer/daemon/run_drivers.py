@@ -55,14 +55,16 @@ class RunDrivers:
             self.specs[STEP], self._observes = agreed, observes
             self._announcing.cancel()
 
-    async def disagree(self) -> None:
-        """Undo the agreement: the client may try again."""
+    async def disagree(self, run_driver: RunDriver) -> None:
+        """Undo the agreement that this driver has joined on: the client may try again."""
         async with self._joining:
-            await self._router.leave(self.in_use[STEP], "others have agreed on something else")
+            await self._router.leave(run_driver, "others have agreed on something else")
+            if self.in_use.get(STEP) is not run_driver:
+                return
             del self.in_use[STEP]
-            self.purpose = AVERAGE
-            self._announcing = asyncio.create_task(self._announce())
-            self.specs[STEP] = self._first[STEP]
+            self.specs[STEP], self.purpose = self._first[STEP], AVERAGE
+            if not self.closed:
+                self._announcing = asyncio.create_task(self._announce())
 
     async def use(self, purpose: str) -> RunDriver:
         """Return the driver of a purpose, which is now the one used last; raises Refused as `get`."""
@@ -81,9 +83,13 @@ class RunDrivers:
                 self.in_use[purpose] = await self._router.join(self.specs[purpose], self._observes)
             return self.in_use[purpose]
 
+    def close(self) -> None:
+        """Join nothing more: the client leaves."""
+        self.closed = True
+        self._announcing.cancel()
+
     async def leave(self, reason: str) -> None:
         """Leave all runs; their drivers go on showing what they were."""
-        self._announcing.cancel()
         async with self._joining:
             drivers = self.in_use.values()
             leaving = [asyncio.create_task(self._router.leave(run_driver, reason)) for run_driver in drivers]

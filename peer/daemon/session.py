@@ -104,7 +104,7 @@ class Session:
         named, trained = self._swarm.named, company - {self._swarm.peer}
         objection = await run_driver.search.objection(named, trained, COMPARE_SECONDS)
         if objection:
-            await self.drivers.disagree()
+            await self.drivers.disagree(run_driver)
             raise Refused(f"run {self.name!r}: {objection}", "give the same, or use another name")
         return run_driver.search.comparison.reason
 
@@ -214,7 +214,7 @@ class Session:
     async def leave(self, reason: str) -> None:
         """Leave, finish or fail an open round, and release the memory; all callers wait for the same end."""
         if self._leaving is None:
-            self.drivers.closed = True
+            self.drivers.close()
             self._leaving = asyncio.create_task(self._leave(reason))
         await asyncio.shield(self._leaving)
 

@@ -174,6 +174,7 @@ def test_training_together_takes_few_changes() -> None:
         [
             line.strip()
             for line in re.findall(rf"^def {name}\(.*?(?=^def |\Z)", source, re.M | re.S)[0].splitlines()[2:]
+            if line
         ]
         for name in ("plain", "target_batch")
     ]

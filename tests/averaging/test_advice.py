@@ -79,7 +79,7 @@ def test_a_run_is_judged_by_its_last_rounds_and_the_measured_links() -> None:
     spec = RunSpec.create("run", Schema.of({"w": torch.zeros(1 << 16)}), RunOptions(codec="fp32"))
     links, last = SimpleNamespace(told=1e5), SimpleNamespace(last=rounds(exchange=5.0, period=15.0))
     run: Any = SimpleNamespace(
-        spec=spec, counts=last, _sessions=SimpleNamespace(upload=links, download=links)
+        spec=spec, counts=last, _sessions=SimpleNamespace(meter=SimpleNamespace(upload=links, download=links))
     )
     line = RunDriver.advice.fget(run)  # type: ignore[attr-defined]
     assert line.startswith("exchanges take 33% of the time, 5 s each; the links need 4.4 s; codec=")

@@ -16,6 +16,7 @@ from equipoise.averaging.manifest import (
     MAX_SIGNATURE_BYTES,
     NONCE_BYTES,
     ROUND_ID_BYTES,
+    SKETCH_BYTES,
     Join,
     Manifest,
     ManifestError,
@@ -25,7 +26,6 @@ from equipoise.averaging.matchmaking.messages import GroupFormed, JoinRequest, d
 from equipoise.averaging.metrics import MAX_METRICS, MAX_NAME_CHARS, Report
 from equipoise.averaging.options import MAX_GROUP_SIZE, Needs
 from equipoise.averaging.ports import FrameRefused
-from equipoise.averaging.sketch import SKETCH_BYTES
 from equipoise.averaging.state import MAX_EPOCH, StateId
 from equipoise.averaging.weights import MAX_WEIGHT
 from equipoise.limits import MAX_BANDWIDTH, MAX_CREDENTIAL_BYTES, MAX_HEADER_BYTES

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from equipoise.averaging.layout import Layout
+from equipoise.averaging.manifest import are_near
 from equipoise.averaging.schema import Schema
-from equipoise.averaging.sketch import near, sketch
+from equipoise.averaging.sketch import sketch
 from equipoise.compression import Codec, parse_codec
 from fakes.vectors import encoded
 from oracles.training import Batch, batch_of, loss_of, network
@@ -27,19 +28,19 @@ def test_contributions_that_rounding_sets_apart_are_near(codec: Codec, values: i
     scale = torch.linspace(1e-3, 1e3, layout.size)
     one = noise(layout.size, 1) * scale
     given = sketch(layout, encoded(layout, one))
-    assert near(given, sketch(layout, encoded(layout, one.clone())))
+    assert are_near(given, sketch(layout, encoded(layout, one.clone())))
     rounded = one * (1 + 1e-5 * noise(layout.size, 2))
-    assert near(given, sketch(layout, encoded(layout, rounded)))
-    assert near(given, sketch(layout, encoded(layout, one * 8.0))), "the norm is compared beside it"
+    assert are_near(given, sketch(layout, encoded(layout, rounded)))
+    assert are_near(given, sketch(layout, encoded(layout, one * 8.0))), "the norm is compared beside it"
     other = one + 0.3 * noise(layout.size, 3) * scale
-    assert not near(given, sketch(layout, encoded(layout, other)))
-    assert not near(given, sketch(layout, encoded(layout, -one)))
+    assert not are_near(given, sketch(layout, encoded(layout, other)))
+    assert not are_near(given, sketch(layout, encoded(layout, -one)))
 
 
 def test_a_large_value_that_others_share_makes_nobody_near() -> None:
     layout = Layout(Schema.of({"w": torch.zeros(65)}), parse_codec("fp32"))
     first, second = (noise(65, seed).index_fill(0, torch.tensor([64]), 1e4) for seed in (1, 2))
-    assert not near(*(sketch(layout, encoded(layout, one)) for one in (first, second)))
+    assert not are_near(*(sketch(layout, encoded(layout, one)) for one in (first, second)))
 
 
 def test_what_says_too_little_has_no_sketch_and_is_near_nothing() -> None:
@@ -47,7 +48,7 @@ def test_what_says_too_little_has_no_sketch_and_is_near_nothing() -> None:
     few = torch.zeros(5000).index_fill(0, torch.arange(20), 1.0)
     for values in (torch.zeros(5000), few, torch.full((5000,), torch.nan)):
         assert sketch(layout, encoded(layout, values)) == b""
-    assert not near(b"", b"")
+    assert not are_near(b"", b"")
 
 
 @pytest.mark.parametrize(("samples", "rounds"), [(512, 30), pytest.param(4, 1000, marks=pytest.mark.slow)])
@@ -73,6 +74,6 @@ def test_other_data_are_near_in_no_round_and_the_same_in_another_order_in_each(
         other = gradient(batch_of(1, at, samples))
         turned = gradient(Batch(*(one.flip(0) for one in batch)))
         given = gradient(batch)
-        assert near(given, turned)
-        assert not near(given, other)
+        assert are_near(given, turned)
+        assert not are_near(given, other)
         adamw.step()

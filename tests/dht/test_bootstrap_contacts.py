@@ -23,15 +23,17 @@ class World:
         monkeypatch.setattr(bootstrap, "time", SimpleNamespace(monotonic=lambda: self.now))
         self.asked: list[str] = []
         self.gone: list[str] = []
+        self.buried: list[str] = []
+        self.closed: list[str] = []
         self.answer: Any = None
         self.dialer = SimpleNamespace(connected=frozenset(), refresh=self._nothing)
         self.protocol = SimpleNamespace(
             dialer=self.dialer,
             ping=self._ping,
             lose=self.gone.append,
-            record_store=SimpleNamespace(bury=lambda peer, now: None),
+            intake=SimpleNamespace(store=SimpleNamespace(bury=lambda peer, now: self.buried.append(peer))),
         )
-        self.link = SimpleNamespace(attached=True, disconnect=self._nothing)
+        self.link = SimpleNamespace(attached=True, disconnect=self._disconnect)
         self.contacts = Contacts(self.link, self.protocol)  # type: ignore[arg-type]
 
     def hear(self, peer: str, now: float) -> None:
@@ -54,6 +56,9 @@ class World:
             raise self.answer
         else:
             await self.answer(peer)
+
+    async def _disconnect(self, peer: str) -> None:
+        self.closed.append(peer)
 
     async def _nothing(self, *_: object) -> None:
         pass
@@ -81,7 +86,7 @@ async def test_two_missed_answers_in_a_row_end_a_contact(world: World) -> None:
     world.hear("a", 0.0)
     world.answer = never
     assert await world.look(10.0) == ["a"] * MAX_MISSED
-    assert world.gone == ["a"]
+    assert world.gone == world.buried == world.closed == ["a"]
 
 
 async def test_a_peer_that_calls_or_is_reported_unreachable_is_not_given_up(world: World) -> None:

@@ -45,6 +45,14 @@ def test_kept_contributions_of_another_member_are_about_one_vector() -> None:
     assert mine.arrivals.wants(C, 7), "each has a share of its own"
 
 
+def test_means_that_replace_each_other_take_no_memory() -> None:
+    means = part_table(B).means
+    for contributors in range(1, 100):
+        means.take(0, contributors, bytes(32))
+    assert means.has(0, 99)
+    assert len(means._kept) == 1
+
+
 @pytest.mark.parametrize("part", [3, 10**6])
 def test_parts_that_are_none_are_not_wanted(part: int) -> None:
     mine = part_table(A)
