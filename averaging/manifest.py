@@ -215,8 +215,21 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def before(self) -> StateId | None:
-        """The group's state before the round; None if no member claims one."""
-        return group_state(self.states.values())
+        """The state that the round's mean changes: of most contributions to a state or, without any, of most claims.
+        None without claims."""
+        return self._bound or group_state(self.states.values())
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """The weight of each member; 0 if its contribution was made for another state than `before`: it observes."""
+        bound = self._bound
+        fits = (bound in (None, join.state) or join.weight <= ATTENDANCE_LIMIT for join in self.members)
+        return tuple(join.weight if fit else 0.0 for join, fit in zip(self.members, fits, strict=True))
+
+    @property
+    def _bound(self) -> StateId | None:
+        """The state of most contributions. Claims of members that only attend do not count: they would cost nothing."""
+        return group_state(filter(None, (join.bound for join in self.members)))
 
     @property
     def twins(self) -> set[tuple[str, str]]:

@@ -132,6 +132,11 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(peer for peer, weight in self.contributors.items() if weight > ATTENDANCE_LIMIT)
 
     @property
+    def before(self) -> StateId | None:
+        """The state that the mean changes: that of its `givers`, maybe not the group's. None if they claim none."""
+        return group_state(filter(None, map(self.states.get, self.givers)))
+
+    @property
     def shares(self) -> list[float]:
         """The shares of the contributors in the mean, in member order, without those of weight 0."""
         counted = {peer: weight for peer, weight in self.contributors.items() if weight}

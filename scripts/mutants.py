@@ -170,7 +170,7 @@ RULES: dict[str, list[tuple[str, str]]] = {
         ("None if self.behind or self.doubts else", "None if self.behind else"),
         ("if self._rounds.late >= LATE_ROUNDS:", "if False:"),
         ("if epoch - state.epoch > MAX_MISSED:", "if False:"),
-        ("if self._asked is None or self._asked != outcome.state:", "if self._asked is None:"),
+        ("if self._asked is None or self._asked != outcome.before:", "if self._asked is None:"),
         ("if self._given_up != self.state and 0 <", "if 0 <"),
         ("looks >= LOOKS_BACK", "False"),
         ("len(lasting) < 2 and idle[:1] == [self._name]", "True"),

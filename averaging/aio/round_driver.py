@@ -86,7 +86,7 @@ def group_of(spec: RunSpec, manifest: Manifest) -> events.Group:
     leaders = [index for index in able if members[index].peer not in barred] or able
     uplinks = settle([join.bandwidth for join in members])
     downlinks = settle([join.download or join.bandwidth for join in members])
-    weights = tuple(join.weight for join in members)
+    weights = manifest.weights
     givers = contributing(weights, spec.strategy.least).bit_count()
     mean_size = spec.layout.mean_size(max(givers, 1))
     growth = mean_size / spec.layout.encoded_size
@@ -101,7 +101,7 @@ def group_of(spec: RunSpec, manifest: Manifest) -> events.Group:
         parts=spec.layout.cut(fractions, spec.options.part_values),
         first_leader=(convening or leaders)[0],
         cap=spec.cap,
-        quorum=spec.strategy.quorum,
+        quorum=min(spec.strategy.quorum, givers),
         least=spec.strategy.least,
         encoded_size=mean_size,
         norms=tuple(join.norm for join in members),
@@ -124,7 +124,7 @@ def metrics_of(
     """
     joins = [join for join in manifest.members if join.peer in counted]
     trained = [(counted[join.peer], join.fit) for join in joins if counted[join.peer] > ATTENDANCE_LIMIT]
-    expected = contributing([join.weight for join in manifest.members], spec.strategy.least)
+    expected = contributing(manifest.weights, spec.strategy.least)
     lost = {manifest.peers[member] for member in members_of(expected)} - counted.keys()
     present = [join for join in manifest.members if join.peer not in lost]
     before = manifest.before

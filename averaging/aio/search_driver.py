@@ -217,7 +217,7 @@ class SearchDriver:
         if self._missed is None or not self._spec.strategy.least:
             return 0.0
         (state, offered_at), (mean, closed_at) = self._offered, self._missed
-        overtaken = mean.state == state and not mean.counted(self._sessions.peer)
+        overtaken = mean.before == state and not mean.counted(self._sessions.peer)
         return max(offered_at - closed_at, LEAST_LATE) if overtaken else 0.0
 
     # ---- between the machine and the world ----

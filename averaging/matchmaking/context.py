@@ -17,7 +17,6 @@ from equipoise.averaging.matchmaking.membership import Membership
 from equipoise.averaging.matchmaking.next_round import NextRound
 from equipoise.averaging.options import Needs
 from equipoise.averaging.outcome import Outcome
-from equipoise.averaging.weights import ATTENDANCE_LIMIT
 from equipoise.limits import Allowance
 
 JOINS_SECONDS, MAX_JOINS, MAX_JOINS_OF_ONE = 1.0, 2000, 100
@@ -118,8 +117,8 @@ class Context:
 
     def note_mean(self, outcome: Outcome, now: float) -> None:
         """Take from a round that has changed the state which peers have the places of the next, and its number."""
-        before = outcome.state
-        if before is None or max(outcome.contributors.values(), default=0.0) <= ATTENDANCE_LIMIT:
+        before = outcome.before
+        if before is None:
             return
         held = (peer for peer in outcome.contributors if outcome.states.get(peer) == before)
         self.membership.seat(held, before.epoch + 1, own=self.peer in outcome.group)

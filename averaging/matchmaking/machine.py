@@ -98,7 +98,7 @@ class Matchmaking(Matchmaker):
                 # A member that attends has told that it gives nothing, so nobody waited for it.
                 attend = set(outcome.group).difference(outcome.givers)
                 drawn = tuple(peer for peer in outcome.drawn if peer not in attend)
-                self._policy.ended(wire.Standing(outcome.state, drawn, outcome.givers), failed=False)
+                self._policy.ended(wire.Standing(outcome.before, drawn, outcome.givers), failed=False)
 
     def _receive(self, peer: str, message: object, now: float) -> None:
         match message:

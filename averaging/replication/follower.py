@@ -343,7 +343,7 @@ class Follower:
         return self._look_ahead(most) if (outcome.group or outcome.late) and self.follows else []
 
     def _round_succeeded(self, event: events.RoundEnded, now: float) -> list[Action]:
-        outcome, rounds = event.outcome, self._rounds
+        outcome, rounds, failures = event.outcome, self._rounds, self._rounds.failures
         rounds.failures, rounds.late, rounds.company_at = 0, 0, now
         self._looks.unsure = self.doubts = False
         group = self.known.group(outcome, event.missing, now, event.elsewhere)
@@ -357,7 +357,9 @@ class Follower:
         if not gave and group == self.state and self._waits_for_older_group(event.missing):
             return []
         if group == self.state:
-            return self._follow_on(outcome, gave, now)
+            self._follow_on(outcome, now)
+            fits = outcome.before == group
+            return self._take_mean(outcome) if gave and fits else self._go_without(outcome, gave, failures)
         if not self.behind:
             told, other = lineage.told(self.state), lineage.told(group)
             self.reason = f"behind: it holds {told}, the group {other}"
@@ -387,7 +389,7 @@ class Follower:
         self.reason = f"waiting: this peer has met only other newcomers so far; {others} may know more"
         return True
 
-    def _follow_on(self, outcome: Outcome, gave: bool, now: float) -> list[Action]:
+    def _follow_on(self, outcome: Outcome, now: float) -> None:
         """The group's state is this peer's: follow it."""
         self._asked, self._snapshot, self._looks.ahead = None, _Snapshot(now), 0
         self.phase, self.reason = Following(), "its state is the group's"
@@ -399,11 +401,18 @@ class Follower:
                 f"this peer keeps its own state: {others}, with none of which it has trained; "
                 'pass trust="heads" to follow the majority'
             )
-        if not gave:
-            return []
+
+    def _take_mean(self, outcome: Outcome) -> list[Action]:
         givers = {name: weight for name, weight in outcome.contributors.items() if weight >= MEETING_WEIGHT}
         self.known.add(self._others_at(self.state, outcome, givers))
         return self._commit(outcome)
+
+    def _go_without(self, outcome: Outcome, gave: bool, failures: int) -> list[Action]:
+        """The mean, if any, was made for the state of others, so for this peer the round has failed. After some such
+        rounds without a peer of its state, strangers are no company: this peer makes its steps alone, if it may."""
+        if gave and not self._others_at(self.state, outcome, outcome.states):
+            self._rounds.failures = failures + 1
+        return [events.StepAlone()] if self.gives_up else []
 
     def _nobody_knows(self, now: float) -> list[Action]:
         """No member claimed a state. If that lasts, all its holders have left, and each peer claims its own again."""
@@ -481,7 +490,7 @@ class Follower:
         return [events.Heal(), *self._go_on(now)]
 
     def _mean_fetched(self, outcome: Outcome, values: object, now: float) -> list[Action]:
-        if self._asked is None or self._asked != outcome.state:
+        if self._asked is None or self._asked != outcome.before:
             return []
         self._asked = None
         self.circle = self._others_at(self.state, outcome, outcome.contributors) or self.circle

@@ -238,7 +238,7 @@ class Session:
         weight = 0.0 if self._role == "observer" else request.weight
         self._claimed |= weight < request.weight
         outcome = await run_driver.average(vectors, weight, request.timeout, state, *reported)
-        if state is not None and outcome.givers and outcome.state == state:
+        if state is not None and outcome.before == state:
             self._reach(run_driver, state.epoch + 1)
         return outcome
 

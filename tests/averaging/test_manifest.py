@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from equipoise.averaging.aio.round_driver import group_of
 from equipoise.averaging.aio.search_driver import MATCHMAKING_FRAME
 from equipoise.averaging.manifest import (
     MAX_PEER_CHARS,
@@ -27,9 +28,10 @@ from equipoise.averaging.metrics import MAX_METRICS, MAX_NAME_CHARS, Report
 from equipoise.averaging.options import MAX_GROUP_SIZE, Needs
 from equipoise.averaging.ports import FrameRefused
 from equipoise.averaging.state import MAX_EPOCH, StateId
-from equipoise.averaging.weights import MAX_WEIGHT
+from equipoise.averaging.weights import ATTENDANCE_LIMIT, MAX_WEIGHT
 from equipoise.limits import MAX_BANDWIDTH, MAX_CREDENTIAL_BYTES, MAX_HEADER_BYTES
 from fakes.matchmaking import SPEC, signer, verify
+from fakes.specs import spec
 
 OTHER_SPEC = "0" * 64
 LARGEST_VALUES = {f"{index:>{MAX_NAME_CHARS}}": math.pi for index in range(MAX_METRICS)}
@@ -108,6 +110,19 @@ def test_members_with_nearly_equal_contributions_are_told_in_pairs() -> None:
     assert one.twins == {("a", "c"), ("c", "g")}
     check(one, own=join("c", sketch=given["c"], norm=1.0), group_size=7)
     assert join("c", sketch=given["c"]).content != join("c").content, "a sketch is signed"
+
+
+def test_contributions_to_one_state_alone_count() -> None:
+    ours, far = StateId(3, "a" * 64), StateId(2**40, "b" * 64)
+    crowd = [join(peer, state=far, weight=ATTENDANCE_LIMIT) for peer in "xyz"]
+    one = manifest(join("a", state=ours), join("b", state=ours), join("c", state=far), join("d"), *crowd)
+    assert one.before == ours, "peers that only attend stop nobody's mean"
+    assert one.weights == (32.0, 32.0, 0.0, 0.0, *[ATTENDANCE_LIMIT] * 3)
+    assert manifest(join("a"), *crowd).before == far
+    pair = manifest(join("a", state=ours), join("c", state=far))
+    group = group_of(spec({"w": (4000,)}), pair)
+    assert (group.contributors, group.quorum) == (0b10, 1), "a has nothing that fits, and observes"
+    assert manifest(join("a"), join("b"), *crowd).weights[:2] == (32.0, 32.0), "nobody's is to a state"
 
 
 def test_the_id_follows_from_the_content_alone() -> None:

@@ -392,3 +392,22 @@ def test_a_newcomer_asks_the_peers_that_hold_the_groups_state_and_asks_others_on
     assert machine.donors == {"c"}
     assert machine.handle(ok(state_at(5), {"n": 8.0}), 5.0) == [FetchSnapshot(5)]
     assert machine.donors == {"n"}, "its user named it, and it holds the group's state now"
+
+
+@pytest.mark.parametrize("alone", ["train", "wait"])
+def test_beside_strangers_a_peer_applies_none_of_their_means_and_makes_its_steps_alone(
+    alone: follower.Alone,
+) -> None:
+    machine = Follower("a", START, 0.0, FollowerOptions(alone))
+    machine.handle(ok(START, {"b": 8.0, "c": 8.0}), 0.0)
+    own, theirs = machine.state, StateId(2**40, "b" * 64)
+    states = {"a": own, "m": theirs, "n": theirs}
+    weights = {"m": 8.0, "n": 8.0}
+    round = rounds.succeeded(states, "theirs", weights, "abmn", missing=1)
+    beside_a_fellow = rounds.succeeded({**states, "b": own}, "theirs", weights, "abmn")
+    for event in (round, round, beside_a_fellow, round, round):
+        assert machine.handle(event, 1.0) == []
+    assert machine.handle(round, 2.0) == ([StepAlone()] if alone == "train" else [])
+    assert machine.follows
+    assert machine.state == own
+    assert "keeps its own state" in machine.reason

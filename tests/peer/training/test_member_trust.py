@@ -36,6 +36,8 @@ def test_newcomers_with_another_state_do_not_replace_that_of_three_who_have_trai
     assert all(trainer.opt.epoch == 30 for trainer in ours)
     steps = [epoch for epoch, _ in ours[0].seen]
     assert len(steps) <= 30 / 0.8, "at least 80 % of the steps are updates"
+    for outcome in {one.digest: one for _, _, one in world.outcomes if one.ok}.values():
+        assert len({outcome.states[name] for name in outcome.givers}) <= 1, "each mean is over one state"
     told = [reason for _, reason in ours[0].seen if "keeps its own state" in reason]
     assert told[0] == (
         f"this peer keeps its own state: epoch {THEIRS.epoch} (bbbbbbbb) is that of "
