@@ -29,6 +29,8 @@ SECONDS, STEPS = 15.0, 15
 two cores with them leave a step for every few seconds."""
 THEIRS = StateId(2**40, "b" * 64)
 """What the strangers hold: of an epoch that is far beyond that of the others."""
+FAR = 666.0
+"""All of their parameters: their gradients are ten thousand times those of the others."""
 
 
 class Trainer(threading.Thread):
@@ -38,6 +40,7 @@ class Trainer(threading.Thread):
         steps: Batches so far.
         updates: Steps that have changed the epoch.
         states: Epochs and lineages that it has held.
+        largest: The largest of its parameters so far.
         reasons: What its optimizer has said.
         ended: Set to end it.
     """
@@ -47,7 +50,7 @@ class Trainer(threading.Thread):
 
     def __init__(self, place: DaemonProcess, index: int, stranger: bool = False, pause: float = 0.0) -> None:
         super().__init__(daemon=True)
-        self.steps = self.updates = 0
+        self.steps, self.updates, self.largest = 0, 0, 0.0
         self.states: dict[int, str] = {}
         self.reasons: set[str] = set()
         self.ended = threading.Event()
@@ -65,6 +68,9 @@ class Trainer(threading.Thread):
                 batch_size=SAMPLES,
             )
             if self._stranger:
+                with torch.no_grad():
+                    for one in model.parameters():
+                        one.fill_(FAR)
                 optimizer.load(optimizer.member._state.image(THEIRS))
                 # Without it, it would take the state of the trainer that its daemon was told to join by.
                 optimizer.member._follower.known.group = lambda *_: optimizer.id  # type: ignore[method-assign]
@@ -84,6 +90,9 @@ class Trainer(threading.Thread):
         self.updates += optimizer.epoch != before
         self.states[optimizer.epoch] = optimizer.id.lineage
         self.reasons.add(optimizer.reason)
+        self.largest = max(
+            self.largest, *(float(one.detach().abs().max()) for one in optimizer.parameters.values())
+        )
 
 
 @pytest.mark.parametrize(("count", "pause"), [(4, 0.0), (20, 1.0)])
@@ -125,6 +134,7 @@ def test_newcomers_with_another_state_do_not_replace_that_of_three_who_have_trai
     )
     for trainer in ours:
         assert max(trainer.states) < THEIRS.epoch, "it has kept its own state"
+        assert trainer.largest < FAR / 100, "the strangers' gradients count in none of its means"
     told = [trainer.states for trainer in ours]
     common = set.intersection(*(set(states) for states in told))
     assert all(len({states[epoch] for states in told}) == 1 for epoch in common)

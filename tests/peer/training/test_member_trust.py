@@ -157,3 +157,18 @@ def test_the_smaller_part_of_a_swarm_that_was_cut_in_two_comes_back(world: World
         assert back <= 4.0 + seconds + 30.0
         assert any("behind: it holds epoch" in reason for _, reason in one.seen)
     assert not any("behind" in reason for one in ours[:3] for _, reason in one.seen)
+
+
+def test_a_survivor_beside_strangers_makes_its_steps_alone(world: World) -> None:
+    world.options["group_size"] = 64
+    survivor = Honest(world, 0, 40, target_batch_size=2 * SAMPLES, patience=1000.0)
+    survivor.begin()
+    Trainer(world, 1, 10, target_batch_size=2 * SAMPLES).begin()
+    for index in range(3):
+        stranger = Stubborn(world, 10 + index, THEIRS.epoch * 2, target_batch_size=2 * SAMPLES)
+        stranger.awaited = survivor
+        stranger.begin(at=2.0)
+    world.run()
+    assert survivor.opt.epoch == 40
+    assert len(survivor.seen) <= 40 / 0.8, "at least 80 % of the steps are updates"
+    assert any("keeps its own state" in reason for _, reason in survivor.seen)
