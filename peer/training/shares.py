@@ -8,6 +8,7 @@ those. Peers compute alike from the seed, the pass and the members, and exchange
 from __future__ import annotations
 
 import contextlib
+import random
 from collections.abc import Collection, Iterator, Sized
 from typing import Any
 
@@ -22,12 +23,11 @@ from equipoise.peer.client.run import JoinedRun
 from equipoise.peer.errors import DaemonLost
 
 FIRST_LOOK_SECONDS, LOOK_SECONDS = 0.25, 5.0
-"""Seconds to the second look at the members, which is twice as far from the third, and so on, and the most between two:
-peers that begin together soon know of each other, and a later one draws what falls to it until the others look."""
+"""Seconds to the second look at the members, and the most between two looks; each pause is twice the one before. Peers
+that begin together soon know of each other. A later one draws what falls to it until the others look."""
 
 SLOT_BITS = 16
 """Samples are dealt by this many bits of their hash: with millions of them, each peer is still hashed 65,536 times."""
-
 
 MARKED_SAMPLES = 4
 """Samples of a data set of which its mark is made."""
@@ -171,16 +171,36 @@ def mark_of(dataset: Any) -> str:
     """What tells data sets apart, 16 characters: a hash of the length and a few samples, with chance set to 0."""
     count = _length(dataset)
     content = blake3(str(count).encode())
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(0)
+    with _chance_at_0():
         for at in sorted({*np.linspace(0, count - 1, MARKED_SAMPLES).astype(int).tolist()}) if count else ():
             for value in tree_leaves(dataset[at]):
                 array = np.asarray(
                     value.detach().cpu().double() if isinstance(value, torch.Tensor) else value
                 )
-                plain = array.tobytes() if array.dtype.kind in "biufcSU" else repr(value).encode()
+                plain = array.tobytes() if array.dtype.kind in "biufcSU" else _plain(value)
                 content.update(f"{array.dtype.kind} {array.shape} ".encode() + plain)
     return content.hexdigest()[:16]
+
+
+@contextlib.contextmanager
+def _chance_at_0() -> Iterator[None]:
+    """Set the generators of Python, numpy and torch to 0 within the block: data sets may augment samples by them."""
+    states = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        random.seed(0)
+        np.random.seed(0)
+        try:
+            yield
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])
+
+
+def _plain(value: object) -> bytes:
+    """What tells an object apart: its repr or, if that names its address, its class."""
+    kind = type(value)
+    return (kind.__qualname__ if kind.__repr__ is object.__repr__ else repr(value)).encode()
 
 
 def _length(dataset: object) -> int:

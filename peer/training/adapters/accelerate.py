@@ -13,7 +13,7 @@ from torch.utils.data import RandomSampler
 from equipoise.peer.client.run import JoinedRun
 from equipoise.peer.errors import Refused
 from equipoise.peer.training.adapters.schedule import paced
-from equipoise.peer.training.adapters.sharing import share
+from equipoise.peer.training.adapters.sharing import sampling_of, share
 from equipoise.peer.training.optimizer import SwarmOptimizer, swarm_optimizer
 
 
@@ -58,9 +58,10 @@ def step_with_swarm(
     if scheduler is not None:
         options["scheduler"] = paced(scheduler.scheduler)
     swarm = take_over(optimizer, run, batch_size=size, **options)
-    for loader in accelerator._dataloaders:
-        if isinstance(getattr(loader, "sampler", None), RandomSampler):  # Others evaluate.
-            share(run, loader, shares)
+    samplers = ((one, getattr(sampling_of(one), "sampler", None)) for one in accelerator._dataloaders)
+    share(
+        run, [one for one, sampler in samplers if isinstance(sampler, RandomSampler)], shares
+    )  # Others evaluate.
     return swarm
 
 

@@ -79,7 +79,7 @@ class SwarmCallback(TrainerCallback):  # type: ignore[misc]
         self.optimizer = take_over(kwargs["optimizer"], self._run, **{**options, **self._options})
         if self._count is not None:
             self._batches = watch_batches(kwargs["model"], self._count, self.optimizer.count)
-        share(self._run, kwargs["train_dataloader"], self._shares)
+        share(self._run, [kwargs["train_dataloader"]], self._shares)
         args.max_grad_norm = 0.0  # It would clip by this peer's own norm, before the average.
 
     def on_epoch_begin(

@@ -87,8 +87,7 @@ class SwarmCallback(Callback):  # type: ignore[misc]
         self.optimizer = swarm_optimizer(self._run, trainer.optimizers[0], **{**options, **self._options})
         trainer.strategy.optimizers = [self.optimizer]
         trainer.gradient_clip_val = None  # It would clip by this peer's own norm, before the average.
-        for loader in tree_leaves(trainer.train_dataloader):
-            share(self._run, loader, self._shares)
+        share(self._run, tree_leaves(trainer.train_dataloader), self._shares)
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int

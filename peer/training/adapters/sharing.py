@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sized
 from typing import Any
 
 from torch.utils.data import RandomSampler, Sampler
@@ -19,9 +19,10 @@ log = logging.getLogger(__name__)
 class EndlessShares(Sampler[int]):
     """This peer's shares of one pass after another: as long as the data set, since frameworks plan by its length."""
 
-    def __init__(self, run: JoinedRun, dataset: Any) -> None:
+    def __init__(self, run: JoinedRun, dataset: Any, mark: str) -> None:
+        """Draw from a data set with this mark."""
         self._run, self._shares, self._count = run, Shares(run, dataset), len(dataset)
-        self._shares.mark = mark_of(dataset)
+        self._shares.mark = mark
         self._drawn = self._draw()
         self._others()  # Tells them the mark before the first sample is drawn.
 
@@ -48,26 +49,40 @@ class EndlessShares(Sampler[int]):
         return 0
 
 
-def share(run: JoinedRun, loader: Any, wanted: bool) -> None:
-    """Have a `DataLoader` that shuffles draw this peer's share, if that is `wanted`, and tell what is done.
+def sampling_of(loader: Any) -> Any:
+    """What holds the sampler of a `DataLoader`, as `sampler`; Accelerate may have wrapped it."""
+    batches: Any = getattr(loader, "batch_sampler", None)
+    while hasattr(batches, "batch_sampler"):
+        batches = batches.batch_sampler
+    return batches
+
+
+def share(run: JoinedRun, loaders: Iterable[Any], wanted: bool) -> None:
+    """Have the `DataLoader`s that shuffle draw this peer's share, if that is `wanted`, and tell what is done.
 
     Only peers with equal data sets share them, by a mark of each: parts of private data would be left out otherwise. A
-    sampler that the script has chosen stays.
+    peer tells one mark, so loaders of a second data set stay as they are. Other samplers stay, too.
     """
-    batches: Any = getattr(loader, "batch_sampler", None)
-    while hasattr(batches, "batch_sampler"):  # Wrapped by Accelerate.
-        batches = batches.batch_sampler
-    sampler, data = getattr(batches, "sampler", None), getattr(loader, "dataset", None)
     if not wanted:
         log.info("run %s: shares=False: this peer draws all of its data", run.name)
-    elif (
-        isinstance(sampler, RandomSampler)
-        and not sampler.replacement
-        and len(sampler) == len(sampler.data_source)
-    ):
-        batches.sampler = EndlessShares(run, data)
-        told = "run %s: peers with an equal data set (%d samples) draw a share of it each; shares=False turns that off"
-        log.info(told, run.name, len(batches.sampler))
-    else:
-        told = "run %s: the data are not shared, since the loader does not shuffle them (%s): give each peer other data"
-        log.warning(told, run.name, type(sampler).__name__)
+        return
+    told = ""
+    for loader in loaders:
+        batches, data = sampling_of(loader), getattr(loader, "dataset", None)
+        sampler = getattr(batches, "sampler", None)
+        why = ""
+        if not isinstance(sampler, RandomSampler) or sampler.replacement or len(sampler) != _length(data):
+            why = f"the loader does not shuffle them ({type(sampler).__name__})"
+        elif told not in ("", mark := mark_of(data)):
+            why = "they are a second data set"
+        if why:
+            log.warning("run %s: the data are not shared, since %s: give each peer other data", run.name, why)
+            continue
+        told = mark
+        batches.sampler = EndlessShares(run, data, mark)
+        line = "run %s: peers with an equal data set (%d samples) draw a share of it each; shares=False turns that off"
+        log.info(line, run.name, len(batches.sampler))
+
+
+def _length(data: Any) -> int:
+    return len(data) if isinstance(data, Sized) else -1

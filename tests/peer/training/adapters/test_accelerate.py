@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 pytest.importorskip("accelerate", reason="needs the extra `adapters`")
 
@@ -15,12 +16,31 @@ from accelerate.optimizer import AcceleratedOptimizer
 
 from equipoise.peer.training import SwarmOptimizer
 from equipoise.peer.training.adapters.accelerate import step_with_swarm
+from equipoise.peer.training.adapters.sharing import EndlessShares, sampling_of
 from fakes.world import World
 from oracles.training import batch_of, loss_of, network
 
 BATCH = 4
 EPOCHS = 5
 RATE = 1e-2
+
+
+def test_prepared_loaders_that_shuffle_draw_shares(world: World) -> None:
+    accelerator = Accelerator(cpu=True)
+    rows = TensorDataset(torch.arange(40))
+    model = network()
+    prepared = (
+        model,
+        torch.optim.AdamW(model.parameters()),
+        DataLoader(rows, 4, shuffle=True),
+        DataLoader(rows, 4),
+    )
+    model, optimizer, loader, held_out = accelerator.prepare(*prepared)
+    run = world.join("peer0", "text", model)
+    step_with_swarm(accelerator, run, optimizer, batch_size=4, target_batch_size=8)
+    assert isinstance(sampling_of(loader).sampler, EndlessShares)
+    assert not isinstance(sampling_of(held_out).sampler, EndlessShares)
+    assert sorted(number for (numbers,) in loader for number in numbers.tolist()) == list(range(40))
 
 
 class Loop:

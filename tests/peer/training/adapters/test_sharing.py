@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
+import random
 from collections import Counter
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from equipoise.peer.training.adapters.sharing import share
+from equipoise.peer.training.adapters.sharing import sampling_of, share
 from equipoise.peer.training.shares import mark_of
 from fakes.world import World
 
@@ -27,7 +29,7 @@ def test_peers_with_equal_data_share_them_and_others_draw_all_of_theirs(world: W
         run = world.join(f"peer{at}", "text", {"w": torch.zeros(300)})
         run.wait_for(3)
         loader = DataLoader(data(max(at, 1)), BATCH, shuffle=True)
-        share(run, loader, wanted=True)
+        share(run, [loader], wanted=True)
         if at < 2:
             world.compute(1.0)  # Each has told what data it has.
         assert len(loader) == SAMPLES // BATCH
@@ -56,6 +58,7 @@ def test_peers_with_equal_data_share_them_and_others_draw_all_of_theirs(world: W
         ({"shuffle": True}, False, "shares=False: this peer draws all of its data"),
         ({}, True, "does not shuffle them (SequentialSampler)"),
         ({"sampler": torch.utils.data.RandomSampler(data(0), num_samples=5)}, True, "(RandomSampler)"),
+        ({"sampler": torch.utils.data.RandomSampler(range(5))}, True, "(RandomSampler)"),
     ],
 )
 def test_the_log_says_what_is_done(
@@ -64,15 +67,27 @@ def test_the_log_says_what_is_done(
     caplog.set_level(logging.INFO)
     loader: Any = DataLoader(data(0), BATCH, **options)
     before = loader.batch_sampler.sampler
-    share(world.join("peer0", "text", {"w": torch.zeros(300)}), loader, wanted)
+    share(world.join("peer0", "text", {"w": torch.zeros(300)}), [loader], wanted)
     assert told in caplog.text
     assert (loader.batch_sampler.sampler is before) == ("draw a share" not in told)
+
+
+def test_a_second_data_set_is_not_shared(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    loaders = [DataLoader(data(kind), BATCH, shuffle=True) for kind in (1, 1, 2)]
+    share(world.join("peer0", "text", {"w": torch.zeros(300)}), loaders, wanted=True)
+    assert [type(sampling_of(one).sampler).__name__ for one in loaders] == [
+        "EndlessShares",
+        "EndlessShares",
+        "RandomSampler",
+    ]
+    assert "they are a second data set" in caplog.text
 
 
 def test_marks_tell_data_sets_apart_by_length_and_samples_whatever_the_chance() -> None:
     class Noisy(list[Any]):
         def __getitem__(self, at: Any) -> Any:
-            return {"text": super().__getitem__(at), "image": torch.rand(3), "label": 1}
+            chance = [torch.rand(3), random.random(), np.random.rand()]
+            return {"text": super().__getitem__(at), "image": chance, "of": object()}
 
     marks = [mark_of(one) for one in (Noisy("abcd"), Noisy("abce"), Noisy("abcdd"), [], data(1), data(2))]
     assert len(set(marks)) == 6
