@@ -27,7 +27,7 @@ import torch
 from msgspec import inspect
 
 from equipoise.averaging.allreduce import messages as round_messages
-from equipoise.averaging.manifest import Manifest, ManifestError
+from equipoise.averaging.manifest import SKETCH_BYTES, Manifest, ManifestError, are_near
 from equipoise.averaging.matchmaking import messages as group_messages
 from equipoise.averaging.options import Needs
 from equipoise.averaging.ports import FrameRefused
@@ -393,6 +393,12 @@ PARSERS = {
         decode_envelope,
         (FrameRefused,),
         lambda chance: bent(b"F" + bytes(16), chance),
+    ),
+    "sketch": Parser(
+        "averaging.manifest",
+        lambda data: are_near(data, bytes(SKETCH_BYTES)),
+        (),
+        lambda chance: bent(bytes(SKETCH_BYTES), chance),
     ),
     "record": Parser("dht.records", records.unseal, _malformed, _sealed),
     "call": Parser(
