@@ -6,8 +6,8 @@ The target is below a batch, so each update is of one step of both peers: the pr
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib
-import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,9 @@ from e2e.swarm import DaemonProcess
 from e2e.threads import together
 from equipoise.peer import Run, connect
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
 PEERS, BATCH, STEPS, HALF = 2, 4, 6, 3
-building = threading.Lock()
-"""Accelerate keeps one state for a process, which differs by option."""
 OPTIONS = ("accumulate", "bf16", "evaluate", "resume", "stop", "short", "tokens")
 RATE = 1e-2
 
@@ -68,8 +66,10 @@ class Script:
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=RATE)
         return optimizer, LambdaLR(optimizer, lambda step: min((step + 1) / 2, 1 - step / STEPS))
 
-    def loader(self) -> DataLoader[Any]:
-        return DataLoader(self.data, self.batch)  # type: ignore[arg-type]
+    def loader(self, resumes: bool) -> DataLoader[Any]:
+        """The rows; those that are left where a training goes on, which only Hugging Face's Trainer finds itself."""
+        left = self.data[HALF * self.batch * self.accumulate :] if resumes else self.data
+        return DataLoader(left, self.batch)  # type: ignore[arg-type]
 
     @torch.no_grad()
     def look(self, update: int) -> None:
@@ -81,12 +81,22 @@ class Script:
         self.model.train(was)
 
 
-def huggingface(script: Script, until: int, resumes: bool) -> None:
+def apart(*holders: Any) -> None:
+    """Give what one script made of Accelerate a state of its own: scripts are processes, but threads in this test."""
+    own = copy.deepcopy(holders[0].gradient_state.__dict__)
+    for holder in holders:
+        holder.gradient_state.__dict__ = own
+
+
+def huggingface(script: Script, until: int, resumes: bool) -> Callable[[], object]:
     """A Trainer with evaluation, checkpoints and early stop of its own."""
     text, option = script.text, script.option
     from transformers import EarlyStoppingCallback, TrainerCallback
 
     class Curve(TrainerCallback):
+        def on_train_begin(self, *_: Any, **kwargs: Any) -> None:
+            apart(training.accelerator, training.optimizer, kwargs["train_dataloader"])
+
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             script.look(training.lr_scheduler.last_epoch)
 
@@ -110,10 +120,13 @@ def huggingface(script: Script, until: int, resumes: bool) -> None:
     training.add_callback(Curve())
     if option == "stop":  # No loss falls so far: training ends after as many looks.
         training.add_callback(EarlyStoppingCallback(HALF - 1, early_stopping_threshold=10.0))
-    training.train(resume_from_checkpoint=str(script.folder / f"checkpoint-{HALF}") if resumes else None)
+    file = script.folder / f"checkpoint-{HALF}"
+    if resumes:  # Nothing here is drawn, and two threads cannot read it at once.
+        (file / "rng_state.pth").unlink()
+    return lambda: training.train(resume_from_checkpoint=str(file) if resumes else None)
 
 
-def lightning(script: Script, until: int, resumes: bool) -> None:
+def lightning(script: Script, until: int, resumes: bool) -> Callable[[], object]:
     """A Trainer with validation, early stop and checkpoints of its own."""
     from lightning.pytorch import Callback, LightningModule, Trainer
     from lightning.pytorch.callbacks import EarlyStopping
@@ -161,28 +174,31 @@ def lightning(script: Script, until: int, resumes: bool) -> None:
     )
     file = script.folder / "half.ckpt"
     held_out = DataLoader(script.held_out, 2 * BATCH) if script.evaluates else None
-    trainer.fit(Module(), script.loader(), held_out, ckpt_path=file if resumes else None)
-    if until == HALF:
-        trainer.save_checkpoint(file)
+
+    def run() -> None:
+        trainer.fit(Module(), script.loader(resumes), held_out, ckpt_path=file if resumes else None)
+        if until == HALF:
+            trainer.save_checkpoint(file)
+
+    return run
 
 
-def accelerate(script: Script, until: int, resumes: bool) -> None:
+def accelerate(script: Script, until: int, resumes: bool) -> Callable[[], object]:
     """A loop that evaluates, stops and goes on by itself."""
     from accelerate import Accelerator
-    from accelerate.state import AcceleratorState
 
     from equipoise.peer.training.adapters.accelerate import step_with_swarm
 
-    with building:
-        AcceleratorState._reset_state(True)
-        precision = "bf16" if script.option == "bf16" else "no"
-        accelerator = Accelerator(
-            cpu=True, mixed_precision=precision, gradient_accumulation_steps=script.accumulate
-        )
-        model, *rest = accelerator.prepare(script.model, *script.optimizers(), script.loader())
-        optimizer, scheduler, loader = rest
-        if resumes:
-            accelerator.load_state(script.folder / "half")
+    precision = "bf16" if script.option == "bf16" else "no"
+    accelerator = Accelerator(
+        cpu=True, mixed_precision=precision, gradient_accumulation_steps=script.accumulate
+    )
+    model, *rest = accelerator.prepare(script.model, *script.optimizers(), script.loader(resumes))
+    optimizer, scheduler, loader = rest
+    if resumes:
+        accelerator.load_state(script.folder / "half")
+
+    def run() -> None:
         if script.run is not None:
             swarm = step_with_swarm(
                 accelerator,
@@ -193,25 +209,28 @@ def accelerate(script: Script, until: int, resumes: bool) -> None:
                 target_batch_size=1.0,
                 wait_for=1,
             )
-    count = script.counts.get("count", lambda batch: len(batch["labels"]))
-    batches = (batch for _ in range(STEPS) for batch in loader)
-    while scheduler.scheduler.last_epoch < until:
-        batch = next(batches)
-        with accelerator.accumulate(model):
-            if script.run is not None:
-                swarm.count(count(batch))
-            accelerator.backward(model(**batch).loss)
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
-        script.look(scheduler.scheduler.last_epoch)
-        if script.option == "stop" and len(script.curve) == HALF:
-            break
-    if until == HALF:
-        accelerator.save_state(script.folder / "half")
+        apart(accelerator, optimizer, scheduler, loader)
+        count = script.counts.get("count", lambda batch: len(batch["labels"]))
+        batches = (batch for _ in range(STEPS) for batch in loader)
+        while scheduler.scheduler.last_epoch < until:
+            batch = next(batches)
+            with accelerator.accumulate(model):
+                if script.run is not None:
+                    swarm.count(count(batch))
+                accelerator.backward(model(**batch).loss)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            script.look(scheduler.scheduler.last_epoch)
+            if script.option == "stop" and len(script.curve) == HALF:
+                break
+        if until == HALF:
+            accelerator.save_state(script.folder / "half")
+
+    return run
 
 
-ADAPTERS: dict[str, Callable[[Script, int, bool], None]] = {
+ADAPTERS: dict[str, Callable[[Script, int, bool], Callable[[], object]]] = {
     "huggingface": huggingface,
     "lightning": lightning,
     "accelerate": accelerate,
@@ -219,7 +238,7 @@ ADAPTERS: dict[str, Callable[[Script, int, bool], None]] = {
 
 
 def trained(
-    train: Callable[[Script, int, bool], None],
+    train: Callable[[Script, int, bool], Callable[[], object]],
     places: Sequence[DaemonProcess],
     name: str,
     option: str,
@@ -235,7 +254,8 @@ def trained(
                 peer = stack.enter_context(connect(place.home))
                 script.run = stack.enter_context(peer.join(f"{name} {resumes}", script.model, codec="fp32"))
                 scripts.append(script)
-            together(train, scripts, [until] * PEERS, [resumes] * PEERS)
+            # Trainers are made one after another, before any begins: Accelerate keeps one state for a process.
+            together(lambda run: run(), [train(script, until, resumes) for script in scripts])
         for curve, script in zip(curves, scripts, strict=True):
             curve |= script.curve
             script.curve = curve
@@ -249,9 +269,10 @@ def test_curves_are_those_of_one_process_with_the_same_global_batches(
 ) -> None:
     for needed in ("transformers", adapter.replace("huggingface", "transformers")):
         pytest.importorskip(needed, reason="needs the extra `adapters`")
+    importlib.import_module("accelerate.state").AcceleratorState._reset_state(True)  # It differs by option.
     one, other = trained(ADAPTERS[adapter], places, f"{adapter} {option}", option, tmp_path)
     alone = Script(None, None, option, tmp_path / "alone")
-    ADAPTERS[adapter](alone, STEPS, False)
+    ADAPTERS[adapter](alone, STEPS, False)()
     assert sorted(alone.curve) == list(range(1, (HALF if option == "stop" else STEPS) + 1))
     assert one.curve == other.curve
     assert one.curve == pytest.approx(alone.curve, abs=1e-4)
