@@ -44,7 +44,9 @@ class FloatCodec(Codec):
                     raise NonFiniteError(index, values.numel(), values[index].item())
                 clamped += int((piece.abs() > self._limit).sum())
                 kept = scratch(piece.numel(), piece.device)
-                piece = torch.clamp(piece, -self._limit, self._limit, out=kept)
+                # No `clamp`: where the processor flushes subnormal numbers, it makes zeros of them.
+                ends = torch.full_like(kept, self._limit).copysign_(piece)
+                piece = torch.where(piece.abs() > self._limit, ends, piece, out=kept)
             encoded[span].copy_(piece)
         return clamped
 

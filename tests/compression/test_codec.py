@@ -8,7 +8,7 @@ from random import Random
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_numpy
 
@@ -255,6 +255,7 @@ def test_parameters_and_inference_mode(codec: Codec) -> None:
 
 
 @every_codec
+@example(values=torch.tensor([4.9e-40, -(2.0**-127), 3.3895e38, -3.3895e38]))
 @given(values=vectors(st.floats(-(2.0**-113), 2.0**-113, width=32) | finite))
 def test_flushing_subnormal_numbers_changes_no_byte(codec: Codec, values: torch.Tensor) -> None:
     payload = encoded(codec, values)
