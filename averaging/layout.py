@@ -30,9 +30,6 @@ block, its error would be relative to the largest value beside it."""
 EXACT_GRANULE = 4096
 """Granule of the cuts in the second region, in values: 16 KiB, about the cost of a frame."""
 
-NORM_VALUES = 8 * 1024 * 1024
-"""Values whose squares are added up at a time, a multiple of each granule: they take some milliseconds at most."""
-
 EXACT = parse_codec("fp32")
 """Codec of the second region."""
 
@@ -140,12 +137,6 @@ class Layout:
         exact = max(index - self.coded, 0)
         return self.codec.encoded_size(index - exact) + EXACT.encoded_size(exact)
 
-    def squares(self, encoded: memoryview, start: int) -> float:
-        """The sum of the squares of up to `NORM_VALUES` values from `start` on; see `Codec.squares`."""
-        stop = min(start + NORM_VALUES, self.coded if start < self.coded else self.size)
-        codec = self.codec if start < self.coded else EXACT
-        return codec.squares(encoded[self.encoded(start, stop)], stop - start)
-
     def locate(self, index: int) -> tuple[str, int]:
         """The tensor that holds value `index` of the flat vector, and the value's place in that tensor."""
         return next((spec.name, index - start) for spec, start, stop in self.places if index < stop)
@@ -160,11 +151,13 @@ class Vectors(NamedTuple):
         mean: Takes the mean, u8, at least [`Layout.mean_size`], part by part as it comes: undefined until the round has
             succeeded.
         clamped: How many values of the contribution were clamped when it was encoded.
+        norm: 2-norm of the contribution's values when it was encoded; infinite if nobody has taken it.
     """
 
     contribution: memoryview
     mean: memoryview
     clamped: int = 0
+    norm: float = math.inf
 
 
 def _is_exact(tensor: TensorSpec) -> bool:

@@ -66,6 +66,11 @@ class Bandwidth:
         """Bytes per second that others may count on: the estimate, the cap if that is less; 0 if neither is known."""
         return min(self.estimate or self._cap, self._cap or self.estimate)
 
+    @property
+    def in_burst(self) -> bool:
+        """True from the first look of a burst to its end."""
+        return self._began is not None
+
     def observe(self, now: float, delivered: int) -> None:
         """Something has been waiting or on its way since the last call, if there was one in this burst.
 

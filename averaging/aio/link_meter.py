@@ -57,21 +57,24 @@ class LinkMeter:
 
     def _measure(self, begins: bool = False) -> None:
         now = self._loop.time()
-        delivered, received = self._moved_before
-        delivered += sum(channels.delivered for channels in self._peers)
-        received += sum(channels.received for channels in self._peers)
         sends = begins or any(channels.outbox.has_bulk for channels in self._peers)
         if not sends:  # Else the kernel is not asked, for each of them.
             on_way = sum(channel.in_flight for channels in self._peers for channel in channels.direct)
             sends = on_way > IDLE_BYTES
         pauses = []
         for bandwidth, count, is_busy in (
-            (self.upload, delivered, sends),
-            (self.download, received, bool(self._arriving)),
+            (self.upload, self._delivered, sends),
+            (self.download, self._received, bool(self._arriving)),
         ):
             if is_busy:
-                bandwidth.observe(now, count)
+                bandwidth.observe(now, count())
                 pauses.append(bandwidth.sample_seconds)
-            else:
-                bandwidth.end_burst(now, count)
+            elif bandwidth.in_burst:  # Else the kernel is not asked for the counts.
+                bandwidth.end_burst(now, count())
         self._timer = self._loop.call_later(min(pauses), self._measure) if pauses else None
+
+    def _delivered(self) -> int:
+        return self._moved_before[0] + sum(channels.delivered for channels in self._peers)
+
+    def _received(self) -> int:
+        return self._moved_before[1] + sum(channels.received for channels in self._peers)

@@ -190,7 +190,8 @@ class MemberLinks:
         """This member can reach the `others`."""
         self._peers: Sequence[str] = manifest.peers
         self.reached = {self._peers[index]: index for index in others}
-        self.header, self._flow = ROUND_FRAME + manifest.id, manifest.id
+        self._flow = manifest.id
+        self.header = ROUND_FRAME + self._flow
         self.sent = self.received = 0
         self._sessions = sessions
         self._seen = {peer: sessions.received(peer) for peer in self.reached}
@@ -252,7 +253,7 @@ class RoundDriver:
         self._endpoint = Endpoint(self.group, me, now, task.timeout)
         self._machine = self._endpoint.machine
         self._links = MemberLinks(task.manifest, self._endpoint.others, sessions)
-        self._vote_signatures = VoteSignatures(task.manifest.id, me, task.manifest.peers, task.identity)
+        self._vote_signatures = VoteSignatures(self.group.round_id, me, task.manifest.peers, task.identity)
         self._deliveries = Deliveries(me, self.group.size, now)
         self._phases = [(self._machine.phase, now)]
         self._driver = Driver(self._endpoint, self._perform, self._wake)
@@ -260,7 +261,7 @@ class RoundDriver:
     def start(self) -> None:
         """Admit the members, greet each, and begin the round."""
         credentials = {join.peer: join.credential for join in self.task.manifest.members}
-        self._sessions.enter(self.task.manifest.id, credentials, round=True)
+        self._sessions.enter(self.group.round_id, credentials, round=True)
         self._driver.perform(self._endpoint.start(self._loop.time()))
 
     def withdraw(self, reason: str) -> None:
@@ -454,9 +455,9 @@ class RoundDriver:
     def close(self) -> None:
         """Forget the round at once, though members may still need its answers."""
         self._store.release()
-        self._sessions.leave(self.task.manifest.id)
+        self._sessions.leave(self.group.round_id)
         self._driver.stop()
-        self._closed(self.task.manifest.id)
+        self._closed(self.group.round_id)
 
     def _mark_phase(self) -> None:
         if (phase := self._machine.phase) != self._phases[-1][0]:
@@ -489,11 +490,12 @@ class Rounds:
         for one in over[:-MAX_LINGERING]:
             one.close()
         round = RoundDriver(task, self._sessions, self._forget, keep, self._reducer)
-        self.open[task.manifest.id] = round
+        round_id = round.group.round_id
+        self.open[round_id] = round
         round.start()
         for peer in task.manifest.peers:
             early = self._early.get(peer, ())
-            for header in [one for one in early if one[1:HEADER_PREFIX_BYTES] == task.manifest.id]:
+            for header in [one for one in early if one[1:HEADER_PREFIX_BYTES] == round_id]:
                 try:
                     round.frame(peer, header)
                 except FrameRefused as error:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
 from collections import deque
 from collections.abc import Sized
@@ -18,7 +17,7 @@ from equipoise.averaging.aio.search_driver import SearchDriver
 from equipoise.averaging.aio.sessions import Sessions
 from equipoise.averaging.aio.transfer import Transfer
 from equipoise.averaging.claims import Claims
-from equipoise.averaging.layout import NORM_VALUES, Vectors
+from equipoise.averaging.layout import Vectors
 from equipoise.averaging.manifest import Identity, Join, Manifest
 from equipoise.averaging.metrics import Report, Values
 from equipoise.averaging.outcome import Gathering, Outcome
@@ -27,7 +26,6 @@ from equipoise.averaging.sketch import sketch
 from equipoise.averaging.spec import RunSpec
 from equipoise.averaging.state import StateId
 from equipoise.averaging.weights import ATTENDANCE_LIMIT
-from equipoise.compression import CodecError
 
 MAX_HISTORY = 20
 """Most outcomes kept. A gossip run averages its spread over them: few, so that it shows the present spread."""
@@ -148,7 +146,7 @@ class RunDriver:
             fit=metrics or {},
             evaluation=evaluation,
             sketch=sketch(layout, vectors.contribution) if compared and weight > ATTENDANCE_LIMIT else b"",
-            norm=await self._norm(vectors.contribution),
+            norm=vectors.norm,
         )
         manifest = await self._match(join, timeout)
         matched = self._loop.time() - began
@@ -246,23 +244,6 @@ class RunDriver:
         formed = await self.search.find(join, timeout)
         # Having left in the very moment in which its group formed, it begins no round.
         return self.search.failed(self._left) if self._left else formed
-
-    async def _norm(self, contribution: memoryview) -> float:
-        """The 2-norm of a contribution; infinite if norms do not matter, or if it has none.
-
-        The script may write to it meanwhile. Whether it is sound, the round finds out.
-        """
-        layout, squares = self.spec.layout, 0.0
-        if self.spec.norm_cap == math.inf:
-            return math.inf
-        for start in (*range(0, layout.coded, NORM_VALUES), *range(layout.coded, layout.size, NORM_VALUES)):
-            if start:
-                await asyncio.sleep(0)  # The daemon has other rounds.
-            try:
-                squares += abs(layout.squares(contribution, start))
-            except CodecError:
-                return math.inf
-        return math.sqrt(squares) if 0 <= squares < math.inf else math.inf
 
     def _note_twins(self, manifest: Manifest) -> None:
         """Tell of pairs of peers that were near in two rounds in a row.

@@ -7,6 +7,7 @@ memory, many at a time, as do tensors that no codec takes as they are.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
@@ -58,6 +59,13 @@ Plan: TypeAlias = "dict[torch.device | None, list[Span]]"
 Lanes: TypeAlias = "list[tuple[Lane, list[Span]]]"
 
 
+class Encoded(NamedTuple):
+    """What an encoding has left: how many values were `clamped`, and the 2-norm of the encoded values."""
+
+    clamped: int = 0
+    norm: float = math.inf
+
+
 class Encoder:
     """Encodes the tensors of one `layout`, and decodes them."""
 
@@ -68,8 +76,8 @@ class Encoder:
         self._planned: tuple[Devices, Plan] = on_host, self._spans
         self._unsettled: list[Callable[[], None]] = []
 
-    def encode(self, tensors: Mapping[str, torch.Tensor], out: memoryview, divisor: float = 1.0) -> int:
-        """Encode checked tensors, converted to fp32; returns how many values were clamped.
+    def encode(self, tensors: Mapping[str, torch.Tensor], out: memoryview, divisor: float = 1.0) -> Encoded:
+        """Encode checked tensors, converted to fp32.
 
         Args:
             tensors: By name, all of the schema.
@@ -80,20 +88,25 @@ class Encoder:
             SchemaError: A tensor holds NaN or Inf (also one that overflows fp32); `out` is then undefined.
         """
         given = {name: tensor.detach() for name, tensor in tensors.items()}
-        clamped = self._encode(self._lanes(self._plan(given), given, out, aside=True), given, divisor)
-        if clamped is None:  # The host names the value that is not finite.
-            clamped = self._encode(self._lanes(self._spans, given, out, aside=True), given, divisor)
-        return clamped or 0
+        found = self._encode(self._lanes(self._plan(given), given, out, aside=True), given, divisor)
+        # The host names the value that is not finite.
+        return (
+            found
+            or self._encode(self._lanes(self._spans, given, out, aside=True), given, divisor)
+            or Encoded()
+        )
 
-    def _encode(self, lanes: Lanes, tensors: Mapping[str, torch.Tensor], divisor: float) -> int | None:
-        """The number of values that were clamped; None if a GPU found one that is not finite."""
+    def _encode(self, lanes: Lanes, tensors: Mapping[str, torch.Tensor], divisor: float) -> Encoded | None:
+        """Encode the spans of all lanes; None if a GPU found a value that is not finite."""
         with contextlib.ExitStack() as waiting:
             for lane, spans in lanes:
                 waiting.callback(lane.wait)
                 for span in spans:
                     lane.launch(self._encode_span, span, tensors, divisor)
         counts = [lane.clamped() for lane, _ in lanes]
-        return None if None in counts else sum(filter(None, counts))
+        if None in counts:
+            return None
+        return Encoded(sum(filter(None, counts)), math.sqrt(sum(lane.squares() for lane, _ in lanes)))
 
     def _encode_span(
         self, lane: Lane, span: Span, tensors: Mapping[str, torch.Tensor], divisor: float

@@ -58,6 +58,7 @@ class Lane:
         """
         self._layout, self._stored, self._shares = layout, stored, shares
         self._notes: list[int | torch.Tensor] = []
+        self._squares = 0.0
         codes = max(sum(place.stop - place.start for place in self._places(part)) for part in parts)
         self._allocate(max(part.size for part in parts), codes, dense)
 
@@ -80,13 +81,19 @@ class Lane:
         """How many values were clamped, or None if a value was not finite; waits for the encoding."""
         return sum(note for note in self._notes if isinstance(note, int))
 
+    def squares(self) -> float:
+        """The sum of the squares of the encoded values; waits for the encoding."""
+        return self._squares
+
     def copy(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         """Copy tensors of equal shapes, converted to the dtypes of the targets: on a GPU, by few kernels."""
         torch._foreach_copy_(targets, sources)
 
     def encode(self, part: Part, values: torch.Tensor) -> None:
         """Encode the values of a part, f32 [n], to its places in the vector."""
-        self._notes.append(self._layout.codec_of(part).encode(values, self._stored[self._place(part)]))
+        codec, codes = self._layout.codec_of(part), self._stored[self._place(part)]
+        self._notes.append(codec.encode(values, codes))
+        self._squares += codec.squares(codes, part.size)  # The codes are still in the cache.
 
     def decode(self, part: Part, out: torch.Tensor) -> None:
         """Decode a part into `out`, f32 [n]."""
@@ -118,6 +125,7 @@ class DeviceLane(Lane):
         self.device = device
         self._enter(aside)
         self._host = torch.frombuffer(stored, dtype=torch.uint8)
+        self._encoded: list[Part] = []
         super().__init__(layout, stored, parts, dense, shares)
 
     def _enter(self, aside: bool) -> None:
@@ -156,12 +164,21 @@ class DeviceLane(Lane):
         reported = super().clamped()
         return None if noted is None or reported is None else noted + reported
 
+    def squares(self) -> float:
+        """See `Lane.squares`."""
+        self.wait()
+        return sum(
+            self._layout.codec_of(part).squares(self._stored[self._place(part)], part.size)
+            for part in self._encoded
+        )
+
     def encode(self, part: Part, values: torch.Tensor) -> None:
         """See `Lane.encode`; what is not finite shows in `clamped`."""
         host = self._host[self._place(part)]
         codes = self._codes[: host.numel()]
         self._notes.append(self._layout.codec_of(part).begin_encode(values, codes))
         self._move(host, codes)
+        self._encoded.append(part)
 
     def decode(self, part: Part, out: torch.Tensor) -> None:
         """See `Lane.decode`; codes that no encoder writes are not told."""

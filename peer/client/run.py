@@ -32,6 +32,7 @@ from equipoise.averaging.spec import check_terms
 from equipoise.averaging.state import StateId
 from equipoise.averaging.strategy import Strategy, parse_strategy
 from equipoise.peer.client.accumulate import Accumulator
+from equipoise.peer.client.encoding import Encoded
 from equipoise.peer.client.futures import Download, PendingRound, check_timeout
 from equipoise.peer.client.interrupts import uninterrupted
 from equipoise.peer.client.lanes import kernels_of, pin
@@ -452,10 +453,10 @@ class JoinedRun:
             self._require_idle()
             self.core.accumulated = self.core.accumulated or 0.0
             stepped, accumulated, region = self.core.binding.stepped(), self._accumulated, self.core.region
-            weight, clamped, began = accumulated.weight if accumulated else 0.0, 0, self.core.clock()
+            weight, encoded, began = accumulated.weight if accumulated else 0.0, Encoded(), self.core.clock()
             self.core.binding.carried()  # A buffer that has changed is told before the round, also to an observer.
             if accumulated is not None and weight > 0 and self.core.link.lost is None:
-                clamped = self.core.binding.write_step(accumulated, region.contribution)
+                encoded = self.core.binding.write_step(accumulated, region.contribution)
                 if self.core.watcher is not None:
                     size = self.core.binding.steps.layout.encoded_size
                     self.core.watcher.sends(weight, region.contribution[:size])
@@ -463,7 +464,7 @@ class JoinedRun:
             settle = partial(self._stepped, tensors=stepped, region=region, me=self.peer)
             try:
                 request = messages.StartRound(
-                    self.name, STEP, weight, timeout, state, metrics, evaluation, clamped
+                    self.name, STEP, weight, timeout, state, metrics, evaluation, *encoded
                 )
                 return self._start(request, deadline, settle, began)
             except EquipoiseError:
@@ -703,13 +704,13 @@ class JoinedRun:
         with uninterrupted(), self.core.lock:
             self._require_idle()
             tensors, region = self.core.binding.tensors(), self.core.region
-            clamped, began = 0, self.core.clock()
+            encoded, began = Encoded(), self.core.clock()
             copies = self.core.binding.unrounded(tensors) if moves else {}
             # An observer's tensors may hold NaN: the mean will replace it.
             if weight > 0 and self.core.link.lost is None:
-                clamped = self.core.binding.averages.encode(copies or tensors, region.contribution)
+                encoded = self.core.binding.averages.encode(copies or tensors, region.contribution)
             settle = partial(self._averaged, tensors=tensors, region=region, copies=copies)
-            request = messages.StartRound(self.name, AVERAGE, weight, timeout, clamped=clamped)
+            request = messages.StartRound(self.name, AVERAGE, weight, timeout, **encoded._asdict())
             return self._start(request, deadline, settle, began)
 
     def _averaged(

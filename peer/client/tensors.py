@@ -14,7 +14,7 @@ from equipoise.averaging.layout import EXACT, Layout
 from equipoise.averaging.schema import Schema, SchemaError, TensorSpec, tensors_by_name
 from equipoise.compression import Codec
 from equipoise.peer.client.accumulate import Accumulator
-from equipoise.peer.client.encoding import Encoder
+from equipoise.peer.client.encoding import Encoded, Encoder
 from equipoise.peer.client.lanes import linked, prepare
 
 Tensors = torch.nn.Module | Mapping[str, torch.Tensor] | Sequence[torch.Tensor]
@@ -201,8 +201,8 @@ class Binding:
         """Bytes of the longest encoded mean of `step`."""
         return self.steps.layout.mean_size(self._group_size)
 
-    def write_step(self, accumulated: Accumulator, contribution: memoryview) -> int:
-        """Encode the contribution of `step`, u8 [`size`]: mean gradients, then buffers; returns how many were clamped.
+    def write_step(self, accumulated: Accumulator, contribution: memoryview) -> Encoded:
+        """Encode the contribution of `step`, u8 [`size`]: mean gradients, then buffers.
 
         Raises:
             SchemaError: A buffer has changed since join, or is not finite.

@@ -10,6 +10,7 @@ the type of its answer, as `Request[Status]`; the answer None says that it is do
 from __future__ import annotations
 
 import functools
+import math
 import operator
 import struct
 import sys
@@ -118,6 +119,7 @@ class StartRound(RunRequest[Outcome], frozen=True):
         purpose: Whether it is encoded tensors or gradients.
         weight: Of the contribution; 0 observes.
         clamped: Number of values that were clamped when the contribution was encoded.
+        norm: 2-norm of the encoded values; infinite where nothing was encoded.
     """
 
     purpose: Literal["average", "step"]
@@ -127,6 +129,7 @@ class StartRound(RunRequest[Outcome], frozen=True):
     metrics: Values = {}
     evaluation: Report | None = None
     clamped: Annotated[int, msgspec.Meta(ge=0)] = 0
+    norm: Annotated[float, msgspec.Meta(ge=0.0)] = math.inf
 
 
 class ReportAccumulated(RunRequest[None], frozen=True):

@@ -233,7 +233,8 @@ class Session:
             return self._failed(self._stopped)
         spec = self.drivers.specs[request.purpose]
         sizes = spec.layout.encoded_size, spec.layout.mean_size(spec.options.group_size)
-        vectors = Vectors(region.contribution[: sizes[0]], region.mean[: sizes[1]], request.clamped)
+        memory = region.contribution[: sizes[0]], region.mean[: sizes[1]]
+        vectors = Vectors(*memory, request.clamped, request.norm)
         reported = request.metrics, request.evaluation, request.purpose == STEP
         weight = 0.0 if self._role == "observer" else request.weight
         self._claimed |= weight < request.weight

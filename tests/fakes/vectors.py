@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from equipoise.averaging.aio.run_driver import RunDriver
 from equipoise.averaging.layout import EXACT, Layout, Vectors
 from equipoise.averaging.outcome import Outcome
+from equipoise.compression import CodecError
 
 
 def encoded(layout: Layout, flat: torch.Tensor) -> memoryview:
@@ -34,11 +36,23 @@ def decoded(layout: Layout, stored: memoryview, shares: Sequence[float] = (1.0,)
     return flat
 
 
-async def averaged(run: RunDriver, values: torch.Tensor, result: torch.Tensor, *rest: Any) -> Outcome:
-    """Take part in a round; `result` changes if it is ok."""
+def norm_of(layout: Layout, stored: memoryview) -> float:
+    """The 2-norm of an encoded contribution; infinite if it does not decode."""
+    try:
+        return float(decoded(layout, stored).double().norm())
+    except CodecError:
+        return math.inf
+
+
+async def averaged(
+    run: RunDriver, values: torch.Tensor, result: torch.Tensor, *rest: Any, lie: float = 0.0
+) -> Outcome:
+    """Take part in a round, with its true norm or a `lie`; `result` changes if it is ok."""
     layout = run.spec.layout
     mean = memoryview(bytearray(layout.mean_size(run.spec.options.group_size)))
-    outcome = await run.average(Vectors(encoded(layout, values), mean), *rest)
+    stored = encoded(layout, values)
+    vectors = Vectors(stored, mean, norm=lie or norm_of(layout, stored))
+    outcome = await run.average(vectors, *rest)
     if outcome.ok:
         result.copy_(decoded(layout, mean, outcome.shares))
     return outcome

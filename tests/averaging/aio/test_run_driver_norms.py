@@ -26,16 +26,10 @@ async def round_of(
     run_spec = spec({"w": (5000,)}, part_values=256, **options)
     runs = [await cluster.host(name).join(run_spec) for name in "abcd"[: len(values)]]
     await company(runs)
-    if lies:
-
-        async def lie(contribution: memoryview) -> float:
-            return lies
-
-        setattr(runs[-1], "_norm", lie)  # noqa: B010
     results = [torch.zeros(5000) for _ in runs]
-    work = (
-        averaged(run, one, got, 1.0, timeout) for run, one, got in zip(runs, values, results, strict=True)
-    )
+    said = [0.0] * (len(runs) - 1) + [lies]
+    each = zip(runs, values, results, said, strict=True)
+    work = (averaged(run, one, got, 1.0, timeout, lie=lie) for run, one, got, lie in each)
     return await asyncio.gather(*work), results
 
 

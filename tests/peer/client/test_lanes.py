@@ -27,6 +27,7 @@ from equipoise.peer.client.tensors import Binding
 from equipoise.peer.control.messages import JoinRun, StartRound
 from equipoise.peer.run import Run
 from equipoise.peer.shared_memory import Region
+from fakes.vectors import norm_of
 
 DEVICES = (torch.device("cpu:0"), torch.device("cpu"))
 """Two devices that are the CPU and differ."""
@@ -100,7 +101,8 @@ def layout_of(named: dict[str, torch.Tensor], spec: str, buffers: Collection[str
 
 def stored_by(encoder: Encoder, named: dict[str, torch.Tensor], divisor: float = 1.0) -> bytearray:
     out = bytearray(b"\xff" * encoder.layout.encoded_size)
-    encoder.encode(named, memoryview(out), divisor)
+    _, norm = encoder.encode(named, memoryview(out), divisor)
+    assert norm == pytest.approx(norm_of(encoder.layout, memoryview(out)), rel=1e-3)
     return out
 
 
