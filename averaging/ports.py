@@ -12,6 +12,8 @@ from typing import Any, Protocol
 
 import msgspec
 
+from equipoise.limits import Candidate, Stand
+
 Buffer = bytes | bytearray | memoryview
 
 Place = Callable[[bytes, int], memoryview]
@@ -142,62 +144,6 @@ class DirectTransport(Transport, Protocol):
         """True if `peer` was admitted and says where it listens."""
 
 
-class Candidate(Protocol):
-    """The directory's record of one peer of a run."""
-
-    @property
-    def peer(self) -> str:
-        """Its PeerID."""
-
-    @property
-    def spec(self) -> str:
-        """Hash of its RunSpec; peers average together only where it equals their own."""
-
-    @property
-    def ready(self) -> bool:
-        """True if the peer waits for a group now (else it has joined the run and computes)."""
-
-    @property
-    def left(self) -> bool:
-        """True if the peer has left the run, and only serves the snapshots and means that it kept."""
-
-    @property
-    def round(self) -> int:
-        """The number of its next round."""
-
-    @property
-    def dialable(self) -> bool:
-        """True if others can open channels to it."""
-
-    @property
-    def bandwidth(self) -> float:
-        """The upload rate that the peer claims, in bytes per second; 0 if unknown."""
-
-    @property
-    def accumulated(self) -> float:
-        """Weight it has accumulated towards its next contribution."""
-
-    @property
-    def credential(self) -> bytes:
-        """The bytes by which others open direct channels with it, for the transport to check; empty if it has none."""
-
-    @property
-    def tags(self) -> tuple[str, ...]:
-        """Properties of its machine, by its own word; at most 8."""
-
-    @property
-    def observes(self) -> bool:
-        """True if it trains nothing in the run: no draw takes it."""
-
-    @property
-    def trained(self) -> bool:
-        """True if it holds a trained state of the run."""
-
-    @property
-    def data(self) -> str:
-        """The mark of the data set that it shares with those that have an equal one; empty if it shares none."""
-
-
 class Directory(Protocol):
     """The peers that take part in a run, as far as this peer knows.
 
@@ -208,24 +154,10 @@ class Directory(Protocol):
 
     carry: Callable[[str, bytes], bool]
 
-    async def announce(
-        self,
-        run: str,
-        *,
-        spec: str,
-        ready: bool,
-        round: int,
-        accumulated: float,
-        bandwidth: float = 0.0,
-        left: bool = False,
-        observes: bool = False,
-        trained: bool = False,
-        data: str = "",
-    ) -> None:
-        """Publish this peer's state in the run named `run`; renewed until withdrawn.
+    async def announce(self, run: str, stand: Stand) -> None:
+        """Publish how this peer stands in the run named `run`; renewed until withdrawn.
 
-        The arguments are those of `Candidate`. Peers of one name with different `spec` see each other, so that each can
-        tell its user why they do not meet.
+        Peers of one name with different `spec` see each other, so that each can tell its user why they do not meet.
 
         A missing network is not an error: the record is published once there is a network.
         """

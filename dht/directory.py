@@ -14,12 +14,15 @@ import time
 from collections.abc import Awaitable, Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from msgspec import structs
+
 from equipoise.dht import records
 from equipoise.dht.autonat import Reach
 from equipoise.dht.identity import Identity
 from equipoise.dht.protocol import REPLICAS, CallError, RecordProtocol
 from equipoise.dht.records import Entry, Kept, Readiness, seal, shard_of
-from equipoise.dht.state import PROTOCOL_VERSION, Part, Tags
+from equipoise.dht.state import PROTOCOL_VERSION
+from equipoise.limits import Part, Stand, Tags
 from equipoise.tasks import TaskSet, end, sleep_until
 
 MAX_TARGETS = 64
@@ -166,37 +169,13 @@ class RunDirectory:
         """This peer's part in each run that it is announced in."""
         return {run: own.record.state for run, own in self._own.items()}
 
-    async def announce(
-        self,
-        run: str,
-        *,
-        spec: str,
-        ready: bool,
-        round: int,
-        accumulated: float,
-        bandwidth: float = 0.0,
-        left: bool = False,
-        observes: bool = False,
-        trained: bool = False,
-        data: str = "",
-    ) -> None:
-        """Publish this peer's state in `run` until withdrawn, without waiting; raises Malformed beyond a bound."""
+    async def announce(self, run: str, stand: Stand) -> None:
+        """Publish how this peer stands in `run`, until withdrawn, without waiting; raises Malformed beyond a bound."""
         before = self._own.get(run)
-        is_routine = before is not None and before.record.left == left and before.record.spec == spec
-        self._publish(
-            self._record(
-                run,
-                state="left" if left else "ready" if ready else "joined",
-                spec=spec,
-                round=round,
-                accumulated=accumulated,
-                bandwidth=bandwidth,
-                observes=observes,
-                trained=trained,
-                data=data,
-            ),
-            for_all=not is_routine,
+        is_routine = (
+            before is not None and before.record.left == stand.left and before.record.spec == stand.spec
         )
+        self._publish(self._record(run, stand), for_all=not is_routine)
 
     async def withdraw(self, run: str) -> None:
         """Stop announcing this peer in `run`, and tell the others, waiting at most `WITHDRAW_SECONDS`."""
@@ -204,7 +183,8 @@ class RunDirectory:
         if own is None:
             return
         await own.tasks.stop()
-        last = self._seal(self._record(run, state="offline", spec=own.record.spec, round=own.record.round))
+        gone = Stand(state="offline", spec=own.record.spec, round=own.record.round)
+        last = self._seal(self._record(run, gone))
         own.publisher.publish(last, self._targets(own))
         self._protocol.intake.keep(last)
         await own.publisher.close(WITHDRAW_SECONDS)
@@ -242,20 +222,21 @@ class RunDirectory:
         """Withdraw from every run."""
         await asyncio.gather(*(self.withdraw(run) for run in list(self._own)))
 
-    def _record(self, run: str, **values: object) -> Readiness:
+    def _record(self, run: str, stand: Stand) -> Readiness:
         protocol, reach = self._protocol, self._reach.status()
         return Readiness(
             version=PROTOCOL_VERSION,
             peer=self._identity.peer,
             run=run,
             sequence=next(self._sequence),
+            dialable=self._reach.dialable,
             reach=reach.state,
             why=reach.reason[: records.MAX_WHY_CHARACTERS],
             addresses=protocol.addresses,
             name=self.name,
             tags=self.tags,
             credential=self.credential(),
-            **{"dialable": self._reach.dialable, **values},  # type: ignore[arg-type]
+            **{name: getattr(stand, name) for name in Stand.__struct_fields__},
         )
 
     def _publish(self, record: Readiness, for_all: bool = True) -> None:
@@ -319,11 +300,11 @@ class RunDirectory:
         return self.carry(peer, self._protocol.pack(peer, [kept]))
 
     def _renew(self, own: _Own) -> None:
-        names = ["state", "spec", "round", "accumulated", "bandwidth", "observes", "trained", "data"]
+        record = self._record(own.record.run, own.record)
         if own.record.ready:
             # The join that this peer has signed says so too: others must not see the two differ.
-            names.append("dialable")
-        self._publish(self._record(own.record.run, **{name: getattr(own.record, name) for name in names}))
+            record = structs.replace(record, dialable=own.record.dialable)
+        self._publish(record)
 
     async def _keep_searched(self, own: _Own) -> None:
         pause = REFRESH_SECONDS

@@ -6,8 +6,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from equipoise.dht.state import Tags
-from equipoise.limits import MAX_BANDWIDTH
+from equipoise.limits import MAX_BANDWIDTH, Tags
 
 MAX_ADDRESSES = 64
 """More bootstrap addresses than that only slow down the start."""

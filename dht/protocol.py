@@ -13,7 +13,7 @@ import logging
 import random
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from msgspec.structs import replace
 
@@ -82,6 +82,14 @@ def node_id_of(peer: str) -> Any:
     return DHTID.from_bytes(hashlib.sha256(b"equipoise/node/" + peer.encode()).digest()[:20])
 
 
+class News(TypedDict, total=False):
+    """Fields of `Message` that a peer tells of itself."""
+
+    serves: bool
+    relays: bool
+    addresses: tuple[str, ...]
+
+
 class RecordProtocol:
     """Answers the DHT's call, makes it, and finds the peers nearest to keys.
 
@@ -129,8 +137,8 @@ class RecordProtocol:
         """Tell whether this daemon refuses `peer`."""
         return self._link.gate.bans(peer)
 
-    def tell(self, **news: Any) -> None:
-        """Have every message from now on tell this of the peer itself: fields of `Message`."""
+    def tell(self, **news: Unpack[News]) -> None:
+        """Have every message from now on tell this of the peer itself."""
         self._told = replace(self._told, **news)
 
     @property

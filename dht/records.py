@@ -12,7 +12,6 @@ off by any amount: a record's life is counted from when it first arrived here, o
 from __future__ import annotations
 
 import hashlib
-import sys
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -23,8 +22,8 @@ import msgspec
 from equipoise.dht.address import MAX_ADDRESS_CHARACTERS
 from equipoise.dht.identity import Identity, verify
 from equipoise.dht.sanitize import Malformed, decode, printable
-from equipoise.dht.state import PROTOCOL_VERSION, Part, ReachState, Tags
-from equipoise.limits import MAX_CREDENTIAL_BYTES
+from equipoise.dht.state import PROTOCOL_VERSION, ReachState
+from equipoise.limits import Candidate, Count
 
 MAX_RECORD_BYTES = 4352
 """Longest record. A usual one takes 700 bytes; long addresses, a whole credential and all tags fit."""
@@ -33,11 +32,7 @@ TTL_SECONDS = 25.0
 MAX_RUN_BYTES = 128
 MAX_WHY_CHARACTERS = 160
 MAX_NAME_CHARACTERS = 64
-MAX_MARK_CHARACTERS = 16
-MAX_SPEC_CHARACTERS = 128
-"""Longest hash of a spec: 512 bits in hex."""
 MAX_ADDRESSES = 4
-MAX_SEQUENCE = 2**63 - 1
 MAX_RUNS_PER_PEER = 132
 """Most runs that one peer may have records in. A daemon's own bounds follow from it: `peer.daemon.service.MAX_RUNS`."""
 SHARDS = 4
@@ -52,8 +47,6 @@ Addresses = Annotated[
     tuple[Annotated[str, msgspec.Meta(max_length=MAX_ADDRESS_CHARACTERS)], ...],
     msgspec.Meta(max_length=MAX_ADDRESSES),
 ]
-_Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_SEQUENCE)]
-_Finite = Annotated[float, msgspec.Meta(ge=0, le=sys.float_info.max)]
 
 _DOMAIN = "readiness"
 
@@ -65,61 +58,26 @@ class Forged(Malformed):
     """A record is not signed by the peer that it names; no peer that verifies records passes such a one on."""
 
 
-class Readiness(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Readiness(Candidate, frozen=True, kw_only=True, omit_defaults=True):
     """A peer's statement of itself in one run.
 
     Attributes:
         version: `PROTOCOL_VERSION` of its author.
-        peer: PeerID of its author.
         run: Name of the run.
         sequence: Grows with every record of the author, over restarts.
-        state: `ready` waits for a group now, `joined` computes, `left` has left the run and serves what it kept,
-            `offline` has left the run.
-        spec: Hash of its RunSpec in hex.
-        round: Number of its next round.
-        accumulated: Weight accumulated towards its next contribution.
-        bandwidth: Bytes per second that it can send; 0 if unknown.
-        dialable: Whether others can open connections to it.
         reach: How others reach it, as far as it knows.
         why: Why it believes that, one line.
         addresses: Where it listens, in the form that `--join` takes.
         name: What people call it.
-        credential: Where others open direct channels with it (`direct.credential`); decoded when it is used.
-        tags: Properties of its machine, in its user's words.
-        observes: Whether it trains nothing in the run: no draw takes it.
-        trained: Whether it holds a trained state of the run.
-        data: The mark of the data set that it shares with those that have an equal one.
     """
 
     version: int
-    peer: str
     run: str
-    sequence: _Count
-    state: Part
-    spec: Annotated[str, msgspec.Meta(max_length=MAX_SPEC_CHARACTERS)] = ""
-    round: _Count = 0
-    accumulated: _Finite = 0.0
-    bandwidth: _Finite = 0.0
-    dialable: bool = False
+    sequence: Count
     reach: ReachState = "unknown"
     why: Annotated[str, msgspec.Meta(max_length=MAX_WHY_CHARACTERS)] = ""
     addresses: Addresses = ()
     name: Annotated[str, msgspec.Meta(max_length=MAX_NAME_CHARACTERS)] = ""
-    credential: Annotated[bytes, msgspec.Meta(max_length=MAX_CREDENTIAL_BYTES)] = b""
-    tags: Tags = ()
-    observes: bool = False
-    trained: bool = False
-    data: Annotated[str, msgspec.Meta(max_length=MAX_MARK_CHARACTERS)] = ""
-
-    @property
-    def ready(self) -> bool:
-        """True while it waits for a group."""
-        return self.state == "ready"
-
-    @property
-    def left(self) -> bool:
-        """True if it takes part no more, and serves what it kept."""
-        return self.state == "left"
 
 
 class Kept(msgspec.Struct, frozen=True):

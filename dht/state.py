@@ -2,27 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
 import msgspec
 
 PROTOCOL_VERSION = 4
 """Of everything this package puts on the wire; peers of different versions do not understand each other."""
 
-MAX_TAGS = 8
-"""Most tags of one daemon: each record of it carries them all."""
-
-MAX_TAG_CHARACTERS = 24
-"""Longest tag, for the same reason."""
-
-Tag = Annotated[str, msgspec.Meta(pattern=rf"\A[A-Za-z0-9_.-]{{1,{MAX_TAG_CHARACTERS}}}\Z")]
-Tags = Annotated[tuple[Tag, ...], msgspec.Meta(max_length=MAX_TAGS)]
-"""Properties of a daemon's machine, in its user's words, such as `gpu`; a run may draw only peers with some tags."""
-
 State = Literal["offline", "searching", "joined", "ready"]
-
-Part = Literal["joined", "ready", "left", "offline"]
-"""A peer's part in one run: it computes, waits for a group, has left and still serves what it kept, or has left."""
 
 AddressState = Literal[
     "malformed",

@@ -19,7 +19,8 @@ import platformdirs
 from equipoise.dht.address import AddressError, parse_address, parse_announce, parse_listen
 from equipoise.dht.options import MAX_ADDRESSES, Addresses, Layer, SwarmOptions
 from equipoise.dht.sanitize import read_regular
-from equipoise.dht.state import MAX_TAG_CHARACTERS, MAX_TAGS, BootstrapStatus, Tags
+from equipoise.dht.state import BootstrapStatus
+from equipoise.limits import MAX_TAG_CHARACTERS, MAX_TAGS, Tags
 from equipoise.peer.errors import ConfigError, FlagError
 
 ENV_PREFIX = "EQUIPOISE_"

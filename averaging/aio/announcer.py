@@ -9,6 +9,7 @@ from equipoise.averaging.matchmaking.matchmaker import Matchmaker
 from equipoise.averaging.matchmaking.membership import Membership
 from equipoise.averaging.ports import Directory
 from equipoise.averaging.spec import RunSpec
+from equipoise.limits import Stand
 from equipoise.tasks import TaskSet
 
 REPORT_SECONDS = 0.02
@@ -72,18 +73,17 @@ class Announcer:
     async def announce(self) -> None:
         """See `publish`; returns once the directory has it."""
         self._reported = self.accumulated
-        await self._directory.announce(
-            self._spec.name,
+        stand = Stand(
+            state="left" if self.has_left else "ready" if self.ready else "joined",
             spec=self._spec.hash,
-            ready=not self.has_left and self.ready,
             round=self._machine.round,
             accumulated=0.0 if self.has_left else self._reported,
             bandwidth=0.0 if self.has_left else self._sessions.meter.upload.told,
-            left=self.has_left,
             observes=self._membership.observes,
             trained=self.trained,
             data=self.data,
         )
+        await self._directory.announce(self._spec.name, stand)
 
     def _report(self) -> None:
         self._reporting = None

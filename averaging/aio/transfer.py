@@ -21,7 +21,7 @@ from equipoise.averaging.counts import count
 from equipoise.averaging.manifest import TICKET_BYTES, Manifest, Verify
 from equipoise.averaging.matchmaking.messages import MAX_DETAIL_CHARS
 from equipoise.averaging.outcome import FetchOutcome, Outcome
-from equipoise.averaging.ports import Candidate, Directory, FrameRefused
+from equipoise.averaging.ports import Directory, FrameRefused
 from equipoise.averaging.replication import messages
 from equipoise.averaging.replication import transfer_events as events
 from equipoise.averaging.replication.answers import Request, Wish
@@ -33,7 +33,7 @@ from equipoise.averaging.replication.update import MAX_MANIFEST_BYTES, EncodedMe
 from equipoise.averaging.session.outbox import Frame
 from equipoise.averaging.spec import RunSpec
 from equipoise.averaging.state import StateId
-from equipoise.limits import Allowance
+from equipoise.limits import Allowance, Candidate
 from equipoise.tasks import Driver, TaskSet
 
 TRANSFER_FRAME = b"T"

@@ -9,7 +9,7 @@ import msgspec
 from equipoise.averaging.manifest import Join, Manifest
 from equipoise.averaging.matchmaking.messages import MAX_PATIENCE, MatchmakingMessage
 from equipoise.averaging.outcome import Outcome
-from equipoise.averaging.ports import Candidate
+from equipoise.limits import Candidate
 
 
 class CandidatesSeen(msgspec.Struct, frozen=True):

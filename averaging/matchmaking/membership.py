@@ -14,9 +14,8 @@ from typing import NamedTuple
 import msgspec
 
 from equipoise.averaging.matchmaking.topology import Groups, plan, rank, ranked, seats
-from equipoise.averaging.ports import Candidate
 from equipoise.averaging.timing import SILENT_SECONDS
-from equipoise.limits import LruDict
+from equipoise.limits import Candidate, LruDict
 
 MAX_PEERS = 4096
 """Most peers of one run that are considered; a directory that shows more is flooded."""

@@ -21,10 +21,9 @@ from equipoise.averaging.matchmaking import messages as wire
 from equipoise.averaging.matchmaking.events import CandidatesSeen, Event, MessageReceived, PeerLost, Send
 from equipoise.averaging.matchmaking.topology import rank
 from equipoise.averaging.options import MARK_BYTES, MAX_TERM_VALUE_CHARS
-from equipoise.averaging.ports import Candidate
 from equipoise.averaging.spec import PLACES, PROTOCOL_VERSION, RunSpec
 from equipoise.averaging.timing import SILENCE_SECONDS
-from equipoise.limits import Allowance
+from equipoise.limits import Allowance, Candidate
 
 MAX_STRANGERS = 16
 """Most peers of other specs that are asked, those that are heeded first. One answer shows the difference."""

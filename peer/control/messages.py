@@ -25,6 +25,7 @@ from equipoise.averaging.outcome import FetchOutcome, Outcome, RunState
 from equipoise.averaging.replication.answers import Wish
 from equipoise.averaging.schema import Dtype, Schema
 from equipoise.averaging.state import StateId
+from equipoise.limits import Mark
 from equipoise.peer.errors import ControlError
 from equipoise.peer.status import PeerRow, Status
 
@@ -155,7 +156,7 @@ class AskMembers(RunRequest[tuple[str, ...]], frozen=True):
     With `data`, the mark of a data set that this peer shares from now on, only those that share it too.
     """
 
-    data: Annotated[str, msgspec.Meta(max_length=16)] = ""
+    data: Mark = ""
 
 
 class Progress(msgspec.Struct, frozen=True):

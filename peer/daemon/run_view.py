@@ -8,9 +8,9 @@ import msgspec
 
 from equipoise.averaging.ledger import Given
 from equipoise.averaging.outcome import NoPeers
-from equipoise.averaging.ports import Candidate
 from equipoise.averaging.spec import RunSpec
 from equipoise.averaging.strategy import Federated
+from equipoise.limits import Candidate
 from equipoise.peer.status import Exchanges, PeerRow, RunStatus
 
 if TYPE_CHECKING:

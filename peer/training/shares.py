@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import Sampler, Subset
 
+from equipoise.limits import MAX_MARK_CHARACTERS
 from equipoise.peer.client.run import JoinedRun
 from equipoise.peer.errors import DaemonLost
 
@@ -179,7 +180,7 @@ def mark_of(dataset: Any) -> str:
                 )
                 plain = array.tobytes() if array.dtype.kind in "biufcSU" else _plain(value)
                 content.update(f"{array.dtype.kind} {array.shape} ".encode() + plain)
-    return content.hexdigest()[:16]
+    return content.hexdigest()[:MAX_MARK_CHARACTERS]
 
 
 @contextlib.contextmanager

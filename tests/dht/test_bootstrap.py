@@ -14,6 +14,7 @@ from equipoise.dht.dialer import GREETING, Unreached, probe
 from equipoise.dht.identity import load_or_create
 from equipoise.dht.state import PROTOCOL_VERSION
 from equipoise.dht.swarm import Swarm
+from equipoise.limits import Stand
 
 
 @pytest.fixture
@@ -24,7 +25,7 @@ def port() -> int:
 
 
 async def announce(member: Swarm) -> None:
-    await member.directory.announce("digits", spec="ab", ready=True, round=1, accumulated=0.0)
+    await member.directory.announce("digits", Stand(spec="ab", state="ready", round=1))
 
 
 def sees(member: Swarm, count: int):

@@ -26,6 +26,7 @@ from equipoise.dht.p2pd_client import P2pdClient
 from equipoise.dht.protocol import REPLICAS, CallError, RecordProtocol
 from equipoise.dht.records import SHARDS, TTL_SECONDS, Kept, Readiness, RecordStore, key_of, seal, unseal
 from equipoise.dht.state import PROTOCOL_VERSION, ReachStatus
+from equipoise.limits import Stand
 
 
 async def test_ghosts_do_not_keep_news_from_peers_that_are_there(until) -> None:
@@ -136,8 +137,8 @@ class Lone:
         self._patch.setattr(self.directory, "_members", lambda run: mates)
 
     async def announce(self, accumulated: float = 0.0, left: bool = False) -> None:
-        values = {"spec": "ab", "ready": False, "round": 1, "left": left}
-        await self.directory.announce("digits", accumulated=accumulated, **values)
+        stand = Stand(state="left" if left else "joined", spec="ab", round=1, accumulated=accumulated)
+        await self.directory.announce("digits", stand)
 
     async def take(self, *records: Kept) -> None:
         """A record of each author has come."""

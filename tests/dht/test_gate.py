@@ -29,6 +29,7 @@ from equipoise.dht.relay.service import HOP_PROTOCOL
 from equipoise.dht.streams import StreamClosed
 from equipoise.dht.swarm import Swarm
 from equipoise.dht.transport import STREAM_PROTOCOL
+from equipoise.limits import Stand
 
 CALLS = (CALL, DIALBACK, REVOKE)
 STREAMS = (STREAM_PROTOCOL, HOP_PROTOCOL, PUNCH_PROTOCOL)
@@ -174,7 +175,7 @@ async def test_members_meet_by_an_invitation_and_an_open_daemon_does_not(members
     guest = await members.start("guest", owner.addresses, invited(owner.membership, home))
     outsider = await members.start("outsider", owner.addresses)
     for member in (owner, guest):
-        await member.directory.announce("digits", spec="ab", ready=True, round=1, accumulated=0.0)
+        await member.directory.announce("digits", Stand(spec="ab", state="ready", round=1))
     for member in (owner, guest):
 
         async def both(member: Swarm = member) -> bool:
@@ -266,7 +267,7 @@ async def test_a_banned_peer_is_out_here_alone_until_it_is_allowed(members, unti
         return [len(await member.directory.peers("digits")) for member in (one, two)] == [2, 2]
 
     for member in (one, two):
-        await member.directory.announce("digits", spec="ab", ready=True, round=1, accumulated=0.0)
+        await member.directory.announce("digits", Stand(spec="ab", state="ready", round=1))
     await until(meets)
     for member, other in ((one, two), (two, one)):
         member.direct.admit(other.peer, other.direct.credential)

@@ -8,6 +8,7 @@ from pathlib import Path
 from equipoise.dht.instances import DOUBLED_SECONDS, MAX_PEERS, Instances
 from equipoise.dht.options import SwarmOptions
 from equipoise.dht.swarm import Swarm
+from equipoise.limits import Stand
 
 
 def test_restarts_are_no_twins() -> None:
@@ -63,8 +64,8 @@ def test_an_address_with_the_own_identity_that_is_not_its_own_is_warned_of(tmp_p
 async def test_a_name_travels_in_its_record(members, until) -> None:
     first = await members.start("first", name="the first")
     second = await members.start("second", join=first.addresses, name="gpu \u202e box")
-    await second.directory.announce("digits", spec="ab", ready=True, round=1, accumulated=0.0)
-    await first.directory.announce("digits", spec="ab", ready=True, round=1, accumulated=0.0)
+    await second.directory.announce("digits", Stand(spec="ab", state="ready", round=1))
+    await first.directory.announce("digits", Stand(spec="ab", state="ready", round=1))
     await until(lambda: first.name(second.peer) == "gpu \\u202e box")
     await until(lambda: second.name(first.peer) == "the first")
     assert first.name(first.peer) == "the first"

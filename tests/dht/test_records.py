@@ -17,7 +17,6 @@ from equipoise.dht.records import (
     MAX_RECORD_BYTES,
     MAX_RUN_BYTES,
     MAX_RUNS_PER_PEER,
-    MAX_SEQUENCE,
     MAX_WHY_CHARACTERS,
     TTL_SECONDS,
     Entry,
@@ -31,8 +30,8 @@ from equipoise.dht.records import (
     unseal,
 )
 from equipoise.dht.sanitize import Malformed, decode, printable
-from equipoise.dht.state import MAX_TAG_CHARACTERS, MAX_TAGS, PROTOCOL_VERSION
-from equipoise.limits import MAX_CREDENTIAL_BYTES
+from equipoise.dht.state import PROTOCOL_VERSION
+from equipoise.limits import MAX_COUNT, MAX_CREDENTIAL_BYTES, MAX_TAG_CHARACTERS, MAX_TAGS, Stand
 
 NOW = 1000.0
 
@@ -89,7 +88,7 @@ def test_the_largest_record_fits(identity: Identity) -> None:
     longest = {
         "run": "r" * MAX_RUN_BYTES,
         "spec": "f" * 64,
-        "round": MAX_SEQUENCE,
+        "round": MAX_COUNT,
         "accumulated": 0.1,
         "bandwidth": 0.1,
         "dialable": True,
@@ -106,15 +105,8 @@ def test_the_largest_record_fits(identity: Identity) -> None:
 
 async def test_a_peers_bandwidth_and_tags_are_announced_and_renewed(members) -> None:
     directory = (await members.start("first")).directory
-    await directory.announce(
-        "digits",
-        spec="ab",
-        ready=True,
-        round=1,
-        accumulated=0.0,
-        bandwidth=5e6,
-        observes=True,
-    )
+    stand = Stand(state="ready", spec="ab", round=1, bandwidth=5e6, observes=True)
+    await directory.announce("digits", stand)
     (first,) = await directory.peers("digits")
     directory.tags = ("gpu",)
     directory.renew()

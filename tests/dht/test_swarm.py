@@ -22,13 +22,14 @@ from equipoise.dht.peer_cache import MEMORY_FILE, PeerCache
 from equipoise.dht.records import Kept, Readiness, seal
 from equipoise.dht.state import PROTOCOL_VERSION, ReachStatus
 from equipoise.dht.swarm import Swarm
+from equipoise.limits import Stand
 
 SPEC = "ab12"
 
 
 async def announce(member: Swarm, run: str = "digits", **changes) -> None:
-    values = {"spec": SPEC, "ready": True, "round": 1, "accumulated": 0.0}
-    await member.directory.announce(run, **(values | changes))
+    values = {"state": "ready", "spec": SPEC, "round": 1}
+    await member.directory.announce(run, Stand(**(values | changes)))
 
 
 def sees(member: Swarm, *others: Swarm, run: str = "digits"):
@@ -50,7 +51,7 @@ async def test_three_find_each_other_and_follow_changes(members, until) -> None:
         await until(sees(member, *everyone))
         assert member.status().state == "ready"
         assert "digits" in member.status().reason
-    await announce(others[0], ready=False, round=7, accumulated=2.5)
+    await announce(others[0], state="joined", round=7, accumulated=2.5)
     for member in everyone:
         await until(lambda member=member: followed(member, others[0]))
     found = {one.peer: one for one in await first.directory.peers("digits")}
@@ -166,7 +167,7 @@ async def test_p2pd_killed_comes_back_as_the_same_peer(members, until) -> None:
     await until(lambda: first.status().p2pd_restarts == 1 and first.status().state == "ready")
     assert first.addresses == addresses
     assert first.status().p2pd_pid not in (None, pid)
-    await announce(second, ready=False)
+    await announce(second, state="joined")
     await until(lambda: followed(first, second))
     first.transport.serve(echo)
     await until(lambda: answers(second, first))

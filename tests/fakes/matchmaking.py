@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -17,13 +16,19 @@ from equipoise.averaging.matchmaking.messages import MAX_PATIENCE, JoinRequest
 from equipoise.averaging.matchmaking.topology import rank
 from equipoise.averaging.options import Needs
 from equipoise.averaging.timing import INITIAL_WAIT, INVITE_SECONDS
-from fakes.memory import Entry, FakeIdentity
+from equipoise.limits import Candidate
+from fakes.memory import FakeIdentity
 
 RUN, SPEC = "simulated", hashlib.sha256(b"simulated").hexdigest()
 NAMES = ["alice", "bob", "carol", "dave", "erin", "frank", "grace", "heidi"]
 OTHER_SPEC = "0" * 64
-Record = partial(Entry, spec=SPEC)
 verify = FakeIdentity("").verify
+
+
+def record_of(
+    peer: str, ready: bool = False, spec: str = SPEC, dialable: bool = True, **fields: Any
+) -> Candidate:
+    return Candidate(peer=peer, state="ready" if ready else "joined", spec=spec, dialable=dialable, **fields)
 
 
 def signer(name: str) -> Sign:
@@ -46,7 +51,7 @@ def others_of(name: str, count: int) -> list[str]:
 
 
 def seen(*names: str, **fields: Any) -> events.CandidatesSeen:
-    return events.CandidatesSeen([Record(name, **fields) for name in sorted(names)])
+    return events.CandidatesSeen([record_of(name, **fields) for name in sorted(names)])
 
 
 def machine(name: str, *others: str, group_size: int = 4, round: int = 0) -> Matchmaking:

@@ -6,28 +6,10 @@ import asyncio
 import contextvars
 import hashlib
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from random import Random
 
 from equipoise.averaging.ports import Buffer, Channel, FrameRefused, Place
-from equipoise.limits import MAX_BODY_BYTES, MAX_HEADER_BYTES
-
-
-@dataclass
-class Entry:
-    peer: str
-    spec: str = ""
-    ready: bool = False
-    round: int = 0
-    dialable: bool = True
-    bandwidth: float = 0.0
-    accumulated: float = 0.0
-    credential: bytes = b""
-    left: bool = False
-    tags: tuple[str, ...] = ()
-    observes: bool = False
-    trained: bool = False
-    data: str = ""
+from equipoise.limits import MAX_BODY_BYTES, MAX_HEADER_BYTES, Candidate, Stand
 
 
 async def passed(seconds: float) -> None:
@@ -61,7 +43,7 @@ class Net:
         self.rates: dict[str, float] = {}
         self._sends_until: dict[str, float] = {}
         self.transports: dict[str, MemoryTransport] = {}
-        self.records: dict[str, dict[str, Entry]] = {}
+        self.records: dict[str, dict[str, Candidate]] = {}
         self._views: dict[tuple[str, str], int] = {}
         self._looked = asyncio.Condition()
 
@@ -91,7 +73,7 @@ class Net:
             self._sends_until[peer] = sent_at
             await passed(sent_at - _now())
 
-    async def view(self, run: str, peer: str) -> list[Entry]:
+    async def view(self, run: str, peer: str) -> list[Candidate]:
         """What `peer` sees of `run`."""
         records, blind = self.records.get(run, {}), self.blind.get(peer, set())
         entries = [records[name] for name in sorted(records.keys() - blind)]
@@ -243,45 +225,24 @@ class MemoryDirectory:
     def receive(self, peer: str, data: bytes) -> None:
         self.received.append((peer, data))
 
-    async def announce(
-        self,
-        run: str,
-        *,
-        spec: str,
-        ready: bool,
-        round: int,
-        accumulated: float,
-        bandwidth: float = 0.0,
-        left: bool = False,
-        observes: bool = False,
-        trained: bool = False,
-        data: str = "",
-    ) -> None:
+    async def announce(self, run: str, stand: Stand) -> None:
         peer = self._transport.peer
         if self._net.lag:
             await passed(self._net.lag)
         if peer in self._net.frozen:
             return
-        self._net.records.setdefault(run, {})[peer] = Entry(
-            peer,
-            spec,
-            ready,
-            round,
-            self._transport.dialable,
-            bandwidth,
-            accumulated,
-            left=left,
+        self._net.records.setdefault(run, {})[peer] = Candidate(
+            peer=peer,
+            dialable=self._transport.dialable,
             tags=self._net.tags.get(peer, ()),
-            observes=observes,
-            trained=trained,
-            data=data,
+            **{name: getattr(stand, name) for name in Stand.__struct_fields__},
         )
 
     async def withdraw(self, run: str) -> None:
         if self._transport.peer not in self._net.frozen:
             self._net.records.get(run, {}).pop(self._transport.peer, None)
 
-    async def peers(self, run: str) -> Sequence[Entry]:
+    async def peers(self, run: str) -> Sequence[Candidate]:
         return await self._net.view(run, self._transport.peer)
 
 

@@ -23,6 +23,7 @@ from equipoise.averaging.outcome import Outcome
 from equipoise.averaging.state import StateId
 from equipoise.dht.records import TTL_SECONDS
 from equipoise.dht.state import ReachStatus
+from equipoise.limits import Candidate
 from equipoise.peer.client.tensors import Tensors
 from equipoise.peer.connecting import Client
 from equipoise.peer.control.client import ANSWER_SECONDS, Connection
@@ -40,7 +41,7 @@ from equipoise.peer.errors import DaemonLost, EquipoiseError, Refused
 from equipoise.peer.run import Run
 from equipoise.peer.simulation.virtual_time import VirtualTime, Worker
 from fakes.hostile import Frame, JumpingLoop, TappedTransport
-from fakes.memory import Entry, FakeIdentity, Net, passed
+from fakes.memory import FakeIdentity, Net, passed
 
 LIMIT_SECONDS = 3600.0
 """Of virtual time; a test that gets there hangs."""
@@ -289,7 +290,7 @@ class World:
             self.spawn(self.daemons[name].router.stop())
         self.time.kill(self._workers[name])
 
-    def _forget(self, name: str, records: list[dict[str, Entry]]) -> None:
+    def _forget(self, name: str, records: list[dict[str, Candidate]]) -> None:
         if name in self.net.frozen:
             for run in records:
                 run.pop(name, None)

@@ -8,7 +8,7 @@ import pytest
 
 from equipoise.compression.grammar import MAX_WORD_CHARS, MAX_WORDS
 from equipoise.dht.address import EXAMPLE, LISTEN_EXAMPLE
-from equipoise.dht.state import MAX_TAG_CHARACTERS, MAX_TAGS
+from equipoise.limits import MAX_TAG_CHARACTERS, MAX_TAGS
 from equipoise.peer.config import MAX_FILE_BYTES, Loaded, find_home, load
 from equipoise.peer.errors import ConfigError
 

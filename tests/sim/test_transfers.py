@@ -16,6 +16,7 @@ from equipoise.averaging.replication.chunks import CHUNK_BYTES
 from equipoise.averaging.replication.server import MAX_SNAPSHOTS, SNAPSHOTS_SECONDS
 from equipoise.averaging.replication.update import EncodedMean
 from equipoise.averaging.state import StateId
+from equipoise.limits import Stand
 from fakes.cluster import SPEC, Cluster, Memory
 from fakes.hostile import Frame, run_at_once
 from fakes.memory import passed
@@ -88,7 +89,7 @@ class Storm:
         for donor in self.donors:
             if donor.trouble == "ghost":
                 _, directory = self.cluster.net.peer(donor.name)
-                await directory.announce(SPEC.name, spec=SPEC.hash, ready=False, round=0, accumulated=0.0)
+                await directory.announce(SPEC.name, Stand(spec=SPEC.hash, state="joined"))
             elif donor.trouble == "killed":
                 loop.call_at(donor.since, self.cluster.net.kill, donor.name)
         tasks = [asyncio.create_task(self._train(*pair)) for pair in zip(there, transfers, strict=False)]

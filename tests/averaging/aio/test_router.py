@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import itertools
 import re
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, cast
 
+import msgspec
 import pytest
 import torch
 
@@ -465,7 +465,7 @@ async def test_a_claim_counts_if_its_peer_answers_and_up_to_what_it_gives(cluste
     records = cluster.net.records[spec.name]
     while records["liar"].accumulated < 1e12 or records["b"].accumulated < 100.0:  # noqa: ASYNC110
         await asyncio.sleep(0)
-    records["ghost"] = dataclasses.replace(records["liar"], peer="ghost")
+    records["ghost"] = msgspec.structs.replace(records["liar"], peer="ghost")
     assert await runs[0].others_accumulated() == 100.0 + 1e12, "whoever has no target takes it as it is"
     assert await runs[0].others_accumulated(300.0) == 100.0 + 300.0 / 3
     size = spec.schema.size

@@ -9,11 +9,11 @@ import torch
 
 from equipoise.averaging.aio.transfer import ASKS_SECONDS, MAX_ASKS_OF_ONE
 from equipoise.averaging.options import RunOptions
-from equipoise.averaging.ports import Candidate
 from equipoise.averaging.replication.answers import Wish
 from equipoise.averaging.schema import Schema
 from equipoise.averaging.spec import RunSpec
 from equipoise.averaging.state import StateId
+from equipoise.limits import Candidate, Stand
 from fakes.cluster import IMAGE, LIMIT, SPEC, STATE, Cluster, Memory, until
 from fakes.transfer import ask
 
@@ -54,7 +54,7 @@ async def test_a_peer_that_is_only_a_record_is_no_donor_that_might_have_it(clust
     (newcomer,) = await cluster.add("new")
     _, directory = cluster.net.peer("ghost")
     run = cluster.routers["new"]._runs[SPEC.name]
-    await directory.announce(SPEC.name, spec=SPEC.hash, ready=True, round=0, accumulated=0.0)
+    await directory.announce(SPEC.name, Stand(spec=SPEC.hash, state="ready"))
     await until(lambda: run.search.membership.is_mute("ghost"))
     outcome = await newcomer.fetch(Wish(7, LIMIT), 20.0, Memory().room)
     assert outcome.reason == "no other peer of this run is known"

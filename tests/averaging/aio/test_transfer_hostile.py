@@ -21,6 +21,7 @@ from equipoise.averaging.replication.messages import (
     decode,
     encode,
 )
+from equipoise.limits import Stand
 from fakes.cluster import IMAGE, LIMIT, SPEC, STATE, Cluster, Memory
 from fakes.speaker import Speaker
 
@@ -40,7 +41,7 @@ class Hostile:
         self.asked = 0
 
     async def come(self) -> None:
-        await self._directory.announce(SPEC.name, spec=SPEC.hash, ready=False, round=0, accumulated=0.0)
+        await self._directory.announce(SPEC.name, Stand(state="joined", spec=SPEC.hash))
 
     async def _serve(self, channel: Channel) -> None:
         speaker = Speaker(channel)

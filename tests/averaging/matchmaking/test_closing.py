@@ -39,7 +39,6 @@ from fakes.matchmaking import (
     NAMES,
     RUN,
     SPEC,
-    Record,
     alive,
     asks,
     elapse,
@@ -48,6 +47,7 @@ from fakes.matchmaking import (
     join,
     meet,
     ready,
+    record_of,
     seen,
     sent,
     signer,
@@ -203,7 +203,7 @@ def test_a_round_still_waits_for_a_peer_that_a_newcomer_has_displaced() -> None:
     context = Context(RUN, SPEC, first, Needs(8, 2), signer(first), verify)
     closing = policy(federated, context)
     for peers in (others, [*others, order[0]]):
-        context.membership.see([Record(name) for name in (first, *peers)], 1.0)
+        context.membership.see([record_of(name) for name in (first, *peers)], 1.0)
         for name in peers:
             context.membership.hear(name, 1.0)
         drawn = closing.draw(STATE, 1.0).peers
@@ -220,7 +220,7 @@ def test_another_trains_in_place_of_a_drawn_peer_that_holds_the_other_state_of_a
     first, forked, third, _ = order = draw(NAMES[:4], STATE.lineage, fraction=1.0, minimum=0)
     context = Context(RUN, SPEC, first, Needs(8, 2), signer(first), verify)
     closing, gathering = policy(Federated(fraction=0.5, quorum=2), context), GroupBuilder(0, Needs(8, 2))
-    context.membership.see([Record(name) for name in order], 1.0)
+    context.membership.see([record_of(name) for name in order], 1.0)
     for name in order:
         context.membership.hear(name, 1.0)
     other = StateId(STATE.epoch + ahead, "f" * 64)
@@ -421,7 +421,7 @@ def test_no_fewer_are_drawn_than_the_quorum_needs() -> None:
 
 def test_only_peers_with_all_tags_are_drawn() -> None:
     one = machine("alice", 0, Federated(tags=("gpu",), minimum=1))
-    view = [Record("alice"), Record("bob", tags=("big", "gpu")), Record("carol", tags=("big",))]
+    view = [record_of("alice"), record_of("bob", tags=("big", "gpu")), record_of("carol", tags=("big",))]
     one.handle(events.CandidatesSeen(view), 1.0)
     meet(one, "bob", "carol")
     assert one.draw(STATE, 1.0).live == ("bob",)
@@ -431,7 +431,7 @@ def test_only_peers_with_all_tags_are_drawn() -> None:
 def test_a_peer_that_observes_does_not_draw_itself_before_its_record_is_there() -> None:
     one = machine("alice", 0, Federated())
     one.context.membership.observes = True
-    one.handle(events.CandidatesSeen([Record("bob")]), 0.0)
+    one.handle(events.CandidatesSeen([record_of("bob")]), 0.0)
     meet(one, "bob")
     assert one.draw(STATE, 0.0).live == ("bob",)
 
@@ -441,7 +441,7 @@ def test_a_peer_that_observes_is_never_drawn_and_no_round_waits_for_it() -> None
     for evaluates in (coordinator, others[0]):
         one = machine(coordinator, 4, Federated(grace=1000.0))
         one.context.membership.observes = evaluates == coordinator
-        view = [Record(name, observes=name == evaluates) for name in NAMES[:4]]
+        view = [record_of(name, observes=name == evaluates) for name in NAMES[:4]]
         one.handle(events.CandidatesSeen(view), 1.0)
         givers = [name for name in [*others, coordinator] if name != evaluates]
         drawn = one.draw(STATE, 1.0)

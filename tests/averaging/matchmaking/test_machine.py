@@ -19,7 +19,6 @@ from equipoise.averaging.timing import INITIAL_WAIT, KEEPALIVE, OVERDUE_SECONDS,
 from fakes.matchmaking import (
     NAMES,
     RUN,
-    Record,
     asks,
     elapse,
     formed,
@@ -28,6 +27,7 @@ from fakes.matchmaking import (
     meet,
     others_of,
     ready,
+    record_of,
     roles,
     searching,
     seen,
@@ -176,7 +176,7 @@ def test_a_suspect_is_tried_again_after_a_while() -> None:
 
 def test_a_peer_that_cannot_be_dialled_is_lost_with_its_channel() -> None:
     one = machine("alice")
-    one.handle(events.CandidatesSeen([Record("bob", dialable=False), Record("carol")]), 0.5)
+    one.handle(events.CandidatesSeen([record_of("bob", dialable=False), record_of("carol")]), 0.5)
     meet(one, "bob", "carol")
     one.handle(events.PeerLost("bob"), 1.0)
     one.handle(ready(), 1.1)
@@ -265,7 +265,8 @@ def test_one_peer_alone_cannot_make_it_skip_far() -> None:
     one.handle(events.MessageReceived(coordinator, refusal), 1.1)
     assert one.round == 0
     one.handle(
-        events.CandidatesSeen([Record(coordinator, round=10**9), Record(second), Record(rest[1])]), 1.2
+        events.CandidatesSeen([record_of(coordinator, round=10**9), record_of(second), record_of(rest[1])]),
+        1.2,
     )
     assert one.round == 0
 
@@ -357,7 +358,7 @@ def test_states() -> None:
 
 def test_a_client_mode_peer_does_not_coordinate() -> None:
     one = machine("alice")
-    one.handle(events.CandidatesSeen([Record("bob", dialable=False)]), 1.0)
+    one.handle(events.CandidatesSeen([record_of("bob", dialable=False)]), 1.0)
     actions = one.handle(ready(dialable=False), 1.1)
     assert not sent(actions, wire.JoinRequest)
     assert one.deadline < float("inf")
@@ -447,7 +448,9 @@ def test_a_peer_that_is_lost_is_no_company_until_it_answers() -> None:
 
 def test_of_two_that_cannot_be_dialled_the_record_has_to_do_beside_one_that_answers() -> None:
     one = machine("alice")
-    view = events.CandidatesSeen([Record(name, dialable=name == "bob") for name in ("alice", "bob", "carol")])
+    view = events.CandidatesSeen(
+        [record_of(name, dialable=name == "bob") for name in ("alice", "bob", "carol")]
+    )
     assert [peer for peer, _ in sent(one.handle(view, 1.0), wire.Whereabouts)] == ["bob"]
     assert isinstance(one.state, NoPeers)
     meet(one, "bob", now=1.1)
@@ -477,7 +480,11 @@ def test_liars_move_no_peer_that_has_company(liars: int, answer: bool) -> None:
     one = machine("alice", "bob", "carol")
     share_round(one, "bob", "carol")
     ghosts = [f"ghost{index}" for index in range(liars)]
-    view = [Record("bob", round=1), Record("carol", round=1), *(Record(ghost, round=FAR) for ghost in ghosts)]
+    view = [
+        record_of("bob", round=1),
+        record_of("carol", round=1),
+        *(record_of(ghost, round=FAR) for ghost in ghosts),
+    ]
     one.handle(events.CandidatesSeen(view), 1.0)
     if answer:
         meet(one, *ghosts, now=1.0)
@@ -489,8 +496,8 @@ def test_liars_move_no_peer_that_has_company(liars: int, answer: bool) -> None:
 @pytest.mark.parametrize("round", [57, 1_000_000])
 def test_a_newcomer_is_where_the_others_are_at_once(round: int) -> None:
     one = machine("alice")
-    view = [Record("bob", round=round), Record("carol", round=round), Record("dave", round=FAR)]
-    one.handle(events.CandidatesSeen([*view, Record("erin", round=FAR)]), 1.0)
+    view = [record_of("bob", round=round), record_of("carol", round=round), record_of("dave", round=FAR)]
+    one.handle(events.CandidatesSeen([*view, record_of("erin", round=FAR)]), 1.0)
     meet(one, "bob", "carol", "dave", now=1.0)
     one.handle(ready(), 1.1)
     assert one.round == round
@@ -498,7 +505,7 @@ def test_a_newcomer_is_where_the_others_are_at_once(round: int) -> None:
 
 def test_where_most_have_restarted_they_go_to_the_one_that_has_not() -> None:
     one = machine("alice")
-    one.handle(events.CandidatesSeen([Record("bob", round=1_000_000), Record("carol", round=0)]), 1.0)
+    one.handle(events.CandidatesSeen([record_of("bob", round=1_000_000), record_of("carol", round=0)]), 1.0)
     meet(one, "bob", "carol", now=1.0)
     one.handle(ready(), 1.1)
     assert one.round == 1_000_000

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterator
 from random import Random
 
 import pytest
+from msgspec import structs
 
 from equipoise.averaging.manifest import MAX_ROUND
 from equipoise.averaging.matchmaking.joiner import LONELY_SECONDS
@@ -14,9 +15,9 @@ from equipoise.averaging.matchmaking.messages import GroupFormed, JoinRequest
 from equipoise.averaging.state import StateId
 from equipoise.averaging.timing import HOLD_SECONDS, INITIAL_WAIT, REPLY_SECONDS, SILENCE_SECONDS
 from equipoise.dht.records import TTL_SECONDS
+from equipoise.limits import Candidate
 from fakes import daemons
 from fakes.daemons import Daemons
-from fakes.memory import Entry
 from fakes.seeds import few_and_many
 from fakes.specs import spec
 
@@ -198,7 +199,9 @@ def test_client_mode_peers_meet_at_those_that_can_be_dialled_and_take_turns(
 
 def test_a_record_of_nobody_holds_up_only_the_first_group() -> None:
     world = run_of(names(3), 8, seed=1, lag=0.0)
-    world.net.records["run"]["ghost"] = Entry("ghost", world.runs["peer00"].spec.hash, dialable=False)
+    world.net.records["run"]["ghost"] = Candidate(
+        peer="ghost", state="joined", spec=world.runs["peer00"].spec.hash
+    )
     world.run(MET_SECONDS)
     for _ in range(3):
         together(world, names(3))
@@ -392,8 +395,9 @@ def test_mates_that_lie_stop_no_peer(honest: int, liars: int, ahead: int | None,
         world.run(0.25)
         highest = max(world.runs[name].round for name in ours)
         for name in strangers:
-            entry = world.net.records["run"][name]
-            entry.ready, entry.round = True, MAX_ROUND if ahead is None else highest + ahead
+            told = {"state": "ready", "round": MAX_ROUND if ahead is None else highest + ahead}
+            records = world.net.records["run"]
+            records[name] = structs.replace(records[name], **told)
     full = [group for group in groups(world, since) if set(group).issuperset(ours)]
     assert len(full) >= seconds / (30.0 if slow else 1.0)
 

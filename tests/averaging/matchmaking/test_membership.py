@@ -13,12 +13,12 @@ from equipoise.averaging.matchmaking.membership import (
 )
 from equipoise.averaging.options import Needs
 from equipoise.averaging.timing import GRACE
-from fakes.matchmaking import SPEC, Record, asks, closed_without, join, roles
+from fakes.matchmaking import SPEC, asks, closed_without, join, record_of, roles
 
 
 def knows(*names: str) -> Membership:
     one = Membership("alice", SPEC, 4)
-    one.see([Record(name) for name in names], 0.0)
+    one.see([record_of(name) for name in names], 0.0)
     for name in names[:8]:
         one.hear(name, 0.0)
     return one

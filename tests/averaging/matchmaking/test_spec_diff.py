@@ -20,7 +20,7 @@ from equipoise.averaging.matchmaking.spec_diff import (
     answer_of,
 )
 from equipoise.averaging.spec import RunSpec
-from fakes.matchmaking import Record
+from fakes.matchmaking import record_of
 from fakes.specs import spec
 
 OWN = spec(terms={"target batch size": "4096"})
@@ -34,7 +34,7 @@ def comparing(now: float = 0.0) -> SpecDiff:
 
 
 def seen(**specs: RunSpec) -> CandidatesSeen:
-    return CandidatesSeen([Record(peer, spec=one.hash) for peer, one in sorted(specs.items())])
+    return CandidatesSeen([record_of(peer, spec=one.hash) for peer, one in sorted(specs.items())])
 
 
 def answer(peer: str, theirs: RunSpec, seconds: float = 100.0, **changes: Any) -> MessageReceived:
@@ -80,7 +80,7 @@ def test_a_peer_that_cannot_be_reached_is_not_waited_for() -> None:
 
 def test_a_peer_that_cannot_be_dialled_is_asked_by_the_channel_it_came_by() -> None:
     one = comparing()
-    hidden = CandidatesSeen([Record("bob", spec=OTHER.hash, dialable=False)])
+    hidden = CandidatesSeen([record_of("bob", spec=OTHER.hash, dialable=False)])
     assert one.handle(hidden, 1.0) == []
     assert one.settled(1.0)
     sent = one.handle(MessageReceived("bob", SpecQuestion("run", OTHER.hash, OTHER.marks)), 1.1)
@@ -110,7 +110,7 @@ def test_a_flood_of_questions_is_answered_so_many_times_a_second() -> None:
 
 
 def test_of_many_strangers_some_are_asked_and_not_the_same_by_all() -> None:
-    crowd = CandidatesSeen([Record(f"p{index:03}", spec=OTHER.hash) for index in range(200)])
+    crowd = CandidatesSeen([record_of(f"p{index:03}", spec=OTHER.hash) for index in range(200)])
     first, second = (asked(SpecDiff(OWN, me, 0.0).handle(crowd, 1.0)) for me in ("me", "you"))
     assert len(first) == len(second) == MAX_STRANGERS
     assert first != second

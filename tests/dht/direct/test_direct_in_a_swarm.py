@@ -9,13 +9,14 @@ import signal
 import pytest
 
 from equipoise.dht.address import parse_address
+from equipoise.limits import Stand
 
 RUN = "digits"
 
 
 async def announce(*members) -> None:
     for member in members:
-        await member.directory.announce(RUN, spec="ab", ready=True, round=0, accumulated=0.0)
+        await member.directory.announce(RUN, Stand(spec="ab", state="ready"))
 
 
 async def admit_from_records(until, *members) -> None:

@@ -12,6 +12,7 @@ from equipoise.dht.punch.candidates import PUNCH_PROTOCOL, End, decode
 from equipoise.dht.punch.puncher import SharedPort
 from equipoise.dht.streams import receive_message
 from equipoise.dht.swarm import Swarm
+from equipoise.limits import Stand
 
 RUN = "digits"
 
@@ -27,7 +28,7 @@ class Trio:
     async def meet(self, until) -> None:
         """Be in one round."""
         for member in (self.first, self.second):
-            await member.directory.announce(RUN, spec="ab", ready=True, round=0, accumulated=0.0)
+            await member.directory.announce(RUN, Stand(spec="ab", state="ready"))
         for member in (self.first, self.second):
             await until(lambda member=member: knows_another(member))
         # Both in one step: the first would begin a punch that the second refuses until it has met the first.
