@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from equipoise.compression.block_codecs import DEFAULT_BLOCK, Int8Codec, NF4Codec, SparseCodec
-from equipoise.compression.codec import Codec
+from equipoise.compression.codec import Codec, FloatCodec
 from equipoise.compression.errors import CodecError
-from equipoise.compression.floats import FloatCodec
 from equipoise.compression.grammar import whole
 from equipoise.compression.nf4 import NF4
 from equipoise.compression.registry import Registry

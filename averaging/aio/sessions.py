@@ -23,8 +23,8 @@ from collections.abc import Callable, Mapping
 from random import Random, SystemRandom
 from typing import Protocol
 
+from equipoise.averaging.aio.bandwidth import LinkMeter
 from equipoise.averaging.aio.buffer_pool import BufferPool
-from equipoise.averaging.aio.link_meter import LinkMeter
 from equipoise.averaging.aio.peer_channels import PeerChannels
 from equipoise.averaging.ports import Channel, DirectTransport, FrameRefused, Transport
 from equipoise.averaging.session import messages as wire

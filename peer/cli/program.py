@@ -11,7 +11,7 @@ import click
 import msgspec
 
 from equipoise.dht.sanitize import escaped
-from equipoise.peer.cli import plan, swarms, verbs, watch
+from equipoise.peer.cli import swarms, verbs
 from equipoise.peer.errors import EquipoiseError, ExitStatus, unusable
 
 DEBUG_ENV = "EQUIPOISE_DEBUG"
@@ -57,7 +57,7 @@ def equipoise(context: click.Context) -> None:
 
 for verb in (verbs.demo, verbs.daemon, verbs.launch, verbs.status, verbs.peers, verbs.rounds, verbs.stop):
     equipoise.add_command(verb)
-for verb in (watch.watch, plan.plan, swarms.swarm, swarms.join, swarms.ban, swarms.allow):
+for verb in (verbs.watch, verbs.plan, swarms.swarm, swarms.join, swarms.ban, swarms.allow):
     equipoise.add_command(verb)
 
 

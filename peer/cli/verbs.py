@@ -1,5 +1,7 @@
 """The verbs: `status`, `peers`, `rounds` and `stop` ask the daemon of a home; `daemon`, `launch` and `demo` start one.
 
+`watch` asks again and again; `plan` asks nobody.
+
 A verb loads the libraries of a daemon or the demo once its options are sound.
 """
 
@@ -7,17 +9,26 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
+import select
 import shutil
 import signal
 import sys
+import termios
 import time
-from collections.abc import Callable
+import tty
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
-from humanfriendly import InvalidTimespan, parse_timespan
+import psutil
+from humanfriendly import InvalidTimespan, format_size, format_timespan, parse_timespan
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.text import Text
 
+from equipoise.averaging.outcome import Outcome
 from equipoise.peer.cli import output
 from equipoise.peer.config import (
     BOOLEANS,
@@ -27,6 +38,7 @@ from equipoise.peer.config import (
     LISTS,
     RATES,
     TYPES,
+    bytes_per_second,
     find_home,
     flag_of,
     load,
@@ -37,6 +49,10 @@ from equipoise.peer.daemon import run_daemon
 from equipoise.peer.daemon.history import last_of_each_run, read_history
 from equipoise.peer.errors import EquipoiseError, NoDaemon
 from equipoise.peer.home import STOP_SECONDS, end_by_force, wait_until_free
+from equipoise.peer.status import Status
+
+if TYPE_CHECKING:
+    from equipoise.averaging.advice import Exchange
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -331,3 +347,120 @@ def demo(as_json: bool, **options: Any) -> None:
     # SIGTERM unwinds the stack as Ctrl-C does, so that every process is ended.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     sys.exit(0 if run_demo(DemoOptions(**options), json=as_json).ok else 1)
+
+
+_COUNT = re.compile(r"(?P<amount>\d+(\.\d*)?)(?P<unit>[kKMBT]?)")
+_UNITS = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+
+
+def _parameters(text: str) -> int:
+    found = _COUNT.fullmatch(text.strip())
+    if found is None:
+        raise click.BadParameter(f"expected a number such as 350M or 1B, got {text!r}")
+    return round(float(found["amount"]) * _UNITS[found["unit"]])
+
+
+def _rate(text: str) -> float:
+    try:
+        return bytes_per_second(text)
+    except ValueError:
+        raise click.BadParameter(f"expected a rate such as 20Mbit or 2.5MB/s, got {text!r}") from None
+
+
+@click.command(short_help="Tell how long exchanges of a model take on some links.")
+@click.option(
+    "--parameters", required=True, metavar="N", type=_parameters, help="Of the model, such as 350M or 1B."
+)
+@click.option("--peers", required=True, metavar="N", type=click.IntRange(2), help="That meet in a group.")
+@click.option("--up", required=True, metavar="RATE", type=_rate, help="What a peer sends, such as 20Mbit.")
+@click.option(
+    "--down", required=True, metavar="RATE", type=_rate, help="What a peer receives, such as 100Mbit."
+)
+@click.option("--step", required=True, metavar="TIME", type=span, help="Of a training step, such as 1.2s.")
+@click.option("--codec", metavar="SPEC", help="One codec; without it, several are compared.")
+@click.option("--every", default=1, show_default=True, metavar="N", help="Steps between two exchanges.")
+@json_option
+def plan(
+    parameters: int,
+    peers: int,
+    up: float,
+    down: float,
+    step: float,
+    codec: str | None,
+    every: int,
+    as_json: bool,
+) -> None:
+    """Tell how long exchanges of a model take on some links, by codec, and how often they pay.
+
+    All peers have the same link. The last column says how many steps should lie between two exchanges, so that peers
+    compute for 95 % of the time.
+
+    \b
+    equipoise plan --parameters 1B --peers 8 --up 20Mbit --down 100Mbit --step 1.2s
+    """
+    from equipoise.averaging import advice
+
+    free, codecs = float(psutil.virtual_memory().available), (codec,) if codec else advice.CODECS
+    found = advice.plan(parameters, peers, up, down, step, codecs, every, free)
+    if as_json:
+        output.print_json(found)
+        return
+    titles = ("codec", "sends", "receives", "exchange", f"of the time, every={every}", "every, for 5 %")
+    problems = [Text(f"{one.codec} does not fit: {one.problem}") for one in found if one.problem]
+    output.print_lines([output.table(titles, map(_row, found)), *problems])
+
+
+def _row(one: Exchange) -> tuple[str, ...]:
+    sizes = (format_size(one.sent), format_size(one.received))
+    took = f"{one.seconds:.2g} s" if one.seconds < 10 else format_timespan(round(one.seconds))
+    return one.codec, *sizes, took, f"{one.share:.0%}", str(one.every)
+
+
+RENEW_SECONDS = 1.0
+
+SHOWN_ROUNDS = 8
+"""Rounds of each run that it shows: as many fit one screen beside `status`."""
+
+
+@click.command()
+@home_option
+def watch(home: str | None) -> None:
+    """Renew `status` and the last rounds in place, on a terminal, until q."""
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise click.UsageError("watch needs a terminal: use status and rounds elsewhere")
+    renew(lambda: (ask(home, AskStatus()), ask(home, AskRounds(SHOWN_ROUNDS))))
+
+
+def renew(look: Callable[[], tuple[Status, Sequence[Outcome]]]) -> None:
+    """Show what `look` returns, again and again, until q is pressed; a daemon that is away is waited for."""
+    with _keys(), Live(console=Console(highlight=False), screen=True, auto_refresh=False) as live:
+        while True:
+            live.update(screen(look), refresh=True)
+            if select.select([sys.stdin], [], [], RENEW_SECONDS)[0]:
+                keys = os.read(sys.stdin.fileno(), 64)
+                if not keys or b"q" in keys.lower():
+                    return
+
+
+def screen(look: Callable[[], tuple[Status, Sequence[Outcome]]]) -> Group:
+    """One screen: the daemon, its runs and the last rounds; or the reason why the daemon does not answer."""
+    leave = Text("q leaves", style="dim")
+    try:
+        status, rounds = look()
+    except EquipoiseError as error:
+        return Group(Text(str(error)), Text(), leave)
+    parts: list[RenderableType] = [*output.overview(status), Text()]
+    if rounds:
+        parts += [output.rounds_table(rounds, one_line=True), Text()]
+    return Group(*parts, leave)
+
+
+@contextlib.contextmanager
+def _keys() -> Iterator[None]:
+    """Have keys come one by one, without an echo."""
+    before = termios.tcgetattr(sys.stdin)
+    try:
+        tty.setcbreak(sys.stdin)
+        yield
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)

@@ -12,7 +12,7 @@ Rounds encode, reduce and draw with the program's own code, and training loops a
 are simulated: they know at once what real ones learn by messages, and no byte travels.
 """
 
-from equipoise.peer.simulation.simulated_peer import SimulatedPeer, simulate
+from equipoise.peer.simulation.link import SimulatedPeer, simulate
 from equipoise.peer.simulation.split import partition
 from equipoise.peer.simulation.virtual_time import SimulationError
 

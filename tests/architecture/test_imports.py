@@ -38,7 +38,7 @@ UNSAFE_CALLS = {"eval", "exec", "os.popen", "os.system", "torch.load", "yaml.loa
 LATE = {
     ("averaging/schema.py", "torch"),
     ("compression/late_torch.py", "torch"),
-    ("peer/cli/plan.py", "equipoise.averaging"),  # numpy.
+    ("peer/cli/verbs.py", "equipoise.averaging"),  # numpy.
     ("peer/cli/verbs.py", "equipoise.peer.demo.options"),  # torch: the other verbs answer at once.
     ("peer/cli/verbs.py", "equipoise.peer.demo.swarm"),
     ("peer/daemon/daemon.py", "equipoise.peer.daemon"),  # hivemind: `import Peer` does without.

@@ -5,8 +5,8 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from equipoise.dht.instances import DOUBLED_SECONDS, MAX_PEERS, Instances
 from equipoise.dht.options import SwarmOptions
+from equipoise.dht.protocol import DOUBLED_SECONDS, MAX_PEERS, Instances
 from equipoise.dht.swarm import Swarm
 from equipoise.limits import Stand
 

@@ -17,7 +17,7 @@ from rich.console import Console
 from equipoise.averaging.ledger import Given
 from equipoise.averaging.outcome import Gathering, Outcome
 from equipoise.dht.state import BootstrapStatus, DirectStatus, ReachStatus, SwarmStatus
-from equipoise.peer.cli import output, program, watch
+from equipoise.peer.cli import output, program, verbs
 from equipoise.peer.cli.output import (
     print_json,
     print_lines,
@@ -378,15 +378,15 @@ def test_watch_renews_the_screen_until_q_and_waits_for_a_daemon_that_is_away(
         os.write(master, b"q")
         return a_status(), [Outcome(ok=True, reason="mean over 4 of 4 members", run="digits", round=3)]
 
-    monkeypatch.setattr(watch, "RENEW_SECONDS", 0.0)
+    monkeypatch.setattr(verbs, "RENEW_SECONDS", 0.0)
     with os.fdopen(slave) as keys:
         monkeypatch.setattr(sys, "stdin", keys)
-        watch.renew(ask)
+        verbs.renew(ask)
     assert asked == [0, 1] or len(asked) == 3, "q is seen at the second look at the latest"
 
     console = Console(width=200)
     with console.capture() as captured:
-        console.print(watch.screen(ask))
+        console.print(verbs.screen(ask))
     os.close(master)
     shown = captured.get()
     assert all(text in shown for text in ("gpu-box: searching", "digits-1", "mean over 4 of 4", "q leaves"))

@@ -31,7 +31,7 @@ import asyncio, os, sys, threading
 from types import SimpleNamespace
 from equipoise.averaging.options import RunOptions
 from equipoise.averaging.schema import Schema, TensorSpec
-from equipoise.compression.floats import FloatCodec
+from equipoise.compression.codec import FloatCodec
 from equipoise.compression.spec import CODECS
 from equipoise.peer.control.messages import JoinRun
 from equipoise.peer.daemon.service import Service

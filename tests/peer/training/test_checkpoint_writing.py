@@ -14,9 +14,8 @@ import torch
 from equipoise.averaging.schema import Schema
 from equipoise.averaging.state import StateId
 from equipoise.peer.config import RESUME_ENV
-from equipoise.peer.training import checkpoint, checkpoint_best
-from equipoise.peer.training.checkpoint import Checkpoints, Keeper, keep_checkpoints
-from equipoise.peer.training.checkpoint_best import BEST, NEW_BEST, Mode
+from equipoise.peer.training import checkpoint
+from equipoise.peer.training.checkpoint import BEST, NEW_BEST, Checkpoints, Keeper, Mode, keep_checkpoints
 from equipoise.peer.training.checkpoint_files import Subject, read_manifest, write_checkpoint
 from equipoise.peer.training.image import Image
 from equipoise.peer.training.safetensors_io import ImageError
@@ -335,7 +334,7 @@ def test_a_best_that_cannot_be_written_is_told(tmp_path: Path, monkeypatch: pyte
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint_best, "write_checkpoint", full)
+    monkeypatch.setattr(checkpoint, "write_checkpoint", full)
     score(keeper, member, 1, 0.5)
     keeper.close()
     assert told == [

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from equipoise.peer.daemon.run_drivers import RunDrivers
+from equipoise.peer.daemon.session import RunDrivers
 from equipoise.peer.errors import Refused
 from equipoise.peer.purposes import AVERAGE, STEP
 
