@@ -33,11 +33,11 @@ from equipoise.dht.messages import Versioned, decode, encode
 from equipoise.dht.p2pd_client import P2pdClient, StreamListener
 from equipoise.dht.protocol import RecordProtocol
 from equipoise.dht.records import Readiness
-from equipoise.dht.relay.client import MAX_CANDIDATES, RelayClient
+from equipoise.dht.relay.client import RelayClient
 from equipoise.dht.relay.service import HOP_PROTOCOL, RelayService
 from equipoise.dht.sanitize import Malformed, printable
 from equipoise.dht.state import ReachStatus
-from equipoise.limits import LruDict, RateLimit
+from equipoise.limits import RateLimit
 from equipoise.tasks import TaskSet, sleep_until
 
 WITNESSES = 3
@@ -194,14 +194,17 @@ class Reach:
         self._limit = RateLimit(CALLS_PER_SECOND, BURST)
         self._room = asyncio.Semaphore(MAX_AT_ONCE)
         self._service = RelayService(link, protocol.dialer, relay)
-        self._offers: LruDict[str, None] = LruDict(MAX_CANDIDATES)
-        self.relays = RelayClient(link, protocol.dialer, protocol.peer, lambda: tuple(self._offers))
+        self.relays = RelayClient(link, protocol.dialer, protocol.peer)
         self.relays.on_change = lambda: self.on_change()
         self.listener = StreamListener(HOP_PROTOCOL, folder / "hop.sock", MAX_HOPS, self._service.handle)
-        self.handlers: dict[str, CallHandler] = {DIALBACK: self._answer}
         self._met = asyncio.Event()
         self._tasks = TaskSet()
         self._keeping: asyncio.Task[None] | None = None
+
+    @property
+    def handlers(self) -> dict[str, CallHandler]:
+        """The unary handlers to register with p2pd."""
+        return {DIALBACK: self._answer}
 
     @property
     def hidden(self) -> bool:
@@ -234,12 +237,12 @@ class Reach:
 
     def meet(self, peer: str, relays: bool) -> None:
         """Take note of a peer that can be asked, and of whether it relays for others."""
-        if relays and peer not in self._offers:
+        if not relays:
+            self.relays.offers.pop(peer, None)
+        elif peer not in self.relays.offers:
             self.relays.look.set()
         if relays:
-            self._offers[peer] = None  # Moves the relay to the end: relays long unheard are forgotten first.
-        else:
-            self._offers.pop(peer, None)
+            self.relays.offers[peer] = None
         self._met.set()
 
     def doubt(self) -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-import os
-import secrets
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 
 from equipoise.dht.address import well_formed
+from equipoise.dht.identity import write_private
 from equipoise.dht.records import Addresses
 from equipoise.dht.sanitize import read_regular
 from equipoise.limits import LruDict
@@ -69,15 +68,11 @@ class PeerCache:
         data = msgspec.json.encode(_Content(self._starts, *self.ports, dict(self.peers)))
         if data == self._saved:
             return
-        temporary = self._path.with_name(f".{self._path.name}.{secrets.token_hex(8)}")
         try:
-            with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-                file.write(data)
-            temporary.replace(self._path)
+            write_private(self._path, data)
             self._saved = data
         except OSError as error:
             _log.warning("%s cannot be written: %s", self._path, error)
-            temporary.unlink(missing_ok=True)
 
     def _load(self) -> _Content:
         try:

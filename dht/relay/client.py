@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -73,20 +73,18 @@ class RelayClient:
         held: Places at relays, by the relay's PeerID.
         refused: Unfit relays, by PeerID.
         on_change: Called when the places have changed.
+        offers: Peers that relay for others, by PeerID; those that are long unheard are forgotten first.
         look: Set this event to look for relays now.
     """
 
-    def __init__(
-        self, link: P2pdClient, dialer: Dialer, own: str, offers: Callable[[], Iterable[str]]
-    ) -> None:
-        """`offers` returns the PeerIDs of peers that relay for others."""
+    def __init__(self, link: P2pdClient, dialer: Dialer, own: str) -> None:
         self.held: dict[str, Held] = {}
         self.refused: LruDict[str, Failure] = LruDict(MAX_CANDIDATES)
         self.on_change: Callable[[], None] = lambda: None
         self._link = link
         self._dialer = dialer
         self._own = own
-        self._offers = offers
+        self.offers: LruDict[str, None] = LruDict(MAX_CANDIDATES)
         self.look = asyncio.Event()
         self._era = 0
         self._pause_until = float("-inf")
@@ -125,7 +123,7 @@ class RelayClient:
                 self._drop(relay, "it is not connected any more", 0.0)
             elif held.since + RENEW_SECONDS < now:
                 await self._renew(relay, held)
-        for relay in self._offers():
+        for relay in tuple(self.offers):
             if len(self.held) >= WANTED or time.monotonic() < self._pause_until:
                 return
             refused = self.refused.get(relay)

@@ -163,7 +163,7 @@ class Daemon:
             log.warning(warning)
             self._say(f"warning: {warning}")
         self.history = RoundHistory(self._home.path)
-        self._ending.callback(self.history.close)
+        self._ending.callback(self.history.file.close)
         from equipoise.peer.daemon import wiring  # It imports hivemind, while the home is taken already.
 
         reducer = wiring.reducer_for(self._loaded)
@@ -195,7 +195,7 @@ class Daemon:
         alone = status.state == "searching" and not status.bootstrap and bool(malformed)
         reason = malformed[0].reason if alone else _advised(status.reason, status.bootstrap)
         full = self._home.trouble()
-        files = (full,) if full else (self._log_file.trouble, self.history.trouble)
+        files = (full,) if full else (self._log_file.trouble, self.history.file.trouble)
         trouble = tuple(filter(None, (self.service.trouble, *files)))
         trouble += self._failures.warnings()
         trouble += tuple(line for session in self.service.sessions for line in session.warnings)

@@ -26,7 +26,11 @@ _outcomes = msgspec.json.Decoder(Outcome)
 
 
 class RoundHistory:
-    """The last outcomes of a daemon, in memory and as lines of JSON in its home."""
+    """The last outcomes of a daemon, in memory and as lines of JSON in its home.
+
+    Attributes:
+        file: The lines; its `trouble` says why the last outcome could not be written.
+    """
 
     def __init__(self, home: Path) -> None:
         """Read what earlier daemons have left.
@@ -35,7 +39,7 @@ class RoundHistory:
             HomeError: The file cannot be written.
         """
         self._kept = deque(read_history(home), MAX_KEPT)
-        self._file = PrivateFileHandler(home / ROUNDS_FILE, MAX_FILE_BYTES, 1)
+        self.file = PrivateFileHandler(home / ROUNDS_FILE, MAX_FILE_BYTES, 1)
         self._write("")  # A daemon that was killed, or a full disk, may have left half a line.
 
     def add(self, outcome: Outcome) -> None:
@@ -44,12 +48,7 @@ class RoundHistory:
         self._write(msgspec.json.encode(outcome).decode())
 
     def _write(self, line: str) -> None:
-        self._file.emit(logging.makeLogRecord({"msg": line}))
-
-    @property
-    def trouble(self) -> str:
-        """Why the last outcome could not be written, and what to do; empty if it was."""
-        return self._file.trouble
+        self.file.emit(logging.makeLogRecord({"msg": line}))
 
     def last(self, limit: int) -> list[Outcome]:
         """The last `limit` outcomes of each run, oldest first."""
@@ -59,10 +58,6 @@ class RoundHistory:
         """PeerIDs of the contributors to the last mean of a run."""
         means = (frozenset(one.contributors) for one in reversed(self._kept) if one.run == run and one.ok)
         return next(means, frozenset())
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
 
 
 def read_history(home: Path, most: int = MAX_KEPT) -> list[Outcome]:

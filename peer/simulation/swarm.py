@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from random import Random
+from typing import NamedTuple
 
 from msgspec import structs
 
@@ -56,27 +57,15 @@ EXCHANGE_SECONDS = 0.1
 
 @dataclass
 class Search:
-    """A peer's search for a group.
-
-    Attributes:
-        request: The request of the peer's script.
-        began: When it began.
-        reply: Gets the outcome.
-    """
+    """A peer's search for a group: its script's request, when it began, and what gets the outcome."""
 
     request: StartRound
     began: float
     reply: Future[Outcome]
 
 
-@dataclass
-class Exchange:
-    """A round that goes on, or has ended.
-
-    Attributes:
-        manifest: The group.
-        closed: When the group closed.
-    """
+class Exchange(NamedTuple):
+    """The group of a round that goes on, or has ended, and when it closed."""
 
     manifest: Manifest
     closed: float
@@ -156,7 +145,7 @@ class SimulatedRun:
         self._chance = chance
         self._pool = pool
         self._began = time.now
-        context = Context(
+        context = self._context = Context(
             run=spec.name,
             spec=spec.hash,
             peer=COORDINATOR,
@@ -164,9 +153,7 @@ class SimulatedRun:
             sign=_sign,
             verify=lambda peer, content, signature: True,
         )
-        self._needs = context.needs
-        self._company = context.membership = Company(self)
-        self._wait = context.straggler_wait
+        context.membership = Company(self)
         self._policy = policy(spec.strategy, context)
         self._round = 0
         self._builder = self._gather()
@@ -177,7 +164,7 @@ class SimulatedRun:
 
     def sharing(self, data: str) -> tuple[str, ...]:
         """See `messages.AskMembers`."""
-        return self._company.live((), data)
+        return self._context.membership.live((), data)
 
     @property
     def present(self) -> dict[str, Member]:
@@ -320,7 +307,7 @@ class SimulatedRun:
             closes_in = outlook.limit.at - now
             gives_up = search.began + search.request.timeout - self._policy.reserve - now
             closes = closes_in if math.isfinite(closes_in) else None
-            return federated(standing, self._needs.quorum, closes, gives_up)
+            return federated(standing, self._context.needs.quorum, closes, gives_up)
         target = max(len(outlook.expected | builder.parked.keys()), 2)
         return Gathering(len(builder.parked), target, self._policy.describe(builder, outlook.expected))
 
@@ -342,7 +329,7 @@ class SimulatedRun:
 
     def _gather(self) -> GroupBuilder:
         """The gathering of the next round."""
-        return GroupBuilder(self._round, self._needs, self._policy.keepalive, self._policy.patient)
+        return GroupBuilder(self._round, self._context.needs, self._policy.keepalive, self._policy.patient)
 
     def _outlook(self) -> Outlook:
         builder, now = self._builder, self._time.now
@@ -361,7 +348,7 @@ class SimulatedRun:
         drawn = () if standing is None else standing.drawn
         manifest = Manifest.of(min(join.peer for join in closing.members), closing.members, drawn)
         going = Exchange(manifest, self._time.now)
-        self._wait.learn(closing.lateness)
+        self._context.straggler_wait.learn(closing.lateness)
         late = self._policy.late(self._builder, closing, going.closed)
         self._policy.learn(late, closing.absent, going.closed)
         for peer in closing.absent:

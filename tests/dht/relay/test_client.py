@@ -28,7 +28,8 @@ class World:
         self.meanwhile: Callable[[], None] = lambda: None
         self.broken = False
         self.ends: list[Stream] = []
-        self.relays = RelayClient(self, self, OWN, lambda: (RELAY,))  # type: ignore[arg-type]
+        self.relays = RelayClient(self, self, OWN)  # type: ignore[arg-type]
+        self.relays.offers[RELAY] = None
         self.attached = True
         self.paths: dict[str, tuple[str, ...]] = {}
 
@@ -130,9 +131,9 @@ async def test_relays_that_are_gone_make_room_for_others(tmp_path: Path) -> None
     for number in range(MAX_CANDIDATES + 1):
         reach.meet(f"relay {number}", True)
         reach.meet("relay 0", True)
-    assert len(reach._offers) == MAX_CANDIDATES
-    assert "relay 0" in reach._offers
-    assert "relay 1" not in reach._offers
-    assert f"relay {MAX_CANDIDATES}" in reach._offers
+    assert len(reach.relays.offers) == MAX_CANDIDATES
+    assert "relay 0" in reach.relays.offers
+    assert "relay 1" not in reach.relays.offers
+    assert f"relay {MAX_CANDIDATES}" in reach.relays.offers
     reach.meet("relay 0", False)
-    assert "relay 0" not in reach._offers
+    assert "relay 0" not in reach.relays.offers

@@ -18,6 +18,7 @@ from equipoise.peer.cli import program
 from equipoise.peer.config import load
 from equipoise.peer.daemon import history
 from equipoise.peer.daemon.history import MAX_KEPT, ROUNDS_FILE, RoundHistory, last_of_each_run, read_history
+from equipoise.peer.daemon.logs import PrivateFileHandler
 from equipoise.peer.embedded import DaemonThread
 from fakes.daemon import FakeNetwork
 
@@ -32,7 +33,7 @@ def filled(home: Path, count: int) -> None:
     kept = RoundHistory(home)
     for number in range(count):
         kept.add(outcome(number))
-    kept.close()
+    kept.file.close()
 
 
 def test_rounds_outlive_the_daemon(tmp_path: Path) -> None:
@@ -40,7 +41,7 @@ def test_rounds_outlive_the_daemon(tmp_path: Path) -> None:
 
     later = RoundHistory(tmp_path)
     later.add(outcome(3))
-    later.close()
+    later.file.close()
 
     assert later.last(10) == read_history(tmp_path) == [outcome(number) for number in range(4)]
 
@@ -49,7 +50,7 @@ def test_what_was_measured_outlives_the_daemon_too(tmp_path: Path) -> None:
     measured = msgspec.structs.replace(outcome(1), metrics={"loss": 0.1}, evaluation={"f 1": 1e300})
     kept = RoundHistory(tmp_path)
     kept.add(measured)
-    kept.close()
+    kept.file.close()
 
     assert read_history(tmp_path) == [measured]
 
@@ -78,7 +79,7 @@ def test_a_torn_file_costs_only_the_torn_line(tmp_path: Path, torn: bytes) -> No
 
     later = RoundHistory(tmp_path)
     later.add(outcome(2))
-    later.close()
+    later.file.close()
 
     assert read_history(tmp_path) == [outcome(number) for number in range(3)]
 
@@ -113,7 +114,7 @@ def test_rounds_of_a_time_are_lines_of_figures(tmp_path: Path, capsys: pytest.Ca
     for number, age in enumerate((90_000.0, 7200.0, 60.0)):
         one = msgspec.structs.replace(outcome(number), started=time.time() - age, seconds={"total": 0.5})
         kept.add(msgspec.structs.replace(one, metrics={"loss": 0.25}, bytes_sent=7, reason="of 2, all"))
-    kept.close()
+    kept.file.close()
 
     def shown(since: str) -> list[dict[str, str]]:
         assert program.run(["rounds", "--csv", "--since", since, "--home", str(tmp_path)]) == 0
@@ -142,7 +143,8 @@ def test_a_disk_that_fills_under_a_daemon_is_a_warning_until_there_is_room(
         (warning,) = client.status().warnings
         monkeypatch.setattr(psutil, "disk_usage", lambda path: room)
         assert client.status().warnings == ()
-        monkeypatch.setattr(RoundHistory, "trouble", "cannot write it")
+        trouble = property(lambda file: "cannot write it" if file.baseFilename.endswith(ROUNDS_FILE) else "")
+        monkeypatch.setattr(PrivateFileHandler, "trouble", trouble)
         assert client.status().warnings == ("cannot write it",)
     daemon.stop()
 
