@@ -86,8 +86,7 @@ class Stream:
         self._ahead = memoryview(b"")
         self._unyielded = 0
         self._wakes_at = 1
-        self._acknowledged: int | None = None
-        self._arrived = 0
+        self._final: tuple[int, int] | None = None  # What was delivered and had arrived when it closed.
         self.sent = 0
         self.received = 0
         self.caps = UNCAPPED
@@ -98,10 +97,10 @@ class Stream:
 
         What has arrived behind a gap counts: else a lost packet would look like a pause and a sudden lump.
         """
-        if not self.closed:
-            info = _tcp_info(self._socket)
-            self._acknowledged = info and info.acknowledged + info.behind_gap * info.segment
-        return self.sent if self._acknowledged is None else self._acknowledged
+        if self._final is not None:
+            return self._final[0]
+        info = _tcp_info(self._socket)
+        return self.sent if info is None else info.acknowledged + info.behind_gap * info.segment
 
     @property
     def in_flight(self) -> int:
@@ -117,9 +116,7 @@ class Stream:
     @property
     def arrived(self) -> int:
         """Bytes that have come in so far, `received` and those that wait in the kernel."""
-        if not self.closed:
-            self._arrived = self.received + _waiting(self._socket)
-        return max(self._arrived, self.received)
+        return self.received + _waiting(self._socket) if self._final is None else self._final[1]
 
     @property
     def closed(self) -> bool:
@@ -130,6 +127,7 @@ class Stream:
         """Close the socket and end the waits on it; idempotent."""
         if self._why is not None:
             return
+        self._final = self.delivered, self.arrived
         self._why = why
         self._loop.remove_reader(self._socket)
         self._loop.remove_writer(self._socket)
