@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from equipoise.averaging.options import MAX_SPEC_CHARS, TOPOLOGIES
 from equipoise.averaging.weights import LEAST_CONTRIBUTION
 from equipoise.compression.grammar import canonical, choice, decimal, off, seconds_or, whole, words
-from equipoise.compression.registry import Registry
+from equipoise.compression.registry import Plugins, Registry
 
 EXCHANGE_SECONDS = 120.0
 """Time for the exchange of a federated round, beyond the time for its forming: a gigabyte at 100 Mbit/s takes 80 s."""
@@ -131,8 +131,14 @@ class Federated(Strategy):
             raise ValueError(f"federated: expected tags that fit into a spec of {MAX_SPEC_CHARS} characters")
 
 
-STRATEGIES: Registry[Strategy] = Registry("strategy", "strategies", "gossip:topology=random", MAX_SPEC_CHARS)
-"""All strategies; `STRATEGIES.register` adds another."""
+STRATEGIES: Registry[Strategy] = Registry(
+    "strategy",
+    "strategies",
+    "gossip:topology=random",
+    MAX_SPEC_CHARS,
+    Plugins("equipoise.strategies", Strategy),
+)
+"""All strategies; `STRATEGIES.register` adds another, and so does an installed package."""
 
 STRATEGIES.register(
     "allreduce",
