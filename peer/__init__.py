@@ -12,17 +12,28 @@ if TYPE_CHECKING:
     from equipoise.averaging.outcome import Exchanging, Gathering, Idle, NoPeers, Outcome
     from equipoise.averaging.schema import SchemaError
     from equipoise.averaging.spec import SpecError
+    from equipoise.peer.client.channels import Delivered, Delivery, Message
     from equipoise.peer.client.futures import PendingRound
     from equipoise.peer.connecting import Client, connect
     from equipoise.peer.control.messages import Progress
     from equipoise.peer.embedded import Peer
-    from equipoise.peer.errors import ConfigError, DaemonLost, EquipoiseError, NoDaemon, Refused, RoundPending
+    from equipoise.peer.errors import (
+        ConfigError,
+        DaemonLost,
+        EquipoiseError,
+        Lost,
+        NoDaemon,
+        Refused,
+        RoundPending,
+        Undecided,
+    )
     from equipoise.peer.run import Run
     from equipoise.peer.status import Status
 
 _HOMES = (
     *("peer.errors", "averaging.outcome", "averaging.schema", "averaging.spec", "peer.status"),
-    *("peer.control.messages", "peer.client.futures", "peer.run", "peer.connecting", "peer.embedded"),
+    *("peer.control.messages", "peer.client.futures", "peer.client.channels"),
+    *("peer.run", "peer.connecting", "peer.embedded"),
 )
 """Modules of the names, those first that load fast."""
 
@@ -30,10 +41,14 @@ __all__ = [
     "Client",
     "ConfigError",
     "DaemonLost",
+    "Delivered",
+    "Delivery",
     "EquipoiseError",
     "Exchanging",
     "Gathering",
     "Idle",
+    "Lost",
+    "Message",
     "NoDaemon",
     "NoPeers",
     "Outcome",
@@ -46,6 +61,7 @@ __all__ = [
     "SchemaError",
     "SpecError",
     "Status",
+    "Undecided",
     "connect",
 ]
 

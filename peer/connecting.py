@@ -18,6 +18,7 @@ from equipoise.averaging.spec import RunSpec
 from equipoise.averaging.strategy import parse_strategy
 from equipoise.averaging.weights import CAPPED
 from equipoise.compression import parse_codec
+from equipoise.peer.client.channels import new_mailbox
 from equipoise.peer.client.interrupts import uninterrupted
 from equipoise.peer.client.run import AGREE_SECONDS, RunCore
 from equipoise.peer.client.tensors import Binding, Tensors
@@ -147,7 +148,7 @@ class Client:
     def _join(self, options: RunOptions, name: str, tensors: Tensors, carrier: Tensors | None = None) -> Run:
         binding = Binding(tensors, parse_codec(options.codec), carrier, options.group_size, options.base)
         options = RunSpec.create(swarm_name(name, AVERAGE), binding.schema, options).options
-        request = JoinRun(name, options, binding.schema, binding.gradients, binding.size)
+        request = JoinRun(name, options, binding.schema, binding.gradients, binding.size, new_mailbox())
         link, key = self._link, (self.peer_id, name)
         earlier = _handles.get(key)
         if earlier is not None and earlier.core.is_own and isinstance(link, Link):
@@ -225,7 +226,7 @@ class Client:
         with self._lock:
             joined = [run for run in self._joined if not run.core.left]
         try:
-            regions = [_share(link, run.core.request, run.core.agreed) for run in joined]
+            regions = [_share(link, run.core.joining, run.core.agreed) for run in joined]
             with self._lock:
                 if not self._closing.is_set():
                     for run, region in zip(joined, regions, strict=True):

@@ -94,6 +94,14 @@ class Refused(EquipoiseError, ValueError):
     exit_status = ExitStatus.REFUSED
 
 
+class Lost(EquipoiseError, ConnectionError):
+    """Nobody can say whether a message arrives: its receiver's script or daemon has gone, or this peer's."""
+
+
+class Undecided(Lost, TimeoutError):
+    """A message is not acknowledged in time; it is under way, and may be acknowledged later."""
+
+
 class Unreached(EquipoiseError):
     """A daemon has ended without having met any of those that it was to join."""
 

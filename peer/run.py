@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Unpack
+from collections.abc import Mapping
+from typing import Any, Unpack
 
 import torch
 
+from equipoise.peer.client.channels import Delivery, Message
 from equipoise.peer.client.run import JoinedRun
 from equipoise.peer.training.checkpoint import Checkpoints
 from equipoise.peer.training.optimizer import SwarmOptimizer, swarm_optimizer
@@ -47,3 +49,41 @@ class Run(JoinedRun):
             Refused: The run's parameters are not the optimizer's.
         """
         return swarm_optimizer(self, inner, checkpoints, **options)
+
+    def send(
+        self,
+        peer: str,
+        topic: str,
+        tensors: Mapping[str, torch.Tensor] | None = None,
+        *,
+        codec: str = "raw",
+        **fields: Any,
+    ) -> Delivery:
+        """Send a message to the script of another peer of this run; returns at once.
+
+        The tensors may change afterwards. Each message that is acknowledged is received once, in order for a sender and
+        a topic, also if daemons are started again meanwhile. At most 64 messages, and 256 MB, wait at a receiver, and
+        as many here for it: while it does not receive, nothing is acknowledged, and at last nothing is sent.
+
+        Args:
+            peer: PeerID of the receiver, as in `members`; its terms must be equal.
+            topic: The topic that it receives, of up to 64 characters.
+            tensors: By name, of any dtype and device; with the fields they take at most 256 MB.
+            codec: The encoding of floating-point tensors: `raw` for exact values, else as in `join`.
+            fields: Text, numbers, lists and dicts, as JSON has them.
+
+        Raises:
+            ValueError: The topic, a field or a tensor cannot be sent.
+            equipoise.compression.CodecError: The codec is unknown, or needs error feedback; or a value is not finite.
+        """
+        return self.core.channels.send(peer, topic, tensors or {}, codec, fields)
+
+    def receive(self, topic: str, timeout: float = 60.0) -> Message | None:
+        """Take the next message of a topic, in order of arrival; None if none comes within `timeout` seconds.
+
+        Raises:
+            equipoise.peer.client.safetensors_io.ImageError: A peer sent what is no message; it is dropped.
+            Refused: The run was left, or too many calls wait already.
+            DaemonLost: The daemon has gone, and no other has taken its place in time.
+        """
+        return self.core.channels.receive(topic, timeout)

@@ -16,6 +16,7 @@ import mmap
 import os
 import stat
 import tempfile
+from collections import deque
 from pathlib import Path
 
 import psutil
@@ -24,6 +25,12 @@ from equipoise.peer.errors import Refused
 
 SEALED = hasattr(os, "memfd_create")
 """Whether memory can be sealed against resizing. Interpreters that were built for old systems cannot, on any Linux."""
+
+MAX_IDLE_BYTES = 256 * 1024 * 1024
+"""Most bytes that a pool keeps for the next messages."""
+
+GRAIN_BYTES = 64 * 1024
+"""Bytes of whose multiples a pool makes memory."""
 
 
 class SharedMemory:
@@ -83,8 +90,8 @@ class SharedMemory:
             raise Refused(f"the shared memory cannot be used: {error}") from error
         return memory
 
-    def allocate(self, size: int) -> None:
-        """Make the kernel provide the first `size` bytes now: to run out of memory later would end the process.
+    def allocate(self, size: int, start: int = 0) -> None:
+        """Make the kernel provide `size` bytes from `start` on: to run out of memory later would end the process.
 
         Raises:
             Refused: The machine has not enough memory.
@@ -94,7 +101,7 @@ class SharedMemory:
             told = f"cannot get {size / 1e6:.1f} MB of shared memory: {available / 1e6:.1f} MB are available"
             raise Refused(told, "free memory")
         try:
-            os.posix_fallocate(self.fd, 0, size)
+            os.posix_fallocate(self.fd, start, size)
         except OSError as error:
             raise Refused(f"cannot get {size / 1e6:.1f} MB of shared memory: {error}") from error
 
@@ -153,3 +160,48 @@ class Region:
         """
         with contextlib.closing(SharedMemory.attach(fd, 2 * size)) as memory:
             return cls(memory)
+
+
+class MappedMemory:
+    """Shared memory that is mapped whole, writable; fresh pages are provided as they are needed.
+
+    Attributes:
+        memory: The memory.
+        view: u8 [capacity].
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.memory = SharedMemory.reserve(capacity)
+        self.view = self.memory.view(capacity, writable=True)
+        self._provided = 0
+
+    def room(self, start: int, size: int) -> memoryview:
+        """Return these bytes of it, u8 [size], once the kernel has provided them; raises Refused if it cannot."""
+        if start + size > self._provided:
+            self.memory.allocate(start + size - self._provided, self._provided)
+            self._provided = start + size
+        return self.view[start : start + size]
+
+
+class MemoryPool:
+    """Lends shared memory again and again: fresh pages cost more time than all else that happens to their bytes.
+
+    (Measured: 80 ms of a core for 64 MB, to provide, map and free them; to copy 64 MB takes 15.)
+    """
+
+    def __init__(self) -> None:
+        self._idle: deque[MappedMemory] = deque()
+
+    def take(self, size: int) -> MappedMemory:
+        """Return memory of at least `size` bytes, and at most an eighth more; its content is undefined."""
+        for mapped in self._idle:
+            if size <= mapped.memory.capacity <= size + size // 8 + GRAIN_BYTES:
+                self._idle.remove(mapped)
+                return mapped
+        return MappedMemory(-(-size // GRAIN_BYTES) * GRAIN_BYTES)
+
+    def give(self, mapped: MappedMemory) -> None:
+        """Take memory back that nobody uses any more."""
+        self._idle.append(mapped)
+        while sum(one.memory.capacity for one in self._idle) > MAX_IDLE_BYTES:
+            self._idle.popleft()

@@ -29,6 +29,7 @@ from msgspec import inspect
 from equipoise.averaging.allreduce import messages as round_messages
 from equipoise.averaging.manifest import SKETCH_BYTES, Manifest, ManifestError, are_near
 from equipoise.averaging.matchmaking import messages as group_messages
+from equipoise.averaging.messaging import messages as run_messages
 from equipoise.averaging.options import Needs
 from equipoise.averaging.ports import FrameRefused
 from equipoise.averaging.replication import messages as transfer_messages
@@ -50,6 +51,8 @@ from equipoise.dht.relay import service
 from equipoise.dht.sanitize import Malformed, decode
 from equipoise.dht.state import PROTOCOL_VERSION
 from equipoise.peer import config
+from equipoise.peer.client import message_content
+from equipoise.peer.client.safetensors_io import Entry, ImageError, pack, unpack
 from equipoise.peer.control import messages as control
 from equipoise.peer.control.socket import FrameDecoder
 from equipoise.peer.daemon.history import ROUNDS_FILE, read_history
@@ -57,7 +60,6 @@ from equipoise.peer.errors import ControlError, EquipoiseError
 from equipoise.peer.training import checkpoint_files, history
 from equipoise.peer.training.feedback import read_residual
 from equipoise.peer.training.image import ModelPart, OptimizerPart, TrainingState
-from equipoise.peer.training.safetensors_io import Entry, ImageError, pack, unpack
 
 SECONDS = 1.0
 GROWTH_BYTES = 64 * 1024 * 1024
@@ -311,6 +313,19 @@ def _imaged(chance: Chance) -> bytes:
     return bent(len(text).to_bytes(8, "little") + text + image[end:], chance)
 
 
+def _content(chance: Chance) -> bytes:
+    """A message between scripts whose fields, and what is told of encoded tensors, are changed."""
+    coded = packed({"w": ["F32", [2, 3]]}, chance, _json).decode(errors="replace")
+    fields = packed({"a": 1, "b": [{}]}, chance, _json).decode(errors="replace")
+    about = {
+        "codec": chance.choice(("int8:block=128", "nf4", "sparse", "x")),
+        "coded": coded,
+        "fields": fields,
+    }
+    size = chance.choice((132, 132, 6, 0))
+    return bent(bytes(pack({"w": torch.zeros(size, dtype=torch.uint8)}, about).numpy()), chance)
+
+
 def _relayed(chance: Chance) -> bytes:
     peer = {"id": chance.randbytes(chance.choice((0, 38, 500)))}
     return bent(service.Hop(kind=chance.randrange(5), peer=peer, status=100).SerializeToString(), chance)
@@ -375,6 +390,18 @@ PARSERS = {
         transfer_messages.decode,
         (FrameRefused,),
         of(transfer_messages.TransferMessage),
+    ),
+    "message": Parser(
+        "averaging.messaging.messages",
+        run_messages.decode,
+        (FrameRefused,),
+        of(run_messages.RunMessage),
+    ),
+    "content": Parser(
+        "peer.client.message_content",
+        lambda data: message_content.decode(_tensor(data)),
+        (ImageError,),
+        _content,
     ),
     "mean": Parser(
         "averaging.replication.update",
@@ -459,7 +486,7 @@ PARSERS = {
     ),
     "frame": Parser("peer.control.socket", lambda data: FrameDecoder().feed(data), (ControlError,), _framed),
     "image": Parser(
-        "peer.training.safetensors_io", lambda data: unpack(_tensor(data)), (ImageError,), _safetensors
+        "peer.client.safetensors_io", lambda data: unpack(_tensor(data)), (ImageError,), _safetensors
     ),
     "residual": Parser(
         "peer.training.feedback", lambda data: read_residual(_tensor(data)), (ImageError,), _residual

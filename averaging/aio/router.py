@@ -10,8 +10,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Mapping
 from random import Random
 
+from equipoise.averaging.aio.messenger import MESSAGE_FRAME, Memory, Messenger
 from equipoise.averaging.aio.round_driver import HEADER_PREFIX_BYTES, ROUND_FRAME, Rounds
 from equipoise.averaging.aio.run_driver import RunDriver
 from equipoise.averaging.aio.search_driver import MATCHMAKING_FRAME
@@ -20,6 +22,8 @@ from equipoise.averaging.aio.transfer import TRANSFER_FRAME, Transfer
 from equipoise.averaging.manifest import Identity
 from equipoise.averaging.matchmaking import messages as matchmaking_messages
 from equipoise.averaging.matchmaking.messages import JoinRefused, JoinRequest
+from equipoise.averaging.messaging import messages as run_messages
+from equipoise.averaging.messaging.receiver import Mailbox
 from equipoise.averaging.ports import Directory, DirectTransport, FrameRefused, Transport
 from equipoise.averaging.replication import messages as transfer_messages
 from equipoise.averaging.spec import RunSpec
@@ -67,6 +71,7 @@ class Router:
         chance: Random | None = None,
     ) -> None:
         self._runs: dict[str, RunDriver] = {}
+        self._messengers: dict[str, Messenger] = {}
         self._leftovers: OrderedDict[str, tuple[Transfer, asyncio.TimerHandle]] = OrderedDict()
         self._directory = directory
         directory.carry = self._carry
@@ -95,6 +100,23 @@ class Router:
         if self._runs.get(name) is run:
             del self._runs[name]
             await run.leave(reason, serves=self._serve_on(name, run.transfer))
+
+    def exchange(
+        self,
+        run: str,
+        mailbox: Mailbox,
+        mates: Callable[[bool], Awaitable[Mapping[str, bytes]]],
+        allocate: Callable[[int], Memory],
+    ) -> Messenger:
+        """Exchange messages with the other scripts of a run until `hang_up`; see `Messenger`."""
+        self._messengers[run] = Messenger(run, mailbox, self._sessions, mates, allocate)
+        return self._messengers[run]
+
+    def hang_up(self, messenger: Messenger, reason: str, final: bool) -> None:
+        """Exchange messages no longer; see `Messenger.close`."""
+        messenger.close(reason, final)
+        if self._messengers.get(messenger.run) is messenger:
+            del self._messengers[messenger.run]
 
     async def stop(self) -> None:
         """Leave all runs; open rounds fail with that reason. Then close every channel."""
@@ -128,6 +150,10 @@ class Router:
             message = transfer_messages.decode(memoryview(header)[1:])
             transfer = self._serving(message.run)
             return self._sessions.scratch(size) if transfer is None else transfer.place(peer, message, size)
+        if kind == MESSAGE_FRAME:
+            sent = run_messages.decode(memoryview(header)[1:])
+            messenger = self._messengers.get(sent.run)
+            return self._sessions.scratch(size) if messenger is None else messenger.place(peer, sent, size)
         raise FrameRefused(f"expected a body only in frames of a round, got {size} bytes after {kind!r}")
 
     def frame(self, peer: str, header: bytes) -> None:
@@ -146,11 +172,13 @@ class Router:
             message = transfer_messages.decode(memoryview(header)[1:])
             if transfer := self._serving(message.run):
                 transfer.frame(peer, message)
+        elif kind == MESSAGE_FRAME:
+            self._message(peer, run_messages.decode(memoryview(header)[1:]))
         elif kind == DIRECTORY_FRAME:
             self._directory.receive(peer, header[1:])
         else:
             raise FrameRefused(
-                "expected a frame of a round, of matchmaking, of a transfer or of the directory, "
+                "expected a frame of a round, of matchmaking, of a transfer, of a script or of the directory, "
                 f"got kind {kind!r}"
             )
 
@@ -160,6 +188,8 @@ class Router:
             round.lost(peer, reason, gone)
         for transfer, _ in self._leftovers.values():
             transfer.lost(peer, reason)
+        for messenger in self._messengers.values():
+            messenger.lost(peer, reason)
         for run in list(self._runs.values()):
             run.transfer.lost(peer, reason)
             run.search.lost(peer)
@@ -178,6 +208,15 @@ class Router:
             why = f"no run named {message.run!a} here"[: matchmaking_messages.MAX_DETAIL_CHARS]
             refusal = JoinRefused(message.run, message.join.ticket, why)
             self._sessions.post(peer, MATCHMAKING_FRAME + matchmaking_messages.encode(refusal))
+
+    def _message(self, peer: str, message: run_messages.RunMessage) -> None:
+        if messenger := self._messengers.get(message.run):
+            messenger.frame(peer, message)
+        elif isinstance(message, run_messages.ToReceiver):
+            refusal = run_messages.Refusal(
+                message.run, message.sender, "its daemon has no script in this run"
+            )
+            self._sessions.post(peer, MESSAGE_FRAME + run_messages.encode(refusal))
 
     def _serving(self, name: str) -> Transfer | None:
         """Return the transfer of a run that this daemon takes part in, or has left and still serves."""

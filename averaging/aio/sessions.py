@@ -167,8 +167,7 @@ class Sessions:
         if round:
             self._rounds.add(flow)
         for peer, credential in credentials.items():
-            if self.admit(peer, credential):
-                self._dial_soon(peer)
+            self.approach(peer, credential)
         for peer in credentials.keys() - {self.peer} if round else ():
             self._get(peer).met = True
             if self._direct is not None:
@@ -184,6 +183,11 @@ class Sessions:
             log.warning("no direct channels with %s: %s", peer, error)
             return False
         return True
+
+    def approach(self, peer: str, credential: bytes) -> None:
+        """Admit a peer to direct channels, and open one if this daemon can."""
+        if self.admit(peer, credential):
+            self._dial_soon(peer)
 
     def leave(self, flow: bytes) -> None:
         """End a flow: the bulk that it still wanted to send is not sent."""

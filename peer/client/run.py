@@ -32,6 +32,7 @@ from equipoise.averaging.spec import check_terms
 from equipoise.averaging.state import StateId
 from equipoise.averaging.strategy import Strategy, parse_strategy
 from equipoise.peer.client.accumulate import Accumulator
+from equipoise.peer.client.channels import Channels
 from equipoise.peer.client.encoding import Encoded
 from equipoise.peer.client.futures import Download, PendingRound, check_timeout
 from equipoise.peer.client.interrupts import uninterrupted
@@ -96,6 +97,7 @@ class RunCore:
         branches: Runs that are a part of this one.
         is_branch: Whether this run is a part of another.
         left: Whether the script has left the run.
+        channels: The messages between this script and others.
         watcher: Watches the contributions, if error feedback needs them.
         reported: Numbers that go with the next contribution of a loop of ours; see `JoinedRun.report`.
         listeners: Called after each round that made a mean, as curves are; the branches have the same.
@@ -110,6 +112,7 @@ class RunCore:
         join: Callable[[RunOptions, str, Tensors, Tensors], JoinedRun],
     ) -> None:
         self.link, self.request, self.binding, self.region = link, request, binding, region
+        self.channels = Channels(request.run, request.mailbox.script, lambda: self.link)
         pin(region, binding.devices)
         self.lock = threading.Lock()
         self.agreed: messages.AgreeRun | None = None
@@ -130,6 +133,11 @@ class RunCore:
     def strategy(self) -> Strategy:
         """The strategy of the run."""
         return parse_strategy(self.request.options.strategy)
+
+    @property
+    def joining(self) -> messages.JoinRun:
+        """The request that joins the run at another daemon: what the script has received so far goes with it."""
+        return structs.replace(self.request, mailbox=self.channels.mailbox)
 
     def clock(self) -> float:
         """Seconds on a steady clock, by which the run's timeouts count."""
@@ -252,6 +260,7 @@ class RunCore:
                 link.start(messages.TellStatus(self.request.run, topic, line))
             if self.accumulated is not None:
                 self.report(self.accumulated)
+        self.channels.renew()
 
 
 class JoinedRun:
@@ -622,6 +631,7 @@ class JoinedRun:
             self._tell_if_none_was_ok()
             with self.core.lock:
                 self.core.left, link = True, self.core.link
+            self.core.channels.close("this script has left the run")
             # An error means that the run was left before, or that the daemon has gone: either way it has ended.
             with contextlib.suppress(EquipoiseError):
                 link.ask(messages.LeaveRun(self.name), LEAVE_SECONDS)

@@ -105,6 +105,12 @@ class Dispatcher:
                 return None
             case messages.OfferState() | messages.Fetch():
                 return await self._transfer(request)
+            case messages.SendMessage(content=b""):
+                with contextlib.closing(
+                    SharedMemory.attach(self._take_descriptor(), request.capacity)
+                ) as memory:
+                    self._session(request.run).send(request, memory)
+                return None
             case RunRequest():
                 return await self._do_in(self._session(request.run), request)
         raise Refused(f"expected a request, got {type(request).__name__}")
@@ -135,6 +141,12 @@ class Dispatcher:
                 return await session.state()
             case messages.AskMembers(_, data):
                 return await session.members(data)
+            case messages.SendMessage():
+                session.send(request, None)
+            case messages.AskNotices():
+                return await session.messages.notices()
+            case messages.ReceiveMessage():
+                return await session.messages.receive(request)
             case messages.AskProgress(_, target, held):
                 return await session.progress(target, held)
             case messages.LeaveRun(run):

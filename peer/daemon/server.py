@@ -15,6 +15,7 @@ from equipoise.peer.control import messages
 from equipoise.peer.control.messages import CONTROL_VERSION, Hello
 from equipoise.peer.control.socket import SEND_SECONDS, FrameSocket
 from equipoise.peer.daemon.dispatcher import Dispatcher, Host
+from equipoise.peer.daemon.session import STOPPING
 from equipoise.peer.errors import ControlError, EquipoiseError, Refused
 from equipoise.peer.home import BACKLOG, peer_credentials
 from equipoise.peer.status import Status
@@ -142,35 +143,41 @@ class ServedClient:
         task.add_done_callback(self._tasks.discard)
 
     async def _answer(self, frame: bytes) -> None:
-        reply = await self._reply(frame)
-        if reply is None:
-            return
+        reply, fd = await self._reply(frame)
         try:
-            await self._socket.send(reply)
+            if reply is not None:
+                await self._socket.send(reply, fd)
         except (OSError, TimeoutError) as error:
             log.info("%s cannot be answered: %s", self._dispatcher.client, error)
             self.close()
+        finally:
+            if fd >= 0:
+                os.close(fd)
 
     async def _say(self, line: str) -> None:
         """Have the client's script log a line."""
         with contextlib.suppress(OSError, TimeoutError):  # The answer that follows finds out.
             await self._socket.send(messages.encode_reply(0, line))
 
-    async def _reply(self, frame: bytes) -> bytes | None:
+    async def _reply(self, frame: bytes) -> tuple[bytes | None, int]:
+        """The answer, if there is to be one, and the descriptor that goes with it, or -1; the caller closes it."""
         number, what = 0, "a request"
         try:
             number, content = messages.decode_number(frame)
             request = messages.decode_request(content)
             what = type(request).__name__
-            return messages.encode_reply(number, await self._dispatcher.do(request))
+            answer = await self._dispatcher.do(request)
+            return messages.encode_reply(number, answer), answer.fd if isinstance(
+                answer, messages.Arrival
+            ) else -1
         except (EquipoiseError, NotAdmitted, ValueError) as error:
             if self._leaving:
-                return None
+                return None, -1
             failure = _reason(error)
         except Exception as error:
             log.exception("%s failed", what)
             failure = f"the daemon failed at {what}: {_reason(error)}; its log says more"
-        return messages.encode_reply(number, failure=failure)
+        return messages.encode_reply(number, failure=failure), -1
 
 
 class ControlServer:
@@ -213,7 +220,7 @@ class ControlServer:
         if self._acceptor is not None:
             self._acceptor.close()
         serving = dict(self._connections)
-        await asyncio.gather(*(connection.leave_all("this daemon is stopping") for connection in serving))
+        await asyncio.gather(*(connection.leave_all(STOPPING) for connection in serving))
         await asyncio.gather(*(connection.dismiss(reason) for connection in serving))
         await asyncio.gather(*serving.values(), return_exceptions=True)
 

@@ -20,7 +20,16 @@ from equipoise.averaging.ledger import Ledger
 from equipoise.averaging.outcome import FetchOutcome, Outcome, RunState
 from equipoise.averaging.spec import RunSpec
 from equipoise.averaging.state import MAX_EPOCH, StateId
-from equipoise.peer.control.messages import MAX_TEXT, AgreeRun, Fetch, JoinRun, Progress, StartRound
+from equipoise.peer.control.messages import (
+    MAX_TEXT,
+    AgreeRun,
+    Fetch,
+    JoinRun,
+    Progress,
+    SendMessage,
+    StartRound,
+)
+from equipoise.peer.daemon.script_messages import ScriptMessages
 from equipoise.peer.errors import Refused
 from equipoise.peer.purposes import AVERAGE, STEP, agreed_spec, run_specs
 from equipoise.peer.shared_memory import Region, SharedMemory
@@ -36,6 +45,9 @@ SEARCH_SECONDS = 5.0
 
 COMPARE_SECONDS = 5.0
 """Longest time for two questions to the peers of another spec; each may stay unanswered for 2 s."""
+
+STOPPING = "this daemon is stopping"
+"""Why a run is left whose script goes on: another daemon may take over."""
 
 log = logging.getLogger(__name__)
 
@@ -139,6 +151,7 @@ class Session:
         name: The run's name as the client calls it.
         client: The client, as messages name it.
         drivers: The run drivers of the purposes in use.
+        messages: What the script sends to other scripts, and receives.
         ledger: Counts the run's rounds.
         told: By topic, a line of the client that `status` shows.
         held: The state that the client held last.
@@ -168,6 +181,7 @@ class Session:
                 "this daemon was invited as a relay, which joins no run", "ask for an invitation as trainer"
             )
         self.drivers = RunDrivers(router, request.run, specs, self._role == "observer")
+        self.messages = ScriptMessages(router, request, self._mates)
         self._round: asyncio.Task[Outcome] | None = None
         self._stopped = ""
         self._leaving: asyncio.Task[None] | None = None
@@ -265,6 +279,27 @@ class Session:
             search.announcer.publish()
         return search.membership.live((), data)
 
+    async def _mates(self, sends: bool) -> dict[str, bytes]:
+        """The credentials of the other peers with equal terms; if called with True, without those that only observe."""
+        with contextlib.suppress(Refused):
+            await self.drivers.get(self.drivers.purpose)
+        barred = ("banned", "relay", "observer") if sends else ("banned", "relay")
+        return {
+            one.peer: one.credential
+            for run_driver in list(self.drivers.in_use.values())
+            for one in await self._swarm.directory.peers(run_driver.spec.name)
+            if one.spec == run_driver.spec.hash and one.peer != self._swarm.peer
+            if not one.left and self._swarm.standing(one.peer) not in barred
+        }
+
+    def send(self, request: SendMessage, memory: SharedMemory | None) -> None:
+        """Send a message to the script of another peer; raises `Refused`, see `ScriptMessages.send`."""
+        if self._role == "observer":
+            raise Refused("this daemon was invited as an observer, which sends no messages")
+        if request.to == self._swarm.peer:
+            raise Refused("expected another peer as the receiver, got this one")
+        self.messages.send(request, memory)
+
     async def progress(self, target: float | None, held: StateId | None) -> Progress:
         """Weight accumulated towards the next step: by this peer, and by all, as far as the others' claims count."""
         run_driver = await self.drivers.use(STEP)
@@ -306,6 +341,7 @@ class Session:
         """Leave, finish or fail an open round, and release the memory; all callers wait for the same end."""
         if self._leaving is None:
             self.drivers.close()
+            self.messages.close(reason, final=reason != STOPPING)
             self._leaving = asyncio.create_task(self._leave(reason))
         await asyncio.shield(self._leaving)
 

@@ -12,6 +12,7 @@
 
 from equipoise.averaging.outer import Average, Nesterov
 from equipoise.averaging.state import StateId
+from equipoise.peer.client.safetensors_io import ImageError
 from equipoise.peer.training.checkpoint import Checkpoints
 from equipoise.peer.training.checkpoint_files import CheckpointError
 from equipoise.peer.training.dcp import SwarmState
@@ -22,7 +23,6 @@ from equipoise.peer.training.image import Stateful
 from equipoise.peer.training.local import DiLoCo, LocalSGD, SparseLoCo
 from equipoise.peer.training.optimizer import SwarmOptimizer
 from equipoise.peer.training.options import FederatedOptions, LocalOptions, Options
-from equipoise.peer.training.safetensors_io import ImageError
 from equipoise.peer.training.shares import Shares
 
 __all__ = [

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
+from equipoise.peer.client.safetensors_io import ImageError, pack, unpack
 from equipoise.peer.training.image import remembered
 from equipoise.peer.training.optimizer import SwarmOptimizer
-from equipoise.peer.training.safetensors_io import ImageError, pack, unpack
 
 ABOUT = "about"
 """Key of the image's metadata, beside the tensors."""

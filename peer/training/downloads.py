@@ -10,9 +10,9 @@ from equipoise.averaging.replication import events
 from equipoise.averaging.replication.answers import Wish
 from equipoise.peer.client.futures import Download
 from equipoise.peer.client.run import JoinedRun
+from equipoise.peer.client.safetensors_io import ImageError
 from equipoise.peer.errors import Refused
 from equipoise.peer.training.image import Image, TrainingState
-from equipoise.peer.training.safetensors_io import ImageError
 
 FETCH_SECONDS = 600.0
 """Longest time for one snapshot: a gigabyte at 16 Mbit/s. Within it, a download resumes from other donors."""

@@ -14,7 +14,7 @@ from equipoise.averaging.outcome import Outcome
 from equipoise.averaging.state import StateId
 from equipoise.averaging.weights import ATTENDANCE_LIMIT
 from equipoise.peer.client.run import JoinedRun
-from equipoise.peer.training.safetensors_io import ImageError, pack, unpack
+from equipoise.peer.client.safetensors_io import ImageError, pack, unpack
 
 Named = Mapping[str, torch.Tensor]
 

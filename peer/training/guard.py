@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from equipoise.averaging.schema import SchemaError
+from equipoise.peer.client.safetensors_io import ImageError
 from equipoise.peer.client.tensors import Tensors, named_tensors, parameters_of
 from equipoise.peer.errors import Refused
 from equipoise.peer.training.image import Stateful, split
-from equipoise.peer.training.safetensors_io import ImageError
 
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integers by their bytes."""

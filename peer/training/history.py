@@ -24,8 +24,8 @@ from equipoise.averaging.manifest import PeerName
 from equipoise.averaging.metrics import Finite, Name
 from equipoise.averaging.outcome import Outcome
 from equipoise.averaging.state import MAX_EPOCH
+from equipoise.peer.client.safetensors_io import ImageError
 from equipoise.peer.training.image import Tree
-from equipoise.peer.training.safetensors_io import ImageError
 
 REPLICATED_ROUNDS = 1000
 """Most records in a snapshot or a checkpoint. With 64 contributors each takes at most 6 KB, so all of them take a tenth

@@ -23,8 +23,8 @@ from blake3 import blake3
 from equipoise.averaging.outer import OuterStep
 from equipoise.averaging.state import MAX_EPOCH, StateId
 from equipoise.peer.client.run import JoinedRun
+from equipoise.peer.client.safetensors_io import MAX_HEADER_BYTES, ImageError, header_bytes, pack, unpack
 from equipoise.peer.client.tensors import parameters_of, persistent_buffers
-from equipoise.peer.training.safetensors_io import MAX_HEADER_BYTES, ImageError, header_bytes, pack, unpack
 
 FORMAT = 1
 """Version of the format; it grows when an older reader would misread an image."""

@@ -29,13 +29,13 @@ from equipoise.averaging.weights import ATTENDANCE_LIMIT
 from equipoise.peer.client.accumulate import Accumulator
 from equipoise.peer.client.futures import PendingRound
 from equipoise.peer.client.run import JoinedRun
+from equipoise.peer.client.safetensors_io import ImageError
 from equipoise.peer.client.tensors import Gradients, named_gradients
 from equipoise.peer.errors import Refused
 from equipoise.peer.training.downloads import FETCH_SECONDS, RECOVER_SECONDS, Downloads
 from equipoise.peer.training.image import Image, TrainingState, digest
 from equipoise.peer.training.options import CommonOptions
 from equipoise.peer.training.progress import ProgressLine
-from equipoise.peer.training.safetensors_io import ImageError
 from equipoise.tasks import Driver
 
 CATCH_UP_SECONDS = 5.0

@@ -25,7 +25,7 @@ VALUES = 1000
 
 async def test_a_codec_a_rule_an_outer_step_and_a_strategy_of_thirty_lines_work_together() -> None:
     blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / "CONTRIBUTING.md").read_text(), re.M | re.S)
-    assert len(blocks) == 4
+    assert len(blocks) == 5  # tests/e2e/test_channels.py runs that of elastic averaging.
     for block in blocks:
         assert sum(bool(line.strip()) for line in block.splitlines()) <= MAX_LINES
         exec(compile(block, "CONTRIBUTING.md", "exec"), {})

@@ -115,7 +115,10 @@ def test_the_plan_is_that_of_the_table() -> None:
 def test_every_script_averages_on_two_machines(swarm: Swarm) -> None:
     launch, resume = shown("launch", "--join"), shown("launch", "--resume")
     first = swarm.daemon("first")
-    names = ("train.py", "local.py", "gossip.py", "curves.py", "shares.py", "by_hand.py", "federated.py")
+    names = (
+        *("train.py", "local.py", "gossip.py", "messages.py", "curves.py", "shares.py"),
+        *("by_hand.py", "federated.py"),
+    )
     for name in names:
         (swarm.folder / name).write_text(script(name))
     others = "\n".join(f"runpy.run_path({name!r}, run_name='__main__')" for name in names[1:])

@@ -17,9 +17,9 @@ from equipoise.averaging.schema import SchemaError
 from equipoise.compression import parse_codec
 from equipoise.compression.device_reduce import DeviceReducer
 from equipoise.peer.client.accumulate import Accumulator
+from equipoise.peer.client.safetensors_io import pack
 from equipoise.peer.client.tensors import Binding, copies_of, named_gradients
 from equipoise.peer.training.image import frozen_of
-from equipoise.peer.training.safetensors_io import pack
 
 INT8 = parse_codec("int8")
 

@@ -55,7 +55,7 @@ async def join(rule, codec, values):
     schema, size = Schema((TensorSpec("w", (values,), "float32"),)), 8192 + 8 * values
     memory = Region.create(size).memory
     fd = os.dup(memory.fd)
-    service = Service(None, SimpleNamespace(peer="", role=lambda peer: "trainer"))
+    service = Service(SimpleNamespace(exchange=lambda *_: None), SimpleNamespace(peer="", role=lambda peer: "trainer"))
     await service.join(JoinRun("run", options, schema, Schema(()), size), fd, "test", say)
     print("loaded" if "torch" in sys.modules else "not loaded")
     print(service.kernels.name, "numba" in sys.modules)

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from equipoise.averaging.state import StateId
+from equipoise.peer.client.safetensors_io import ImageError
 from equipoise.peer.training.checkpoint import MAX_FOLDER_CHARS, Checkpoints, Keeper, folder_name
 from equipoise.peer.training.checkpoint_files import (
     IMAGE_FILE,
@@ -25,7 +26,6 @@ from equipoise.peer.training.checkpoint_files import (
     read_manifest,
 )
 from equipoise.peer.training.image import Image
-from equipoise.peer.training.safetensors_io import ImageError
 
 OWN = Subject("digits", {"model": "one"})
 

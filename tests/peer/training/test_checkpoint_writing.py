@@ -13,12 +13,12 @@ import torch
 
 from equipoise.averaging.schema import Schema
 from equipoise.averaging.state import StateId
+from equipoise.peer.client.safetensors_io import ImageError
 from equipoise.peer.config import RESUME_ENV
 from equipoise.peer.training import checkpoint
 from equipoise.peer.training.checkpoint import BEST, NEW_BEST, Checkpoints, Keeper, Mode, keep_checkpoints
 from equipoise.peer.training.checkpoint_files import Subject, read_manifest, write_checkpoint
 from equipoise.peer.training.image import Image
-from equipoise.peer.training.safetensors_io import ImageError
 
 OWN = Subject("digits", {"model": "one"})
 

@@ -20,9 +20,9 @@ from equipoise.averaging.replication.messages import Answer, decode
 from equipoise.averaging.state import StateId
 from equipoise.peer import Refused
 from equipoise.peer.client.run import RunCore
+from equipoise.peer.client.safetensors_io import ImageError
 from equipoise.peer.training import Checkpoints, Federated
 from equipoise.peer.training.federated import Task, _returned
-from equipoise.peer.training.safetensors_io import ImageError
 from fakes.federated import (
     CURVATURES,
     Client,

@@ -12,9 +12,9 @@ import torch
 
 from equipoise.averaging.metrics import middles
 from equipoise.averaging.outcome import Outcome
+from equipoise.peer.client.safetensors_io import ImageError
 from equipoise.peer.training.history import REPLICATED_ROUNDS, Ending, History, Record, Until
 from equipoise.peer.training.image import SPARE_BYTES
-from equipoise.peer.training.safetensors_io import ImageError
 
 DIGEST = "ab" * 32
 

@@ -18,6 +18,7 @@ from equipoise.averaging.outcome import FetchOutcome
 from equipoise.averaging.outer import OuterStep, parse_outer
 from equipoise.averaging.replication.answers import Wish
 from equipoise.averaging.state import StateId
+from equipoise.peer.client.safetensors_io import DTYPES, MAX_HEADER_BYTES, ImageError, pack, unpack
 from equipoise.peer.training.downloads import Downloads
 from equipoise.peer.training.image import (
     ModelPart,
@@ -27,7 +28,6 @@ from equipoise.peer.training.image import (
     TrainingState,
     UserPart,
 )
-from equipoise.peer.training.safetensors_io import DTYPES, MAX_HEADER_BYTES, ImageError, pack, unpack
 from oracles.training import batch_of, loss_of, network
 
 ID = StateId(3, "a" * 64)

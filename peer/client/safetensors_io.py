@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -32,28 +32,37 @@ MAX_LENGTH = 2**48
 METADATA = "__metadata__"
 
 DTYPES: Mapping[str, torch.dtype] = {
+    "C128": torch.complex128,
+    "C64": torch.complex64,
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
     "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
     "I64": torch.int64,
     "I32": torch.int32,
     "I16": torch.int16,
     "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""The format's names of the dtypes of parameters, buffers and optimizers."""
+"""The format's names of dtypes; `C128` is ours."""
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
+_Float = Literal["C128", "C64", "F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"]
+Name = _Float | Literal["I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8", "BOOL"]
 Length = Annotated[int, msgspec.Meta(ge=0, le=MAX_LENGTH)]
 
 
 class Entry(msgspec.Struct, frozen=True):
     """A tensor's entry in a header."""
 
-    dtype: Literal["F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL"]
+    dtype: Name
     shape: Annotated[list[Length], msgspec.Meta(max_length=MAX_DIMENSIONS)]
     data_offsets: tuple[int, int]
 
@@ -67,8 +76,16 @@ class ImageError(EquipoiseError, ValueError):
     """A state cannot be written as an image, or an image cannot be loaded here; nothing was loaded."""
 
 
-def pack(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> torch.Tensor:
-    """Write tensors, on any device, as one safetensors file, u8 [bytes], on the CPU.
+def _allocate(size: int) -> torch.Tensor:
+    return torch.empty(size, dtype=torch.uint8, device="cpu")
+
+
+def pack(
+    tensors: Mapping[str, torch.Tensor],
+    metadata: Mapping[str, str],
+    room: Callable[[int], torch.Tensor] = _allocate,
+) -> torch.Tensor:
+    """Write tensors, on any device, as one safetensors file, u8 [bytes], on the CPU, where there is `room`.
 
     The bytes are the same for the same tensors and metadata, in whatever order they come.
 
@@ -78,7 +95,7 @@ def pack(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> to
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
     header, text, at = _header_of(ordered, metadata)
     head = bytearray(len(text).to_bytes(8, "little") + text)
-    image = torch.empty(len(head) + at, dtype=torch.uint8, device="cpu")
+    image = room(len(head) + at)
     image[: len(head)] = torch.frombuffer(head, dtype=torch.uint8)
     values = image[len(head) :]
     with torch.no_grad():
