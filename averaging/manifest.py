@@ -10,7 +10,7 @@ import hashlib
 import itertools
 import math
 import struct
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Protocol
 
 import msgspec
@@ -217,12 +217,19 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
     def before(self) -> StateId | None:
         """The state that the round's mean changes: of most contributions to a state or, without any, of most claims.
         None without claims."""
-        return _bound(self.members) or group_state(self.states.values())
+        return self._bound or group_state(self.states.values())
 
     @property
     def weights(self) -> tuple[float, ...]:
         """The weight of each member; 0 if its contribution was made for another state than `before`: it observes."""
-        return fitting(self.members)
+        bound = self._bound
+        fits = (bound in (None, join.state) or join.weight <= ATTENDANCE_LIMIT for join in self.members)
+        return tuple(join.weight if fit else 0.0 for join, fit in zip(self.members, fits, strict=True))
+
+    @property
+    def _bound(self) -> StateId | None:
+        """The state of most contributions. Claims of members that only attend do not count: they would cost nothing."""
+        return group_state(filter(None, (join.bound for join in self.members)))
 
     @property
     def twins(self) -> set[tuple[str, str]]:
@@ -294,24 +301,10 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
         return ""
 
 
-def fitting(joins: Sequence[Join]) -> tuple[float, ...]:
-    """The weights of these joins in one group; 0 where another state has more contributions."""
-    bound = _bound(joins)
-    fits = (bound in (None, join.state) or join.weight <= ATTENDANCE_LIMIT for join in joins)
-    return tuple(join.weight if fit else 0.0 for join, fit in zip(joins, fits, strict=True))
-
-
-def _bound(joins: Iterable[Join]) -> StateId | None:
-    """The state of most contributions. Claims of members that only attend do not count: they would cost nothing."""
-    return group_state(filter(None, (join.bound for join in joins)))
-
-
 def shortfall(joins: Sequence[Join], needs: Needs) -> str:
     """Return what these joins lack for a group whose round can succeed; empty if nothing."""
     quorum, least = needs.quorum, needs.least
-    # Elsewhere peers with different states must meet, to learn of each other's.
-    weights = fitting(joins) if least else [join.weight for join in joins]
-    contributors = contributing(weights, least).bit_count()
+    contributors = contributing([join.weight for join in joins], least).bit_count()
     if contributors < quorum:
         are, above = "is" if contributors == 1 else "are", f"of at least {least:g}" if least else "above 0"
         return f"expected at least {quorum} members with a weight {above}, there {are} {contributors}"

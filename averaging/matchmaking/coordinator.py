@@ -53,12 +53,16 @@ class _Closed(NamedTuple):
 
 
 class _Ended(NamedTuple):
-    """A round whose group closed: the state of most members, and the members that held it; others have another."""
+    """A round whose group closed: the state of most members, and the members that held it; others have another.
+
+    Contributions to the states `apart` were left over: the group was there for its own state.
+    """
 
     state: StateId | None
     peers: frozenset[str]
     at: float
     ok: bool = False
+    apart: frozenset[StateId | None] = frozenset()
 
 
 class Coordinator:
@@ -109,10 +113,11 @@ class Coordinator:
     def lateness(self, bound: StateId | None, round: int, now: float) -> float:
         """Seconds since a round's group closed, if a contribution bound to this state was made for it; else 0.
 
-        A peer may have its round's number wrong, so the number alone does not make a contribution late.
+        A peer may have its round's number wrong, so the number alone does not make a contribution late. The group may
+        have left it over for its state: the peer then attends, and learns the group's.
         """
         ended = self._ended.get(round)
-        return _ago(ended.at, now) if ended and bound is not None and bound == ended.state else 0.0
+        return _ago(ended.at, now) if ended and bound in {ended.state, *ended.apart} - {None} else 0.0
 
     def left_behind(self, join: Join, now: float) -> float:
         """Seconds since the group closed that has led others beyond the state of a parked contribution; 0 if none has.
@@ -390,6 +395,8 @@ class Coordinator:
             if peer != context.peer:
                 context.send(peer, formed)
         self.remember(formed, now, closing.began, closing.absent)
+        apart = frozenset(join.bound for join in closing.left_over if builder.is_stale(join))
+        self._ended[builder.round] = self._ended[builder.round]._replace(apart=apart)
         for join in closing.left_over:
             if join.peer != context.peer:
                 why = f"the group of round {join.round} has closed without it"

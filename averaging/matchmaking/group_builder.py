@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from equipoise.averaging.manifest import Join, fitting, shortfall
+from equipoise.averaging.manifest import Join, shortfall
 from equipoise.averaging.matchmaking.messages import Standing
 from equipoise.averaging.options import MAX_PARKED_GROUPS, Needs
 from equipoise.averaging.state import StateId, group_state
@@ -174,11 +174,11 @@ class GroupBuilder:
         before = self.parked.get(peer)
         if before is None and len(self.parked) >= MAX_PARKED_GROUPS * self._needs.group_size:
             return False
-        if not self.parked:
-            self._told_at = parked.arrived
-        counted, self.parked[peer] = peer in self.contributors, parked
-        if before is not None and counted == (peer in self.contributors):
+        if before is not None and self._counts(before.join) == self._counts(parked.join):
             parked.arrived = before.arrived  # Else a peer could delay the close by joining again and again.
+        elif not self.parked:
+            self._told_at = parked.arrived
+        self.parked[peer] = parked
         if self.opened is None:
             self.opened = parked.arrived
             self._invite_at = parked.arrived + INVITE_SECONDS
@@ -289,28 +289,25 @@ class GroupBuilder:
             return peer not in outlook.owed, peer not in outlook.group, parked.arrived
 
         order = sorted(self.parked.values(), key=place)
-        joins = [parked.join for parked in order]
+        joins = [parked.join for parked in order if not self.is_stale(parked.join)]
         chosen = joins[: self._needs.group_size]
         if not shortfall(chosen, self._needs):
             return chosen
         dialable = sorted((join for join in joins if join.dialable), key=lambda join: join.weight == 0)
         weighty = [join for join in joins if join.weight > 0]
-        counted = self.contributors
-        contributors = [join for join in weighty if join.peer in counted] or weighty
+        contributors = [join for join in weighty if self._counts(join)] or weighty
         first = {join.peer: join for join in [*dialable[:1], *contributors[: self._needs.quorum], *joins]}
         return list(first.values())[: self._needs.group_size]
 
     @property
     def contributors(self) -> tuple[str, ...]:
         """The parked peers whose contribution counts towards the quorum, in the order in which they came."""
-        least, joins = self._needs.least, [parked.join for parked in self.parked.values()]
-        weights = fitting(joins) if least else [join.weight for join in joins]
-        return tuple(peer for peer, weight in zip(self.parked, weights, strict=True) if 0 < weight >= least)
+        return tuple(peer for peer, parked in self.parked.items() if self._counts(parked.join))
 
     def quorum_at(self, quorum: int) -> float:
         """When as many peers were in that do not only attend; infinity if they are not."""
-        given = (self.parked[peer] for peer in self.contributors)
-        arrived = sorted(one.arrived for one in given if one.join.weight >= LEAST_CONTRIBUTION)
+        given = (one for one in self.parked.values() if one.join.weight >= LEAST_CONTRIBUTION)
+        arrived = sorted(one.arrived for one in given if self._counts(one.join))
         return arrived[quorum - 1] if len(arrived) >= quorum else float("inf")
 
     @property
@@ -336,3 +333,10 @@ class GroupBuilder:
             and one != group
             and group.epoch <= one.epoch <= (math.inf if settled else group.epoch)
         )
+
+    def is_stale(self, join: Join) -> bool:
+        """True if a contribution is to another state than the group's, in a run in which that counts never."""
+        return 0 < self._needs.least <= join.weight and join.state != self.state
+
+    def _counts(self, join: Join) -> bool:
+        return join.weight > 0 and join.weight >= self._needs.least and not self.is_stale(join)

@@ -365,7 +365,7 @@ class SimulatedRun:
         if found.before is not None:
             self._beyond[found.before] = going
         self._time.at(self._time.now + EXCHANGE_SECONDS, lambda: self._end(going, searches, found))
-        for join in closing.left_over:  # Those beyond the group.
+        for join in closing.left_over:  # Contributions to another state, and observers beyond the group.
             member = self.members[join.peer]
             assert member.search is not None, "it is parked"
             self._park(member, member.search, self._join(member, member.search.request))

@@ -367,24 +367,20 @@ def test_late_peers_form_no_round_of_a_state_that_the_others_have_left(left: boo
 
 @pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("epoch", [2, 4])
-def test_a_contribution_to_another_state_than_the_groups_makes_no_quorum_and_attends(
-    own: bool, epoch: int
-) -> None:
+def test_a_contribution_to_another_state_than_the_groups_is_late(own: bool, epoch: int) -> None:
     one, drawn, _ = roles(5, quorum=2, grace=5.0)
     stale = next(name for name in drawn if own == (name == one.context.peer))
     state = StateId(epoch, "a" * 64)
     one.handle(ready(1.0, state=state) if own else asks(stale, weight=1.0, state=state), 1.0)
-    first, second = [name for name in drawn if name != stale][:2]
-    joins(one, first, 1.0)
-    assert not groups(alive(one, drawn, 10.0, 1.0)), "one contribution to each of two states"
-    joins(one, second, 10.0)
-    actions = alive(one, drawn, 20.0, 10.0)
-    assert groups(actions) == [{first, second, stale}]
-    formed = sent(actions, wire.GroupFormed)[0][1].manifest
-    weights = dict(zip(formed.peers, formed.weights, strict=True))
-    assert weights.pop(stale) == 0.0
-    assert all(weights.values())
-    assert not sent(actions, wire.JoinRefused)
+    good = [name for name in drawn if name != stale][:2]
+    for name in good:
+        joins(one, name, 1.0)
+    actions = alive(one, drawn, 10.0, 1.0)
+    assert groups(actions) == [set(good)]
+    refused = [(peer, message.late > 0, message.group) for peer, message in sent(actions, wire.JoinRefused)]
+    assert refused == ([] if own else [(stale, True, ())])
+    # It attends the next round, and learns the state of the group.
+    assert sum(isinstance(action, events.Late) for action in actions) == own
 
 
 def after_a_round(ok: bool) -> tuple[Matchmaking, list[str], list[str]]:
