@@ -115,5 +115,5 @@ def read_residual(image: torch.Tensor) -> tuple[dict[str, torch.Tensor], StateId
     tensors, metadata = unpack(image)
     try:
         return tensors, _state.decode(metadata.get("state", ""))
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise ImageError(f"expected the id of its state, got {error}") from error

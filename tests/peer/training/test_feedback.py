@@ -13,10 +13,11 @@ from equipoise.averaging.aio.round_driver import ROUND_FRAME
 from equipoise.averaging.outcome import Outcome
 from equipoise.compression import parse_codec
 from equipoise.peer import Refused
+from equipoise.peer.client.safetensors_io import ImageError, pack
 from equipoise.peer.control.messages import Fetch
 from equipoise.peer.training import Checkpoints, DiLoCo, Gossip, SparseLoCo, member
 from equipoise.peer.training.checkpoint_files import RESIDUAL_FILE
-from equipoise.peer.training.feedback import Feedback
+from equipoise.peer.training.feedback import Feedback, read_residual
 from equipoise.peer.training.image import digest
 from fakes.trainers import adamw
 from fakes.world import World
@@ -306,3 +307,9 @@ def test_what_loses_most_values_is_refused_without_feedback() -> None:
 
     world = World("sparse")
     world.each(1, work)
+
+
+@pytest.mark.parametrize("state", ["", "[", '{"epoch":' + "[" * 100_000, '{"epoch":1}'])
+def test_a_residual_without_the_id_of_a_state_is_damaged(state: str) -> None:
+    with pytest.raises(ImageError, match="expected the id of its state"):
+        read_residual(pack({"w": torch.zeros(3)}, {"state": state}))
