@@ -94,8 +94,9 @@ def test_images_of_equal_states_are_equal_bytes_in_any_order() -> None:
     assert torch.equal(pack(tensors, {"x": "1", "y": "2"}), pack(turned, {"y": "2", "x": "1"}))
 
 
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-def test_the_library_reads_what_is_written_and_the_other_way_round(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("name", sorted(DTYPES.keys() - {"C128"}))
+def test_the_library_reads_what_is_written_and_the_other_way_round(name: str) -> None:
+    dtype = DTYPES[name]
     tensors = {
         "one": torch.arange(7).to(dtype),
         "none": torch.zeros(0, 3, dtype=dtype),
@@ -104,9 +105,7 @@ def test_the_library_reads_what_is_written_and_the_other_way_round(dtype: torch.
     ours, theirs = bytes(pack(tensors, {"k": "v"}).numpy()), save_safetensors(tensors, {"k": "v"})
     for found in (load_safetensors(ours), unpack(torch.frombuffer(bytearray(theirs), dtype=torch.uint8))[0]):
         assert found.keys() == tensors.keys()
-        assert all(
-            torch.equal(found[name], one) and found[name].dtype == dtype for name, one in tensors.items()
-        )
+        assert all(torch.equal(found[key], one) and found[key].dtype == dtype for key, one in tensors.items())
 
 
 def test_what_users_keep_survives() -> None:
