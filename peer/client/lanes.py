@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import os
 import weakref
 from collections.abc import Callable, Collection, Sequence
@@ -18,7 +19,7 @@ import torch
 
 from equipoise.averaging.layout import Layout
 from equipoise.averaging.partition import Part
-from equipoise.compression import Codec, kernels_for
+from equipoise.compression import Codec, CodecError, kernels_for
 from equipoise.compression.blockwise import clamped
 from equipoise.peer.shared_memory import Region
 
@@ -93,7 +94,7 @@ class Lane:
         """Encode the values of a part, f32 [n], to its places in the vector."""
         codec, codes = self._layout.codec_of(part), self._stored[self._place(part)]
         self._notes.append(codec.encode(values, codes))
-        self._squares += codec.squares(codes, part.size)  # The codes are still in the cache.
+        self._squares += _squares(codec, codes, part.size)  # The codes are still in the cache.
 
     def decode(self, part: Part, out: torch.Tensor) -> None:
         """Decode a part into `out`, f32 [n]."""
@@ -168,7 +169,7 @@ class DeviceLane(Lane):
         """See `Lane.squares`."""
         self.wait()
         return sum(
-            self._layout.codec_of(part).squares(self._stored[self._place(part)], part.size)
+            _squares(self._layout.codec_of(part), self._stored[self._place(part)], part.size)
             for part in self._encoded
         )
 
@@ -191,6 +192,17 @@ class DeviceLane(Lane):
     def _move(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Queue a copy over the link."""
         target.copy_(source, non_blocking=True)
+
+
+def _squares(codec: Codec, codes: memoryview, count: int) -> float:
+    """The sum of the squares of `count` values; infinite if something else writes to the codes meanwhile.
+
+    The round then finds out whether they are sound.
+    """
+    try:
+        return abs(codec.squares(codes, count))
+    except CodecError:
+        return math.inf
 
 
 def linked(tensor: torch.Tensor) -> torch.device | None:
