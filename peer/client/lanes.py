@@ -83,7 +83,7 @@ class Lane:
         return sum(note for note in self._notes if isinstance(note, int))
 
     def squares(self) -> float:
-        """The sum of the squares of the encoded values; waits for the encoding."""
+        """The sum of the squares of the encoded values, once the encoding has ended."""
         return self._squares
 
     def copy(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
@@ -167,7 +167,6 @@ class DeviceLane(Lane):
 
     def squares(self) -> float:
         """See `Lane.squares`."""
-        self.wait()
         return sum(
             _squares(self._layout.codec_of(part), self._stored[self._place(part)], part.size)
             for part in self._encoded
