@@ -26,6 +26,8 @@ pytestmark = [
 
 MAGNITUDES = [0.0, 1e-44, 1e-36, 2.0**-116, 1e-3, 1.0, 1e6, torch.finfo(torch.float32).max]
 SPECS = ["fp32", "fp16", "bf16", "int8", "int8:block=32", "int8:block=4096", "nf4"]
+ALL_SPECS = [*SPECS, "sparse:group=64", "sparse:group=32"]
+"""A mean of sparse contributions is those contributions, which no kernel reduces."""
 WEIGHTS = [1 / 3, 0.0, 2.0**-30]
 DEVICES = [f"cuda:{index}" for index in range(torch.cuda.device_count())] or ["cuda:0"]
 
@@ -60,7 +62,7 @@ def run(codec: Codec, values: torch.Tensor) -> tuple[int, list[bytes]]:
     return clamped, [bytes(host), *results]
 
 
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("spec", ALL_SPECS)
 @pytest.mark.parametrize("count", [0, 1, 1000, 300_001])
 def test_same_as_on_a_cpu(spec: str, count: int) -> None:
     for magnitude in MAGNITUDES:
@@ -69,7 +71,7 @@ def test_same_as_on_a_cpu(spec: str, count: int) -> None:
         assert run(parse_codec(spec), values.cuda()) == run(parse_codec(spec), values)
 
 
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("spec", ALL_SPECS)
 def test_names_the_first_value_that_is_not_finite(spec: str) -> None:
     values = torch.ones(1000, device="cuda")
     values[[517, 900]] = torch.nan
@@ -99,7 +101,7 @@ def test_reduces_to_the_same_as_on_a_cpu(spec: str, count: int, members: int) ->
     assert [reduced(codec, device, members, count) for device in DEVICES] == [expected] * len(DEVICES)
 
 
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("spec", ALL_SPECS)
 def test_a_device_that_is_not_the_current_one(spec: str) -> None:
     values = torch.randn(100_000, generator=torch.Generator().manual_seed(1))
     expected = run(parse_codec(spec), values)
@@ -109,7 +111,7 @@ def test_a_device_that_is_not_the_current_one(spec: str) -> None:
                 assert run(parse_codec(spec), values.to(device)) == expected
 
 
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("spec", ALL_SPECS)
 def test_a_side_stream_orders_its_kernels_with_its_copies(spec: str) -> None:
     codec, values = parse_codec(spec), torch.randn(4_000_000, generator=torch.Generator().manual_seed(2))
     expected = run(codec, values)

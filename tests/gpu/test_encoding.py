@@ -12,6 +12,7 @@ from equipoise.averaging.layout import Layout
 from equipoise.averaging.schema import Schema, SchemaError
 from equipoise.compression import kernels, parse_codec
 from equipoise.compression.choice import ENVIRONMENT, INTERPRETER
+from equipoise.peer.client import message_content
 from equipoise.peer.client.accumulate import Accumulator
 from equipoise.peer.client.encoding import LANE_VALUES, LARGE_VALUES, Encoder
 from equipoise.peer.client.lanes import DeviceLane, pin
@@ -23,7 +24,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-SPECS = ["fp32", "fp16", "bf16", "int8", "int8:block=4096", "nf4"]
+SPECS = ["fp32", "fp16", "bf16", "int8", "int8:block=4096", "nf4", "sparse:group=64", "sparse:group=32"]
 DEVICES = [f"cuda:{index}" for index in range(torch.cuda.device_count())] or ["cuda:0"]
 
 
@@ -100,6 +101,25 @@ def test_same_as_on_a_cpu(spec: str, devices: list[str], inference: bool, pinned
             region.mean[:] = bytes(len(region.mean))
     Encoder(layout).decode(region.contribution, theirs)
     assert all(torch.equal(back[name].cpu(), theirs[name]) for name in named)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_the_norm_is_that_of_a_cpu(spec: str) -> None:
+    """A GPU's sum has another order: the owner's check gives that much leeway."""
+    layout = Layout(Schema.of(tensors()), parse_codec(spec))
+    out = memoryview(bytearray(layout.encoded_size))
+    norms = [Encoder(layout).encode(named, out).norm for named in (tensors(), moved(tensors(), DEVICES))]
+    assert norms[1] == pytest.approx(norms[0], rel=1e-4)
+
+
+@pytest.mark.parametrize("spec", ["raw", "int8", "nf4", "bf16"])
+def test_a_message_holds_the_bytes_of_a_cpu(spec: str) -> None:
+    named = tensors()
+    contents = [
+        message_content.encode(one, {"step": 1}, spec, lambda size: torch.empty(size, dtype=torch.uint8))
+        for one in (named, moved(named, DEVICES))
+    ]
+    assert contents[0].equal(contents[1])
 
 
 @pytest.mark.parametrize("spec", ["fp32", "int8"])

@@ -13,7 +13,7 @@ from contracts.run import together
 from e2e.fleet import Fleet, normal
 from e2e.swarm import DaemonProcess, Swarm
 from equipoise.peer import connect
-from equipoise.peer.training import DiLoCo
+from equipoise.peer.training import DiLoCo, SparseLoCo
 from oracles.training import Batch, batch_of, loss_of, network
 
 pytestmark = [
@@ -24,14 +24,14 @@ pytestmark = [
 OUTER_STEPS = 20
 
 
-def trained(home: Path, index: int, device: str) -> str:
+def trained(home: Path, index: int, device: str, codec: str) -> str:
     """The SHA-256 of the parameters that a peer ends with."""
     model = network(64).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     with (
         connect(home) as peer,
-        peer.join("mixed", model, codec="int8") as run,
-        DiLoCo(run, every=5, wait_for=1) as group,
+        peer.join("mixed", model, codec=codec) as run,
+        (SparseLoCo if codec == "sparse" else DiLoCo)(run, every=5, wait_for=1) as group,
     ):
         number = 0
         while group.epoch < OUTER_STEPS:
@@ -44,10 +44,13 @@ def trained(home: Path, index: int, device: str) -> str:
     return hashlib.sha256(b"".join(values)).hexdigest()
 
 
-def test_both_end_with_the_same_parameters(swarm: Swarm) -> None:
+@pytest.mark.parametrize("codec", ["int8", "nf4", "sparse"])
+def test_both_end_with_the_same_parameters(swarm: Swarm, codec: str) -> None:
     homes = [daemon.home for daemon in swarm.daemons(2, args=["--listen", "/ip4/127.0.0.1/tcp/0"])]
     devices = ("cuda", "cpu")
-    ends = together(*(lambda index=index: trained(homes[index], index, devices[index]) for index in (0, 1)))
+    ends = together(
+        *(lambda index=index: trained(homes[index], index, devices[index], codec) for index in (0, 1))
+    )
     assert ends[0] == ends[1]
 
 
