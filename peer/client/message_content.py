@@ -89,7 +89,7 @@ def decode(content: torch.Tensor) -> tuple[dict[str, torch.Tensor], dict[str, An
 
 
 def _encoded(spec: str, tensor: torch.Tensor) -> torch.Tensor:
-    codec, values = parse_codec(spec), tensor.reshape(-1).to(torch.float32).contiguous()
+    codec, values = parse_codec(spec), tensor.resolve_neg().reshape(-1).to(torch.float32).contiguous()
     if codec.needs_feedback:
         raise CodecError(f"codec {codec.spec} leaves most values out: send them raw, or by another codec")
     payload = torch.empty(codec.encoded_size(values.numel()), dtype=torch.uint8, device="cpu")

@@ -36,6 +36,13 @@ def test_a_codec_is_for_floating_point_values_and_keeps_dtypes_and_shapes() -> N
     assert torch.allclose(got["double"], tensors["double"], atol=0.01)
 
 
+@pytest.mark.parametrize("codec", ["raw", "fp32", "int8"])
+def test_a_negated_view_is_sent_as_its_values(codec: str) -> None:
+    values = torch.linspace(-1, 1, 24)
+    got, _ = decode(encode({"x": torch._neg_view(values)}, {}, codec, room))
+    assert torch.allclose(got["x"], -values, atol=0.01)
+
+
 def test_values_that_are_not_finite_travel_raw_alone() -> None:
     tensors = {"x": torch.tensor([1.0, float("nan"), float("inf")])}
     got, _ = decode(encode(tensors, {}, "raw", room))
