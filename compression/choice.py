@@ -165,7 +165,7 @@ def _tensors_agree(kernels: TensorKernels, device: torch.device) -> bool:
 def _rows() -> NDArray[np.float32]:
     """Values of many magnitudes; of one, so that all count in a sum; half-way between two of bf16, or two codes.
 
-    Of nf4 these are thresholds.
+    Of nf4 these are thresholds. Behind the last whole block values cancel out, so that whatever else is added shows.
     """
     even = np.linspace(-1.9, 1.7, _COUNT, dtype=np.float32)
     exponents = np.minimum(np.arange(_COUNT) // max(_BLOCKS) * 4 - 140, 127).astype(np.float32)
@@ -174,7 +174,11 @@ def _rows() -> NDArray[np.float32]:
     codes[:: min(_BLOCKS)] = LEVELS
     for number, threshold in enumerate(THRESHOLDS):
         codes[number + 1 :: NF4.block] = threshold * np.float32(LEVELS)
-    return np.stack([even * np.exp2(exponents), even, -np.roll(even, 3), halves.view(np.float32), codes])
+    rows = np.stack([even * np.exp2(exponents), even, -np.roll(even, 3), halves.view(np.float32), codes])
+    short = _COUNT % max(_BLOCKS)
+    rows[:, -short:] = np.roll(even[-short:], 1)
+    rows[::2, -short:] *= -1
+    return rows
 
 
 def _expected(math: ArrayMath, size: int) -> bytes:

@@ -41,6 +41,7 @@ _MIN_BITS = tl.constexpr(nf4.MIN_BITS)
 _MAX_WORD = tl.constexpr(nf4.MAX_WORD)
 _INFINITY = tl.constexpr(nf4.INFINITY)
 _THRESHOLDS = tl.constexpr(tuple(nf4.THRESHOLDS.tolist()))
+_ZEROS_NF4 = tl.constexpr(0x77)
 _LEVELS_NF4 = tl.constexpr(tuple(nf4.LEVELS.tolist()))
 
 _THRESHOLDS_64 = tl.constexpr(sparse.THRESHOLDS[64])
@@ -193,9 +194,10 @@ def _load(scales, codes, left, BLOCK: tl.constexpr, PER_BYTE: tl.constexpr, ROWS
     `scales` and `codes` are two views of the payload: each block begins with its scale.
     """
     of_scales, scaled, of_codes, inside = _bytes(left, BLOCK, PER_BYTE, ROWS)
+    # The codes behind a short block decode to 0: they must not count in the scale of a mean.
     scale, code = (
         tl.load(scales + of_scales, mask=scaled, other=0),
-        tl.load(codes + of_codes, mask=inside, other=0),
+        tl.load(codes + of_codes, mask=inside, other=_ZEROS_NF4 if PER_BYTE == 2 else 0),
     )
     if PER_BYTE == 1:
         return code.to(tl.float32) * scale[:, None]

@@ -93,7 +93,8 @@ def digests() -> dict[str, str]:
                 case = f"{codec.spec}, {count} of {magnitude:.3g}"
                 found[f"encode {case}"] = digest(payload, clamped)
                 found[f"decode {case}"] = digest(out)
-        rows = [values_of(4500, 10.0 ** (index % 5 - 2), index) for index in range(MEMBERS)]
+        # Neighbours have opposite signs: what no value holds adds up, and shows beside sums that cancel out.
+        rows = [values_of(4500, (-1) ** index * 10.0 ** (index % 5 - 2), index) for index in range(MEMBERS)]
         payloads = [encoded(codec, row)[0] for row in rows]
         for members in range(1, MEMBERS + 1):
             found[f"reduce {codec.spec}, {members} members"] = reduced(codec, payloads[:members], 4500)
