@@ -126,7 +126,7 @@ class DeviceLane(Lane):
         self.device = device
         self._enter(aside)
         self._host = torch.frombuffer(stored, dtype=torch.uint8)
-        self._encoded: list[Part] = []
+        self._norms: list[torch.Tensor] = []
         super().__init__(layout, stored, parts, dense, shares)
 
     def _enter(self, aside: bool) -> None:
@@ -166,19 +166,19 @@ class DeviceLane(Lane):
         return None if noted is None or reported is None else noted + reported
 
     def squares(self) -> float:
-        """See `Lane.squares`."""
-        return sum(
-            _squares(self._layout.codec_of(part), self._stored[self._place(part)], part.size)
-            for part in self._encoded
-        )
+        """See `Lane.squares`; there is one read from the device."""
+        with self._current():
+            return float(torch.stack(self._norms).square().sum()) if self._norms else 0.0
 
     def encode(self, part: Part, values: torch.Tensor) -> None:
         """See `Lane.encode`; what is not finite shows in `clamped`."""
         host = self._host[self._place(part)]
-        codes = self._codes[: host.numel()]
-        self._notes.append(self._layout.codec_of(part).begin_encode(values, codes))
+        codec, codes = self._layout.codec_of(part), self._codes[: host.numel()]
+        decoded = torch.empty_like(values)
+        self._notes.append(codec.begin_encode(values, codes))
         self._move(host, codes)
-        self._encoded.append(part)
+        codec.begin_decode(codes, decoded)
+        self._norms.append(torch.linalg.vector_norm(decoded, dtype=torch.float64))
 
     def decode(self, part: Part, out: torch.Tensor) -> None:
         """See `Lane.decode`; codes that no encoder writes are not told."""
