@@ -325,6 +325,7 @@ class SimulatedRun:
             signature=b"",
             fit=request.metrics,
             evaluation=request.evaluation,
+            norm=request.norm,
         ).signed(_sign)
 
     def _gather(self) -> GroupBuilder:

@@ -35,11 +35,19 @@ def test_the_mean_is_exact_and_all_peers_get_the_same_bytes() -> None:
     assert ended[0][0].seconds["matchmaking"] == pytest.approx(0.42)
 
 
-@pytest.mark.parametrize(("rule", "expected"), [("median", 2.5), ("trimmed:beta=0.34", 2.5), ("mean", 26.5)])
-def test_the_rule_is_the_runs(rule: str, expected: float) -> None:
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"rule": "median"}, 2.5),
+        ({"rule": "trimmed:beta=0.34"}, 2.5),
+        ({"rule": "mean", "norms": "any"}, 26.5),
+        ({"rule": "mean"}, 6.5),  # The last counts as 20: ten times the lower median.
+    ],
+)
+def test_the_rule_and_the_cap_are_the_runs(options: dict[str, str], expected: float) -> None:
     def work(peer: SimulatedPeer, index: int) -> float:
         tensor = torch.full((300,), [1.0, 2.0, 3.0, 100.0][index])
-        assert peer.join("rule", [tensor], rule=rule).average().ok
+        assert peer.join("rule", [tensor], **options).average().ok
         return float(tensor.mean())
 
     assert simulate(work, 4, codec="fp32") == pytest.approx([expected] * 4)
