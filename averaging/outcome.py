@@ -61,6 +61,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
             not the mean.
         medians: The lower and the upper median of each number, whatever the reports weigh: of the evaluations, or of
             the training where no evaluation has it; equal on all ok members.
+        reports: PeerID -> metrics of its training, and scores of its state, of the members that only attend: none of
+            their metrics is in an average. Equal on all ok members.
         late: Seconds by which this peer's contribution came too late for the round that it was made for. The group has
             closed without it, so it counts nowhere. 0 if it was not late. A coordinator says so or, in a federated run,
             the donors of the round's mean, if this peer downloads the mean first.
@@ -94,6 +96,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     metrics: dict[str, float] = {}
     evaluation: dict[str, float] = {}
     medians: dict[str, tuple[float, float]] = {}
+    reports: dict[str, tuple[dict[str, float], dict[str, float]]] = {}
     late: float = 0.0
     in_doubt: bool = False
     waits: dict[str, tuple[str, float]] = {}

@@ -31,14 +31,14 @@ class Scored(msgspec.Struct, frozen=True):
         state: The optimizer steps behind its weights, and the BLAKE3 of their image.
         score: Its score; more is better.
         values: Its hyperparameters by name, as numbers; of a `Choice`, the place of the option.
-        parent: PeerID of the member that it has copied last; empty for none.
+        parent: PeerID of the member that it has copied last, as far as that is known; None without one.
     """
 
     peer: PeerName
     state: StateId
     score: Finite
     values: Values
-    parent: PeerName = ""
+    parent: PeerName | None = None
 
 
 class Space(ABC):
@@ -93,12 +93,12 @@ class Log(Space):
 
 
 class Choice(Space):
-    """One of several values of any kind, in an order: to perturb it moves it by one place at most."""
+    """One of several numbers or texts, in an order: to perturb it moves it by one place at most."""
 
     def __init__(self, *options: Any) -> None:
-        """Raises ValueError for fewer than two options."""
-        if len(options) < 2:
-            raise ValueError(f"expected at least two options, got {options!r}")
+        """Raises ValueError unless they are two or more numbers or texts."""
+        if len(options) < 2 or not all(isinstance(one, int | float | str) for one in options):
+            raise ValueError(f"expected at least two options, numbers or texts, got {options!r}")
         super().__init__(0, len(options) - 1)
         self.options = options
 

@@ -11,6 +11,7 @@ import argparse
 import base64
 import functools
 import hashlib
+import json
 import logging
 import operator
 import random
@@ -57,7 +58,7 @@ from equipoise.peer.control import messages as control
 from equipoise.peer.control.socket import FrameDecoder
 from equipoise.peer.daemon.history import ROUNDS_FILE, read_history
 from equipoise.peer.errors import ControlError, EquipoiseError
-from equipoise.peer.training import checkpoint_files, history
+from equipoise.peer.training import checkpoint_files, history, population
 from equipoise.peer.training.feedback import read_residual
 from equipoise.peer.training.image import ModelPart, OptimizerPart, TrainingState
 
@@ -502,6 +503,12 @@ PARSERS = {
         lambda data: history.History._decoded({"records": _tensor(data)}),
         (ImageError,),
         of(list[history.Agreed]),
+    ),
+    "member": Parser(
+        "peer.training.population",
+        lambda data: msgspec.convert(json.loads(data), population.Note),
+        (ValueError, msgspec.MsgspecError, RecursionError),
+        of(population.Note, _json),
     ),
     "checkpoint": Parser(
         "peer.training.checkpoint_files",

@@ -162,6 +162,8 @@ def mean_outcome(
     missing = group.contributors & ~mean.contributors
     counted = {peer: weights[member] for member, peer in peers.items()}
     metrics, evaluation, medians = metrics_of(spec, manifest, counted)
+    attending = [join for join in manifest.members if 0 < counted.get(join.peer, 0) <= ATTENDANCE_LIMIT]
+    told = ((one.peer, one.fit, one.evaluation.values if one.evaluation else {}) for one in attending)
     outcome = msgspec.structs.replace(
         failed_outcome(spec, manifest, ""),
         ok=True,
@@ -173,6 +175,7 @@ def mean_outcome(
         metrics=metrics,
         evaluation=evaluation,
         medians=medians,
+        reports={peer: (fit, scores) for peer, fit, scores in told if fit or scores},
     )
     return msgspec.structs.replace(outcome, reason=f"{how}{outcome.tally}{outcome.caps}")
 

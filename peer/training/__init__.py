@@ -1,7 +1,8 @@
 """Training together: any torch optimizer by the whole swarm's batches, or local steps with an exchange now and then.
 
 `Run.optimizer` makes a `SwarmOptimizer`. `LocalSGD`, `DiLoCo` and `Gossip` are context managers around your own loop.
-`Federated` calls your functions, round by round. These are not imported with this package:
+`Federated` calls your functions, round by round. `Population` has peers copy the best of them. These are not imported
+with this package:
 
     from equipoise.peer.training.adapters.huggingface import SwarmCallback  # for transformers' Trainer
     from equipoise.peer.training.adapters.lightning import SwarmCallback  # for Lightning's Trainer
@@ -11,6 +12,7 @@
 """
 
 from equipoise.averaging.outer import Average, Nesterov
+from equipoise.averaging.population import Choice, Log, Uniform
 from equipoise.averaging.state import StateId
 from equipoise.peer.client.safetensors_io import ImageError
 from equipoise.peer.training.checkpoint import Checkpoints
@@ -23,12 +25,14 @@ from equipoise.peer.training.image import Stateful
 from equipoise.peer.training.local import DiLoCo, LocalSGD, SparseLoCo
 from equipoise.peer.training.optimizer import SwarmOptimizer
 from equipoise.peer.training.options import FederatedOptions, LocalOptions, Options
+from equipoise.peer.training.population import Population
 from equipoise.peer.training.shares import Shares
 
 __all__ = [
     "Average",
     "CheckpointError",
     "Checkpoints",
+    "Choice",
     "DiLoCo",
     "Federated",
     "FederatedOptions",
@@ -37,8 +41,10 @@ __all__ = [
     "ImageError",
     "LocalOptions",
     "LocalSGD",
+    "Log",
     "Nesterov",
     "Options",
+    "Population",
     "Record",
     "Shares",
     "SparseLoCo",
@@ -47,4 +53,5 @@ __all__ = [
     "SwarmOptimizer",
     "SwarmState",
     "Task",
+    "Uniform",
 ]
