@@ -1,20 +1,17 @@
-"""What a private swarm costs beside an open one, and what strangers cost a private one.
+"""What a private swarm costs beside an open one.
 
     .venv/bin/python scripts/bench_private.py --peers 2 4
-    .venv/bin/python scripts/bench_private.py --flood 1000
 
 Daemons of both swarms run at once and take turns, round by round and start by start, so that the machine's other work
-falls on both alike. With `--flood`, 16 PeerIDs present bad tokens to the daemons of two peers that go on with rounds.
+falls on both alike.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import statistics
 import tempfile
-import threading
 import time
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
@@ -26,18 +23,13 @@ import torch
 from bench_daemons import START_SECONDS, start_daemons
 from bench_start import cost
 
-from equipoise.dht.admission import Invitation, Link, public_half
-from equipoise.dht.gate import PRESENT
+from equipoise.dht.admission import Link
 from equipoise.dht.membership import Membership
-from equipoise.dht.options import SwarmOptions
-from equipoise.dht.swarm import Swarm
 from equipoise.peer import connect
 from equipoise.peer.demo.swarm import Family
 
 NAME = "bench"
-SEED, OTHER = bytes([5]) * 32, bytes([6]) * 32
-ATTACKERS = 16
-FLOOD_SECONDS = 10.0
+SEED = bytes([5]) * 32
 
 
 def join(homes: list[Path]) -> None:
@@ -59,7 +51,7 @@ class Fleet:
             join(self.homes)
         self._stack = contextlib.ExitStack()
         family = self._stack.enter_context(Family(folder))
-        self.address = start_daemons(family, self.homes)
+        start_daemons(family, self.homes)
         self.clients = [self._stack.enter_context(connect(home)) for home in self.homes]
         self.runs = [client.join("bench", {"w": torch.ones(values)}, codec="fp32") for client in self.clients]
         self._pool = self._stack.enter_context(ThreadPoolExecutor(count))
@@ -123,80 +115,14 @@ def starts(times: int, folder: Path) -> None:
         )
 
 
-async def attack(folder: Path, address: str, rate: float, seconds: float) -> int:
-    """Present bad tokens of 16 PeerIDs; return how many were answered."""
-    target, key = (
-        address.rpartition("/")[2],
-        Membership.load(folder / "private0", NAME, time.time()).invitation.swarm,
-    )
-    bad = Invitation("x", public_half(OTHER), (), OTHER).invite(SEED, Link(bytes(32), "trainer", 2**32 - 1))
-    answered = 0
-
-    async def flood(swarm: Swarm) -> None:
-        nonlocal answered
-        token, until = bad.token(swarm.peer, 0.0).encode(), time.monotonic() + seconds
-        name, following = swarm.gate.scoped(PRESENT), time.monotonic()
-        while time.monotonic() < until:
-            with contextlib.suppress(ConnectionError):
-                await swarm._dialer.reach(target)
-                await swarm._link._call(target, name, token, 3.0)
-                answered += 1
-            following += ATTACKERS / rate
-            await asyncio.sleep(max(0.0, following - time.monotonic()))
-
-    swarms = [
-        Swarm(folder / f"attacker{n}", SwarmOptions(listen=("/ip4/127.0.0.1/tcp/0",)))
-        for n in range(ATTACKERS)
-    ]
-    try:
-        for swarm in swarms:
-            await swarm.start()
-            swarm.gate.swarm = key
-            swarm._dialer.learn(target, [address])
-        await asyncio.gather(*map(flood, swarms))
-    finally:
-        for swarm in swarms:
-            await swarm.stop()
-    return answered
-
-
-def flooded(rate: float, folder: Path) -> None:
-    """Print rounds a second of a private swarm and its daemons' share of a core, before and during a flood."""
-    with Fleet(folder, 2, 1000, True) as fleet:
-        answered: list[int] = []
-        attacker = threading.Thread(
-            target=lambda: answered.append(
-                asyncio.run(attack(folder, fleet.address, rate, FLOOD_SECONDS + 30))
-            )
-        )
-        for name in ("before", "during"):
-            if name == "during":
-                attacker.start()
-                time.sleep(20.0)  # The attackers start their p2pds.
-            began, used, good = time.monotonic(), fleet.cpu(), 0
-            while time.monotonic() < began + FLOOD_SECONDS:
-                good += all(outcome.ok for outcome in fleet.round())
-                time.sleep(0.05)
-            took, after = time.monotonic() - began, fleet.cpu()
-            shares = [(end - start) / took for start, end in zip(used, after, strict=True)]
-            print(
-                f"{name}: {good / took:.1f} rounds a second; daemons {shares[0]:.1%}, p2pds {shares[1]:.1%} of a core"
-            )
-        attacker.join()
-        print(f"{answered[0]} presentations answered, {answered[0] / (FLOOD_SECONDS + 30):.0f} a second")
-
-
 def main() -> None:
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("--peers", type=int, nargs="*", default=[2, 4], help="(%(default)s)")
     flags.add_argument("--values", type=int, nargs="*", default=[1000, 2**20], help="(%(default)s)")
     flags.add_argument("--rounds", type=int, default=60, help="(%(default)s)")
     flags.add_argument("--starts", type=int, default=5, help="(%(default)s)")
-    flags.add_argument("--flood", type=float, default=0.0, help="presentations a second, instead of the rest")
     given = flags.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        if given.flood:
-            return flooded(given.flood, Path(folder))
         starts(given.starts, Path(folder))
         for count in given.peers:
             for values in given.values:
