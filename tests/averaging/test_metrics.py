@@ -12,10 +12,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from equipoise.averaging.aio.round_driver import metrics_of
+from equipoise.averaging.aio.round_driver import group_of, mean_outcome, metrics_of
 from equipoise.averaging.manifest import Join, Manifest
 from equipoise.averaging.metrics import MAX_AVERAGES, Report, averaged, report_of, values_of
 from equipoise.averaging.options import RunOptions
+from equipoise.averaging.replication.update import EncodedMean
 from equipoise.averaging.schema import Schema
 from equipoise.averaging.spec import RunSpec
 from equipoise.averaging.state import StateId
@@ -170,3 +171,13 @@ def test_where_the_rule_is_not_the_mean_both_are_medians() -> None:
     counted = {"a": 1.0, "b": 100.0, "c": 1.0}
     assert metrics_of(spec, group, counted)[:2] == ({"loss": 2.0}, {"accuracy": 2.0})
     assert metrics_of(SPEC, group, counted)[0] == {"loss": 251 / 102}
+
+
+def test_members_that_only_attend_are_reported_one_by_one() -> None:
+    light, scores = {"weight": ATTENDANCE_LIMIT, "fit": {"lr": 0.1}}, Report(0.0, {"score": 3.0})
+    group = manifest_of(a={"fit": {"loss": 1.0}}, b={**light, "evaluation": scores}, lost=light, y=light)
+    contributors = sum(1 << group.peers.index(peer) for peer in ("a", "b", "y"))
+    mean = EncodedMean(group, contributors, ())
+    outcome = mean_outcome(SPEC, group_of(SPEC, group), mean, bytes(32))
+    assert outcome.reports == {"b": ({"lr": 0.1}, {"score": 3.0}), "y": ({"lr": 0.1}, {})}
+    assert (outcome.metrics, outcome.evaluation) == ({"loss": 1.0}, {}), "in no average"
