@@ -87,7 +87,7 @@ class Messenger:
         self._loop = asyncio.get_running_loop()
         self._outgoing: dict[str, _Outgoing] = {}
         self._inbox = receiver.Receiver(mailbox)
-        self._receiving = Driver(self._inbox, self._receive)
+        self._receiving = Driver(self._inbox, self._receive, receiver.Woke)
         self._growing: dict[str, Memory] = {}
         self._arrived: dict[str, deque[tuple[str, bytes, Part, Memory]]] = {}
         self._ended: list[sender.Notice] = []

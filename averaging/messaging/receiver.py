@@ -4,13 +4,14 @@
 unknown --Opened--> idle --PartBegan, room--> growing --PartTaken, the last--> held --Took--> read
                      |  ^                        |
                  no room |                       +-- Opened again, PeerLost --> idle: what came of it is dropped
-                     v  |
+                     v  |                        +-- others wait, and too little comes --> idle, to send it anew
                     waiting, in line with other senders --Took of others--> growing, granted by a receipt
 ```
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 
 import msgspec
@@ -27,6 +28,12 @@ from equipoise.averaging.messaging.messages import (
 
 MAX_SENDERS = 1024
 """Most senders that are remembered; a run has few that live. The one that opened first is forgotten first."""
+
+STALL_SECONDS = 60.0
+"""Longest time that a message with room does not grow while others wait for room. Rounds go before messages on a link."""
+
+LEAST_RATE = 32 * 1024
+"""Bytes a second: each that comes moves that time on by as much, so that nobody holds room by single bytes."""
 
 
 class Past(msgspec.Struct, frozen=True):
@@ -82,6 +89,10 @@ class PeerLost(msgspec.Struct, frozen=True):
     peer: str
 
 
+class Woke(msgspec.Struct, frozen=True):
+    """The deadline has come."""
+
+
 class Tell(msgspec.Struct, frozen=True):
     """Send the peer a receipt."""
 
@@ -102,7 +113,7 @@ class Discard(msgspec.Struct, frozen=True):
     peer: str
 
 
-ReceiverEvent = Opened | PartBegan | PartTaken | Took | PeerLost
+ReceiverEvent = Opened | PartBegan | PartTaken | Took | PeerLost | Woke
 ReceiverAction = Tell | Deliver | Discard
 
 
@@ -115,13 +126,12 @@ class _Source:
         self.seen, self.missing = seen, set(missing)
         self.growing: Part | None = None
         self.filled = 0
+        self.until = math.inf
         self.wanted: Part | None = None
 
 
 class Receiver:
     """The messages to one script."""
-
-    deadline = float("inf")
 
     def __init__(self, mailbox: Mailbox) -> None:
         self._script = mailbox.script
@@ -129,9 +139,17 @@ class Receiver:
         self._held: dict[tuple[str, bytes, int], int] = {}
         self._line: deque[str] = deque()
         self._turn = 0
+        self._now = 0.0
+
+    @property
+    def deadline(self) -> float:
+        """When the first message is to have grown; infinite while there is room for all."""
+        ends = [source.until for source in self._sources.values() if source.growing is not None]
+        return min(ends, default=math.inf) if self._line else math.inf
 
     def handle(self, event: ReceiverEvent, now: float) -> list[ReceiverAction]:
         """Take in an event; return what is to be done."""
+        self._now = now
         match event:
             case Opened(peer, sender):
                 return self._on_opened(peer, sender)
@@ -144,6 +162,8 @@ class Receiver:
                 return [Tell(peer) for peer in dict.fromkeys([peer, *self._grant()]) if peer in self._sources]
             case PeerLost(peer):
                 return self._on_lost(peer)
+            case Woke():
+                return self._on_woke()
 
     def expects(self, peer: str, part: Part) -> bool:
         """True if the body of this part goes on with the message that is growing."""
@@ -205,6 +225,17 @@ class Receiver:
             actions.append(Tell(peer))
         return [*actions, *map(Tell, self._grant())]
 
+    def _on_woke(self) -> list[ReceiverAction]:
+        """Take room back from senders that do not use it, if others wait."""
+        if self._now < self.deadline:
+            return []
+        actions: list[ReceiverAction] = []
+        for peer, source in self._sources.items():
+            if source.growing is not None and self._now >= source.until:
+                self._next_turn(source)
+                actions += [*self._reset(peer), Tell(peer)]
+        return [*actions, *map(Tell, self._grant())]
+
     def _on_part(self, peer: str, part: Part, bare: bool) -> list[ReceiverAction]:
         source = self._sources.get(peer)
         if (
@@ -231,6 +262,7 @@ class Receiver:
             return []
         source = self._sources[peer]
         source.filled += length
+        source.until = min(self._now + STALL_SECONDS, source.until + length / LEAST_RATE)
         if source.filled < part.size:
             return []
         whole, source.growing = source.growing, None
@@ -268,5 +300,6 @@ class Receiver:
             if count > MAX_WAITING or size > MAX_WAITING_BYTES:
                 break
             source.growing, source.wanted, source.filled = source.wanted, None, 0
+            source.until = self._now + STALL_SECONDS
             granted.append(self._line.popleft())
         return granted

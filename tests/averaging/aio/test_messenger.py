@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from equipoise.averaging.aio import messenger as module
 from equipoise.averaging.aio.messenger import MESSAGE_FRAME, PART_BYTES, Messenger
 from equipoise.averaging.aio.round_driver import ROUND_FRAME
-from equipoise.averaging.messaging import messages
+from equipoise.averaging.messaging import messages, receiver
 from equipoise.averaging.messaging.receiver import Mailbox
 from equipoise.averaging.messaging.sender import Added
 from equipoise.averaging.options import RunOptions
@@ -18,6 +19,7 @@ from equipoise.averaging.ports import FrameRefused
 from equipoise.averaging.schema import Schema
 from equipoise.averaging.spec import RunSpec
 from fakes.cluster import Cluster, company, until
+from fakes.hostile import Frame, run_at_once
 from fakes.vectors import averaged
 
 RUN = "run"
@@ -131,3 +133,34 @@ async def test_parts_that_nobody_asked_for_take_no_memory(cluster: Cluster) -> N
         a.place("x", messages.Part(RUN, b"x" * 8, 1, 1, "t", 10, 8), 3)
     with pytest.raises(FrameRefused, match="expected a body only within a message"):
         a.place("x", messages.Open(RUN, b"x" * 8), 3)
+
+
+def test_a_peer_that_falls_silent_with_room_holds_others_up_for_a_minute(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "PART_BYTES", 400)
+    monkeypatch.setattr(receiver, "MAX_WAITING_BYTES", 1000)
+    parts = 0
+
+    def first_part_alone(to: str, header: bytes, body: bytes) -> list[Frame]:
+        nonlocal parts
+        parts += bool(body)
+        return [] if body and 2 <= parts <= 3 else [(header, body)]
+
+    async def act() -> None:
+        cluster, clock = Cluster(), asyncio.get_running_loop().time
+        cluster.taps["m"] = first_part_alone
+        for name in "abm":
+            cluster.host(name)
+        a, b, m = await exchange(cluster, *"abm")
+        m.send("a", "t", memoryview(b"m" * 900), Added(1))
+        await until(lambda: parts == 3)
+        b.send("a", "t", memoryview(b"b" * 500), Added(1))
+        began = clock()
+        got = await a.receive("t", 2 * receiver.STALL_SECONDS)
+        assert got is not None
+        assert (got.peer, clock() - began <= receiver.STALL_SECONDS + 1) == ("b", True)
+        assert await read(a) == b"m" * 900, "it was sent anew"
+        await cluster.stop()
+
+    assert run_at_once(act()) == []

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 from equipoise.averaging.messaging.messages import MAX_WAITING, MAX_WAITING_BYTES, Part
 from equipoise.averaging.messaging.receiver import (
+    LEAST_RATE,
     MAX_SENDERS,
+    STALL_SECONDS,
     Deliver,
+    Discard,
     Mailbox,
     Opened,
     PartBegan,
@@ -14,6 +19,7 @@ from equipoise.averaging.messaging.receiver import (
     PeerLost,
     Receiver,
     Tell,
+    Woke,
 )
 
 A = b"a" * 8
@@ -61,6 +67,42 @@ def test_room_is_kept_for_nobody_that_is_gone() -> None:
     assert [action for action in actions if isinstance(action, Tell)] == [Tell("a"), Tell("b"), Tell("c")]
     assert receiver.receipt("run", "a").turn == 0
     assert receiver.receipt("run", "b").granted == 1
+
+
+def test_a_message_that_does_not_grow_gives_its_room_to_those_that_wait() -> None:
+    receiver = opened("silent", "b")
+    receiver.handle(PartBegan("silent", part(receiver, 1, MAX_WAITING_BYTES, peer="silent"), True), 5.0)
+    assert receiver.deadline == math.inf, "nobody waits"
+    receiver.handle(PartBegan("b", part(receiver, 1, 7, peer="b"), True), 20.0)
+    assert receiver.deadline == 5.0 + STALL_SECONDS
+    assert receiver.handle(Woke(), receiver.deadline - 1) == []
+    turn = receiver.receipt("run", "silent").turn
+    late = part(receiver, 1, MAX_WAITING_BYTES, peer="silent")
+    told = receiver.handle(Woke(), receiver.deadline)
+    assert told == [Discard("silent"), Tell("silent"), Tell("b")]
+    assert receiver.receipt("run", "silent").turn > turn, "it sends the message anew"
+    assert receiver.receipt("run", "b").granted == 1
+    assert not receiver.expects("silent", late)
+    again = part(receiver, 1, MAX_WAITING_BYTES, peer="silent")
+    receiver.handle(PartBegan("silent", again, True), 70.0)
+    assert receiver.receipt("run", "silent").waits, "behind the others"
+
+
+def test_a_message_that_grows_slowly_keeps_its_room_but_not_by_trickles() -> None:
+    receiver = opened("slow", "b")
+    size, now = MAX_WAITING_BYTES, 0.0
+    receiver.handle(PartBegan("slow", part(receiver, 1, size, peer="slow"), True), now)
+    receiver.handle(PartBegan("b", part(receiver, 1, 7, peer="b"), True), now)
+    for step in range(100):
+        now += 30.0
+        assert receiver.handle(Woke(), now) == []
+        piece = part(receiver, 1, size, offset=step * 30 * LEAST_RATE, peer="slow")
+        receiver.handle(PartTaken("slow", piece, 30 * LEAST_RATE), now)
+        assert receiver.deadline == now + STALL_SECONDS
+    for byte in range(2):
+        piece = part(receiver, 1, size, offset=3000 * LEAST_RATE + byte, peer="slow")
+        receiver.handle(PartTaken("slow", piece, 1), now + 29.0 * (1 + byte))
+    assert Discard("slow") in receiver.handle(Woke(), receiver.deadline)
 
 
 def test_senders_and_what_is_told_of_them_are_bounded() -> None:

@@ -159,10 +159,11 @@ class World:
         for _ in range(100_000):
             busy = self.carry("a") | self.carry("b") | self.take("even") | self.take("odd")
             if not busy:
-                due = min(one.deadline for one in self.senders.values())
+                due = min(one.deadline for one in (self.receiver, *self.senders.values()))
                 if due == math.inf:
                     return
                 self.now = max(self.now, due)
+                self.hear(to.Woke())
                 for name in "ab":
                     self.tell(name, of.Woke())
         raise AssertionError("it never ends")
