@@ -449,8 +449,8 @@ class Sessions:
                 channels.remove(other)
                 other.close()
         channels.greeted.clear()
-        if channels.outbox.begin_anew(self.chance.randbytes(SESSION_BYTES)):
-            self._tell_lost(channel.peer, "it has begun another session", gone=True)
+        channels.outbox.begin_anew(self.chance.randbytes(SESSION_BYTES))
+        self._tell_lost(channel.peer, "it has begun another session", gone=True)
 
     async def _receive(self, channels: PeerChannels, channel: Channel) -> None:
         peer, session = channel.peer, channels.outbox.session

@@ -123,12 +123,10 @@ class Outbox:
         """Return the header of a farewell."""
         return encode_envelope(FAREWELL, 0, self.session.acknowledgement())
 
-    def begin_anew(self, id: bytes) -> bool:
-        """Begin another session, with what was not sent yet; return whether frames of this one may be lost."""
-        lost = self.session.unacknowledged > 0
+    def begin_anew(self, id: bytes) -> None:
+        """Begin another session, with what was not sent yet; frames of this one may be lost."""
         self.session = Session(id)
         self._writes_to = None
-        return lost
 
     def drop_all_but(self, flows: Container[bytes]) -> None:
         """Forget all frames of other flows."""

@@ -382,6 +382,19 @@ async def test_a_process_that_begins_anew_gets_what_was_not_sent_and_the_rest_is
     assert await pair.hear(1) == [b"second"]
 
 
+async def test_a_process_that_begins_anew_is_told_of_though_nothing_was_under_way(pair: Pair) -> None:
+    await pair.meet()
+    pair.sessions["b"].post("a", b"answer, which acknowledges all that a has sent")
+    await pair.ears["a"].frames.get()
+    pair.ears["b"] = Ears()
+    before, pair.sessions["b"] = pair.sessions["b"], pair.start("b")
+    await before.stop()
+    pair.streams["b"].serve(lambda channel: pair.sessions["b"]._accept(channel, False))
+    pair.sessions["a"].post("b", b"second")
+    assert await pair.hear(1) == [b"second"]
+    assert pair.ears["a"].losses.get_nowait() == ("b", True)
+
+
 async def test_a_beat_waits_once_however_often_it_is_posted(pair: Pair) -> None:
     for _ in range(5):
         pair.sessions["a"].beat("b", b"beat")
