@@ -41,20 +41,18 @@ class Memory(Protocol):
 
 
 class Arrived(msgspec.Struct, frozen=True):
-    """A message that the script reads now, and what the script has of its sender from then on."""
+    """A message of a peer, of which `part` is the first one, for the script to read."""
 
     peer: str
-    sender: bytes
     part: Part
     memory: Memory
-    past: receiver.Past
 
 
 class _Outgoing:
     """The messages to one receiver, and their contents by number."""
 
-    def __init__(self, perform: Callable[[sender.SenderAction], None]) -> None:
-        self.machine = sender.Sender()
+    def __init__(self, to: str, perform: Callable[[sender.SenderAction], None]) -> None:
+        self.machine = sender.Sender(to)
         self.credential = b""
         self.contents: dict[int, tuple[str, memoryview]] = {}
         self.driver = Driver(self.machine, perform, sender.Woke)
@@ -84,15 +82,13 @@ class Messenger:
         self._script = mailbox.script
         self._sessions = sessions
         self._mates, self._allocate = mates, allocate
-        self._loop = asyncio.get_running_loop()
         self._outgoing: dict[str, _Outgoing] = {}
         self._inbox = receiver.Receiver(mailbox)
         self._receiving = Driver(self._inbox, self._receive, receiver.Woke)
         self._growing: dict[str, Memory] = {}
-        self._arrived: dict[str, deque[tuple[str, bytes, Part, Memory]]] = {}
+        self._arrived: dict[str, deque[Arrived]] = {}
         self._ended: list[sender.Notice] = []
         self._news = asyncio.Event()
-        self._due: set[str] = set()
         self._opens = Allowance(OPENS_SECONDS, MAX_OPENS, MAX_OPENS_OF_ONE)
         self._tasks = TaskSet()
         self._closed = False
@@ -119,20 +115,23 @@ class Messenger:
         ended, self._ended = self._ended[:MAX_WAITING], self._ended[MAX_WAITING:]
         return ended
 
-    async def receive(self, topic: str, timeout: float) -> Arrived | None:
-        """Take the message of this topic that came first, or the next one within `timeout` seconds."""
-        until = self._loop.time() + timeout
+    async def receive(self, topic: str, timeout: float) -> tuple[Arrived, receiver.Past] | None:
+        """Take the message of this topic that came first, or the next one within `timeout` seconds.
+
+        Another daemon of the script must know what it has of the sender from then on.
+        """
+        until = _now() + timeout
         while not (waiting := self._arrived.get(topic)):
-            left = until - self._loop.time()
+            left = until - _now()
             if left <= 0 or self._closed:
                 return None
             self._news.clear()
             await sleep_until(self._news, left)
-        peer, script, part, memory = waiting.popleft()
+        one = waiting.popleft()
         if not waiting:
             del self._arrived[topic]
-        self._receiving.tell(receiver.Took(peer, script, part.number))
-        return Arrived(peer, script, part, memory, self._inbox.past(peer))
+        self._receiving.tell(receiver.Took(one.peer, one.part))
+        return one, self._inbox.past(one.peer)
 
     def close(self, reason: str, final: bool) -> None:
         """Send and receive nothing more; if it is `final`, senders hear that the script reads nothing any more."""
@@ -172,20 +171,20 @@ class Messenger:
         """Take a frame without a body."""
         match message:
             case Open(_, script):
-                if self._opens.admits(peer, self._loop.time()):
+                if self._opens.admits(peer, _now()):
                     self._tasks.spawn(self._on_open(peer, script))
             case Part():
                 self._begin(peer, message, bare=True)
             case Receipt(_, script):
                 if outgoing := self._outgoing.get(peer):
                     self._sessions.approach(peer, outgoing.credential)
-                self._tell(peer, script, sender.Received(message))
+                self._tell(peer, script, message)
             case Refusal(_, script, reason, final):
-                self._tell(peer, script, sender.Refused(reason, final))
+                self._tell(peer, script, sender.Closed(reason, final))
 
     def lost(self, peer: str, reason: str) -> None:
         """Note that a peer cannot be reached, and that frames to or from it are lost."""
-        self._tell(peer, self._script, sender.Unreachable(reason))
+        self._tell(peer, self._script, sender.Closed(reason))
         self._receiving.tell(receiver.PeerLost(peer))
 
     # ---- sending ----
@@ -195,7 +194,7 @@ class Messenger:
             idle = [peer for peer, outgoing in self._outgoing.items() if not outgoing.contents]
             for peer in idle[:1]:
                 self._outgoing.pop(peer).driver.stop()
-        outgoing = self._outgoing[to] = _Outgoing(partial(self._send, to))
+        outgoing = self._outgoing[to] = _Outgoing(to, partial(self._send, to))
         return outgoing
 
     def _tell(self, peer: str, script: bytes, event: sender.SenderEvent) -> None:
@@ -206,16 +205,16 @@ class Messenger:
         match action:
             case sender.SendOpen():
                 self._tasks.spawn(self._open(to))
-            case sender.SendParts(number, turn, bare):
-                topic, content = self._outgoing[to].contents[number]
+            case sender.SendParts(number, bare):
+                turn, (topic, content) = self._outgoing[to].machine.turn, self._outgoing[to].contents[number]
                 for offset in range(0, 1 if bare else len(content), PART_BYTES):
                     part = Part(self.run, self._script, turn, number, topic, len(content), offset)
                     make = partial(self._make, to, part, bare)
                     self._sessions.post_bulk(to, MESSAGE_FRAME + self._script, make, late=True)
-            case sender.Ended(number, how, reason):
+            case sender.Notice(_, number, how):
                 if how not in ("met", "acknowledged"):
                     del self._outgoing[to].contents[number]
-                self._ended.append(sender.Notice(to, number, how, reason))
+                self._ended.append(action)
                 self._news.set()
 
     async def _open(self, to: str) -> None:
@@ -258,18 +257,14 @@ class Messenger:
     def _receive(self, action: receiver.ReceiverAction) -> None:
         match action:
             case receiver.Tell(peer):
-                if not self._due:
-                    self._loop.call_soon(self._send_receipts)
-                self._due.add(peer)
-            case receiver.Deliver(peer, script, part):
-                arrived = peer, script, part, self._growing.pop(peer)
+                self._post(peer, self._inbox.receipt(self.run, peer))
+            case receiver.Deliver(peer, part):
+                arrived = Arrived(peer, part, self._growing.pop(peer))
                 self._arrived.setdefault(part.topic, deque()).append(arrived)
                 self._news.set()
             case receiver.Discard(peer):
                 self._growing.pop(peer, None)
 
-    def _send_receipts(self) -> None:
-        """Send what is due, of all that happened in one turn of the loop."""
-        due, self._due = self._due, set()
-        for peer in due & self._inbox.senders.keys() if not self._closed else ():
-            self._post(peer, self._inbox.receipt(self.run, peer))
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

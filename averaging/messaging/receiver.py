@@ -27,7 +27,8 @@ from equipoise.averaging.messaging.messages import (
 )
 
 MAX_SENDERS = 1024
-"""Most senders that are remembered; a run has few that live. The one that opened first is forgotten first."""
+"""Most senders that are remembered; a run has few that live. The one that opened first is forgotten
+first, unless messages of it wait for the script."""
 
 STALL_SECONDS = 60.0
 """Longest time that a message with room does not grow while others wait for room. Rounds go before messages on a link."""
@@ -76,11 +77,10 @@ class PartTaken(msgspec.Struct, frozen=True):
 
 
 class Took(msgspec.Struct, frozen=True):
-    """The script has read a message of a peer's script."""
+    """The script has read a message of a peer, as it was delivered."""
 
     peer: str
-    sender: bytes
-    number: int
+    part: Part
 
 
 class PeerLost(msgspec.Struct, frozen=True):
@@ -100,10 +100,9 @@ class Tell(msgspec.Struct, frozen=True):
 
 
 class Deliver(msgspec.Struct, frozen=True):
-    """A message is whole: the script may read it."""
+    """A message is whole, of which this is the first part: the script may read it."""
 
     peer: str
-    sender: bytes
     part: Part
 
 
@@ -157,8 +156,8 @@ class Receiver:
                 return self._on_part(peer, part, bare)
             case PartTaken(peer, part, length):
                 return self._on_taken(peer, part, length)
-            case Took(peer, sender, number):
-                self._held.pop((peer, sender, number), None)
+            case Took(peer, part):
+                self._held.pop((peer, part.sender, part.number), None)
                 return [Tell(peer) for peer in dict.fromkeys([peer, *self._grant()]) if peer in self._sources]
             case PeerLost(peer):
                 return self._on_lost(peer)
@@ -168,14 +167,10 @@ class Receiver:
     def expects(self, peer: str, part: Part) -> bool:
         """True if the body of this part goes on with the message that is growing."""
         source = self._sources.get(peer)
-        if source is None or source.growing is None:
+        if source is None or source.growing is None or part.turn != source.turn:
             return False
-        same = (part.turn, part.number, part.size) == (
-            source.turn,
-            source.growing.number,
-            source.growing.size,
-        )
-        return same and part.offset == source.filled
+        growing = source.growing
+        return (part.number, part.size, part.offset) == (growing.number, growing.size, source.filled)
 
     def receipt(self, run: str, peer: str) -> Receipt:
         """What there is of a peer that has opened."""
@@ -211,7 +206,7 @@ class Receiver:
         if peer not in self._sources or self._sources[peer].sender != sender:
             self._sources.pop(peer, None)
             if len(self._sources) >= MAX_SENDERS:
-                first = next(iter(self._sources))
+                first = next(one for one, source in self._sources.items() if not self._unread(one, source))
                 actions += self._reset(first)
                 del self._sources[first]
             self._sources[peer] = _Source(sender)
@@ -238,15 +233,10 @@ class Receiver:
 
     def _on_part(self, peer: str, part: Part, bare: bool) -> list[ReceiverAction]:
         source = self._sources.get(peer)
-        if (
-            source is None
-            or not 0 < part.turn == source.turn
-            or part.offset
-            or source.wanted
-            or source.growing
-        ):
+        if source is None or (part.sender, part.turn) != (source.sender, source.turn) or not part.turn:
             return []
-        if part.number <= source.seen and part.number not in source.missing:
+        is_old = part.number <= source.seen and part.number not in source.missing
+        if is_old or part.offset or source.wanted or source.growing:
             return []
         source.wanted = part
         self._line.append(peer)
@@ -270,7 +260,7 @@ class Receiver:
         source.seen = max(source.seen, part.number)
         source.missing.discard(part.number)
         self._held[peer, source.sender, part.number] = part.size
-        return [Deliver(peer, source.sender, whole), Tell(peer)]
+        return [Deliver(peer, whole), Tell(peer)]
 
     def _next_turn(self, source: _Source) -> None:
         self._turn += 1

@@ -1,10 +1,10 @@
 """The messages of this peer's script to one other: sent in order, again after a cut, kept until they were read.
 
 ```
-closed --Added, SendOpen--> asking --Received--> open --no room--> waiting --granted--> open
-   ^                          |                   |                  |
-   |   silent for LOST_SECONDS: Ended "lost"      |                  |
-   +------Unreachable, Refused: what is kept is asked for again------+
+closed --Added, SendOpen--> asking --a receipt--> open --no room--> waiting --granted--> open
+   ^                          |                    |                  |
+   |   silent for LOST_SECONDS: "lost"             |                  |
+   +----------------Closed: what is kept is asked for again-----------+
 ```
 
 A message is acknowledged when it waits whole at the receiver's daemon. It is kept until the receiver's script has read
@@ -14,11 +14,12 @@ it, because that daemon may die before. So only the end of a script loses messag
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
-from equipoise.averaging.messaging.messages import Receipt
+from equipoise.averaging.messaging.messages import Number, Receipt
+from equipoise.averaging.session.machine import SESSION_BYTES
 from equipoise.limits import backoff
 
 RETRY_SECONDS, MAX_RETRY_SECONDS = 0.5, 5.0
@@ -35,25 +36,19 @@ How = Literal["met", "acknowledged", "read", "refused", "lost"]
 
 
 class Added(msgspec.Struct, frozen=True):
-    """The script sends a message; or `again`, through another daemon, to the script `receiver` that it met."""
+    """The script sends a message.
 
-    number: int
+    Attributes:
+        number: Grows with each message of the script to this receiver.
+        acknowledged: Whether the receiver's daemon had it, by a daemon that was lost.
+        again: Whether such a daemon was given it.
+        receiver: The receiver's script, as far as that daemon had met it.
+    """
+
+    number: Number
     acknowledged: bool = False
     again: bool = False
-    receiver: bytes = b""
-
-
-class Received(msgspec.Struct, frozen=True):
-    """A receipt came."""
-
-    receipt: Receipt
-
-
-class Refused(msgspec.Struct, frozen=True):
-    """The receiver takes nothing now, or nothing more if it is `final`."""
-
-    reason: str
-    final: bool
+    receiver: Annotated[bytes, msgspec.Meta(max_length=SESSION_BYTES)] = b""
 
 
 class Unknown(msgspec.Struct, frozen=True):
@@ -62,10 +57,11 @@ class Unknown(msgspec.Struct, frozen=True):
     reason: str
 
 
-class Unreachable(msgspec.Struct, frozen=True):
-    """No channel to the receiver can be opened: what was sent may be lost."""
+class Closed(msgspec.Struct, frozen=True):
+    """The receiver takes nothing now, for it cannot be reached or says so; or nothing more if that is `final`."""
 
     reason: str
+    final: bool = False
 
 
 class Woke(msgspec.Struct, frozen=True):
@@ -77,39 +73,30 @@ class SendOpen(msgspec.Struct, frozen=True):
 
 
 class SendParts(msgspec.Struct, frozen=True):
-    """Send a message, or ask for room for it if it is to be `bare`."""
+    """Send a message in this turn, or ask for room for it if it is to be `bare`."""
 
     number: int
-    turn: int
     bare: bool
 
 
-class Ended(msgspec.Struct, frozen=True):
-    """Tell the script what became of a message, with the reason; or that it has `met` the script of this name."""
+class Notice(msgspec.Struct, frozen=True):
+    """Tell the script what became of a message, with the reason; or that the peer's script has the name `reason`."""
 
+    to: str
     number: int
     how: How
     reason: str = ""
 
 
-class Notice(msgspec.Struct, frozen=True):
-    """Tells a script what became of its message to a peer; see `Ended`."""
-
-    to: str
-    number: int
-    how: How
-    reason: str
-
-
-SenderEvent = Added | Received | Refused | Unknown | Unreachable | Woke
-SenderAction = SendOpen | SendParts | Ended
+SenderEvent = Added | Receipt | Closed | Unknown | Woke
+SenderAction = SendOpen | SendParts | Notice
 
 
 class _Kept(msgspec.Struct):
     """A message that was not read yet: whether it was ever sent whole, and whether it need not be sent in this turn."""
 
     number: int
-    added: float
+    at: float
     again: bool
     acknowledged: bool
     sent: bool = False
@@ -124,9 +111,10 @@ class Sender:
         deadline: When to wake it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, to: str) -> None:
         self.turn = VOID
         self.deadline = math.inf
+        self._to = to
         self._receiver = b""
         self._kept: dict[int, _Kept] = {}
         self._open = False
@@ -144,11 +132,11 @@ class Sender:
             case Added(number, acknowledged, again, script):
                 self._receiver = self._receiver or script
                 self._kept[number] = _Kept(number, now, again, acknowledged, sent=again)
-            case Received(receipt) if not receipt.turn:
+            case Receipt() if not event.turn:
                 self._close("it has lost this peer")
-            case Received(receipt):
-                actions = self._on_receipt(receipt)
-            case Refused(reason, True):
+            case Receipt():
+                actions = self._on_receipt(event)
+            case Closed(reason, True):
                 actions = [self._end(number, "lost", reason) for number in list(self._kept)]
                 self._receiver = b""
                 self._close(reason)
@@ -156,7 +144,7 @@ class Sender:
                 fresh = [number for number, one in self._kept.items() if not one.again]
                 actions = [self._end(number, "refused", reason) for number in fresh]
                 self._close(reason)
-            case Refused(reason) | Unknown(reason) | Unreachable(reason):
+            case Closed(reason) | Unknown(reason):
                 self._close(reason)
         return actions + (self._send() if self._open else self._ask(now))
 
@@ -171,7 +159,7 @@ class Sender:
         self._silent_since = min(self._silent_since, now)
         actions: list[SenderAction] = []
         for one in list(self._kept.values()):
-            since = now - max(one.added, self._silent_since)
+            since = now - max(one.at, self._silent_since)
             if since >= LOST_SECONDS and not one.acknowledged:
                 actions.append(
                     self._end(one.number, "lost", f"not acknowledged for {since:.0f} s: {self._why}")
@@ -184,7 +172,7 @@ class Sender:
 
     def _end(self, number: int, how: How, reason: str = "") -> SenderAction:
         del self._kept[number]
-        return Ended(number, how, reason)
+        return Notice(self._to, number, how, reason)
 
     def _on_receipt(self, receipt: Receipt) -> list[SenderAction]:
         actions: list[SenderAction] = []
@@ -193,7 +181,7 @@ class Sender:
                 sent = [number for number, one in self._kept.items() if one.sent]
                 actions = [self._end(number, "lost", "its script was started again") for number in sent]
             self._receiver = receipt.receiver
-            actions.append(Ended(0, "met", self._receiver.hex()))
+            actions.append(Notice(self._to, 0, "met", self._receiver.hex()))
         if not self._open or receipt.turn != self.turn:
             self._open, self.turn, self._asked = True, receipt.turn, 0
             for one in self._kept.values():
@@ -204,7 +192,7 @@ class Sender:
                 one.done = True
                 if not one.acknowledged:
                     one.acknowledged = True
-                    actions.append(Ended(one.number, "acknowledged"))
+                    actions.append(Notice(self._to, one.number, "acknowledged"))
                 if one.number not in receipt.held:
                     actions.append(self._end(one.number, "read"))
         self._waits = receipt.waits
@@ -217,7 +205,7 @@ class Sender:
 
     def _whole(self, one: _Kept) -> SendParts:
         one.sent = one.done = True
-        return SendParts(one.number, self.turn, bare=False)
+        return SendParts(one.number, bare=False)
 
     def _send(self) -> list[SenderAction]:
         actions: list[SenderAction] = []
@@ -230,5 +218,5 @@ class Sender:
                 actions.append(self._whole(one))
             else:
                 self._asked = one.number
-                actions.append(SendParts(one.number, self.turn, bare=True))
+                actions.append(SendParts(one.number, bare=True))
         return actions

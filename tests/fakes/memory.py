@@ -135,7 +135,7 @@ class MemoryChannel:
     async def receive(self, place: Place) -> tuple[bytes, memoryview]:
         frame = None if self.closed else await self._inbox.get()
         if frame is None or self.closed:
-            self.closed = True
+            self.close()  # Else a frame that waits to be sent would wait for ever.
             raise ConnectionError(f"the channel from {self._peer} is closed")
         header, body, due = frame
         if due > _now():
@@ -160,7 +160,7 @@ class MemoryChannel:
         self.closed = True
         self._owner.channels.remove(self)
         for queue in (self._inbox, self._outbox):
-            while queue.full():
+            while not queue.empty():  # All: a stream loses none before one that arrives.
                 queue.get_nowait()
             queue.put_nowait(None)
 

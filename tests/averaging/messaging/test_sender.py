@@ -39,7 +39,7 @@ class World:
     def __init__(self, seed: int) -> None:
         self.chance, self.now = Random(seed), 0.0
         self.scripts = {name: Script(name) for name in "ab"}
-        self.senders = {name: of.Sender() for name in "ab"}
+        self.senders = {name: of.Sender("r") for name in "ab"}
         self.up: dict[str, deque] = {name: deque() for name in "ab"}
         self.down: dict[str, deque] = {name: deque() for name in "ab"}
         self.started = 0
@@ -60,7 +60,8 @@ class World:
             match action:
                 case of.SendOpen():
                     self.up[name].append(Open("run", script.id))
-                case of.SendParts(number, turn, bare):
+                case of.SendParts(number, bare):
+                    turn = self.senders[name].turn
                     size = script.sizes[number]
                     for offset in range(0, 1 if bare else size, PIECE):
                         topic = "even" if number % 2 == 0 else "odd"
@@ -68,9 +69,9 @@ class World:
                         self.up[name].append(
                             (Part("run", script.id, turn, number, topic, size, offset), length)
                         )
-                case of.Ended(0, "met", receiver):
+                case of.Notice(_, 0, "met", receiver):
                     script.met = bytes.fromhex(receiver)
-                case of.Ended(number, how, _):
+                case of.Notice(_, number, how):
                     assert number in script.kept
                     script.told[number].append(how)
                     script.kept[number] = True
@@ -80,7 +81,7 @@ class World:
     def restart_sender(self, name: str) -> None:
         """Its daemon dies; the next one is given what the script keeps."""
         self.cut(name)
-        self.senders[name] = of.Sender()
+        self.senders[name] = of.Sender("r")
         for number, acknowledged in list(self.scripts[name].kept.items()):
             self.tell(name, of.Added(number, acknowledged, again=True, receiver=self.scripts[name].met))
 
@@ -98,16 +99,16 @@ class World:
             self.cut(name, tells_receiver=False)
         self.script = b"%08d" % self.started
         self.receiver = to.Receiver(to.Mailbox(self.script, tuple(self.past.values())))
-        self.queue: dict[str, deque[tuple[str, bytes, Part]]] = {"even": deque(), "odd": deque()}
+        self.queue: dict[str, deque[tuple[str, Part]]] = {"even": deque(), "odd": deque()}
 
     def hear(self, event: to.ReceiverEvent) -> None:
         for action in self.receiver.handle(event, self.now):
             match action:
                 case to.Tell(peer):
                     self.down[peer].append(self.receiver.receipt("run", peer))
-                case to.Deliver(peer, script, part):
-                    self.queue[part.topic].append((peer, script, part))
-        held = [part.size for waiting in self.queue.values() for _, _, part in waiting]
+                case to.Deliver(peer, part):
+                    self.queue[part.topic].append((peer, part))
+        held = [part.size for waiting in self.queue.values() for _, part in waiting]
         growing = [one.growing.size for one in self.receiver._sources.values() if one.growing]
         assert len(held) + len(growing) <= ROOM
         assert sum(held) + sum(growing) <= ROOM_BYTES
@@ -115,9 +116,9 @@ class World:
     def take(self, topic: str) -> bool:
         if not self.queue[topic]:
             return False
-        peer, script, part = self.queue[topic].popleft()
+        peer, part = self.queue[topic].popleft()
         self.read.append((self.script.decode(), peer, part.number))
-        self.hear(to.Took(peer, script, part.number))
+        self.hear(to.Took(peer, part))
         self.past[peer] = self.receiver.past(peer)
         return True
 
@@ -134,7 +135,7 @@ class World:
         if tells_receiver:
             self.hear(to.PeerLost(name))
         if tells_sender:
-            self.tell(name, of.Unreachable("cut"))
+            self.tell(name, of.Closed("cut"))
 
     def carry(self, name: str) -> bool:
         ways = [way for way in (self.up[name], self.down[name]) if way]
@@ -145,9 +146,9 @@ class World:
             case Open(_, script):
                 self.hear(to.Opened(name, script))
             case Receipt():
-                self.tell(name, of.Received(frame))
+                self.tell(name, frame)
             case Refusal():
-                self.tell(name, of.Refused(frame.reason, frame.final))
+                self.tell(name, of.Closed(frame.reason, frame.final))
             case part, length:
                 self.hear(to.PartBegan(name, part, bare=not length))
                 if length and self.receiver.expects(name, part):
@@ -273,10 +274,10 @@ def test_a_receiver_that_is_silent_for_long_loses_what_it_has_not_acknowledged()
 
 
 def test_a_peer_that_is_not_in_the_run_is_refused_but_not_by_a_daemon_that_has_just_begun() -> None:
-    sender = of.Sender()
+    sender = of.Sender("r")
     sender.handle(of.Added(1, again=True), 0.0)
     assert sender.handle(of.Added(2), 0.0) == []
-    assert sender.handle(of.Unknown("who?"), 0.0) == [of.Ended(2, "refused", "who?")]
+    assert sender.handle(of.Unknown("who?"), 0.0) == [of.Notice("r", 2, "refused", "who?")]
     assert sender.deadline < math.inf
 
 
@@ -286,7 +287,7 @@ def test_a_script_that_has_left_reads_nothing_more() -> None:
         world.send("a")
     while world.carry("a"):
         pass
-    world.tell("a", of.Refused("its script has left", True))
+    world.tell("a", of.Closed("its script has left", True))
     told = world.scripts["a"].told
     assert len(told) == 9
     assert all(how[-1] == "lost" for how in told.values())
