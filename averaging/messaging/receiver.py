@@ -31,7 +31,7 @@ MAX_SENDERS = 1024
 first, unless messages of it wait for the script."""
 
 STALL_SECONDS = 60.0
-"""Longest time that a message with room does not grow while others wait for room. Rounds go before messages on a link."""
+"""Longest time that a message with room does not grow while others wait for it. Rounds go before messages on a link."""
 
 LEAST_RATE = 32 * 1024
 """Bytes a second: each that comes moves that time on by as much, so that nobody holds room by single bytes."""
