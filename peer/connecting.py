@@ -12,13 +12,14 @@ from collections.abc import Callable
 from typing import Self
 
 from equipoise.averaging.counts import count
+from equipoise.averaging.messaging.receiver import Mailbox
 from equipoise.averaging.options import RunOptions
 from equipoise.averaging.outcome import SHOWN_CHARS, Outcome
+from equipoise.averaging.session.machine import SESSION_BYTES
 from equipoise.averaging.spec import RunSpec
 from equipoise.averaging.strategy import parse_strategy
 from equipoise.averaging.weights import CAPPED
 from equipoise.compression import parse_codec
-from equipoise.peer.client.channels import new_mailbox
 from equipoise.peer.client.interrupts import uninterrupted
 from equipoise.peer.client.run import AGREE_SECONDS, RunCore
 from equipoise.peer.client.tensors import Binding, Tensors
@@ -148,7 +149,8 @@ class Client:
     def _join(self, options: RunOptions, name: str, tensors: Tensors, carrier: Tensors | None = None) -> Run:
         binding = Binding(tensors, parse_codec(options.codec), carrier, options.group_size, options.base)
         options = RunSpec.create(swarm_name(name, AVERAGE), binding.schema, options).options
-        request = JoinRun(name, options, binding.schema, binding.gradients, binding.size, new_mailbox())
+        mailbox = Mailbox(os.urandom(SESSION_BYTES))
+        request = JoinRun(name, options, binding.schema, binding.gradients, binding.size, mailbox)
         link, key = self._link, (self.peer_id, name)
         earlier = _handles.get(key)
         if earlier is not None and earlier.core.is_own and isinstance(link, Link):
@@ -265,10 +267,7 @@ def connect(home: str | os.PathLike[str] | None = None, timeout: float = ANSWER_
 def _share(link: Connection, request: JoinRun, agreed: AgreeRun | None = None) -> Region:
     """Join a run with new shared memory, on terms that were agreed before."""
     region = Region.create(request.size)
-    try:
-        link.ask(request, JOIN_SECONDS, [region.memory.fd])
-    finally:
-        region.memory.close()
+    link.ask(request, JOIN_SECONDS, [region.memory.fd])
     if agreed is not None:
         link.ask(agreed, AGREE_SECONDS)
     return region

@@ -1,7 +1,8 @@
 """Memory that a training script shares with its daemon, behind one descriptor.
 
-A run has a `Region`: two encoded vectors. A state travels as bytes: a script writes an offered image once, and the
-daemon only reads it. A fetched image is written by the daemon, into memory that gets its pages once its size is known.
+A run has a `Region`: two encoded vectors, and messages. A state travels as bytes: a script writes an offered image
+once, and the daemon only reads it. A fetched image is written by the daemon, into memory that gets its pages once its
+size is known.
 
 The memory is anonymous: it lives as long as a process has it mapped or holds the descriptor, so nothing is left behind
 when a process dies. It is a memfd that cannot be resized, if the interpreter knows those: shrunk memory would end the
@@ -10,15 +11,17 @@ daemon by SIGBUS.
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import mmap
 import os
 import stat
 import tempfile
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import psutil
 
 from equipoise.peer.errors import Refused
@@ -26,11 +29,11 @@ from equipoise.peer.errors import Refused
 SEALED = hasattr(os, "memfd_create")
 """Whether memory can be sealed against resizing. Interpreters that were built for old systems cannot, on any Linux."""
 
-MAX_IDLE_BYTES = 256 * 1024 * 1024
-"""Most bytes that a pool keeps for the next messages."""
+MESSAGE_BYTES = 1024 * 1024 * 1024
+"""Bytes set aside for messages each way, which take memory once they are used: four times as much as may wait."""
 
 GRAIN_BYTES = 64 * 1024
-"""Bytes of whose multiples a pool makes memory."""
+"""Bytes of whose multiples memory is set aside for messages."""
 
 
 class SharedMemory:
@@ -124,21 +127,94 @@ class SharedMemory:
             self.fd = -1
 
 
+class Piece(np.ndarray[Any, np.dtype[np.uint8]]):
+    """Memory of one message, u8 [bytes], which is given back once its last view is gone; as in `buffer_pool`.
+
+    Attributes:
+        at: Where it begins.
+    """
+
+    at = 0
+    _provide: Callable[[int, int], None] | None = None
+    _give: Callable[[int], None] | None = None
+
+    def room(self, start: int, size: int) -> memoryview:
+        """Return these bytes of it, u8 [size], once the kernel has provided them; raises Refused if it cannot."""
+        if self._provide is not None:
+            self._provide(self.at + start, size)
+        return self.data[start : start + size]
+
+    def __del__(self) -> None:
+        if self._give is not None:
+            self._give(self.at)
+
+
+class Arena:
+    """Memory for messages one way, of which the first free piece is taken: the same pages serve again and again.
+
+    (Measured: 130 ms of a core for 64 MB, to provide, map and free pages; to copy 64 MB takes 10.)
+
+    One process takes pieces, and tells the other one where they begin.
+    """
+
+    def __init__(self, memory: SharedMemory, mapped: memoryview, start: int) -> None:
+        self._memory, self._start = memory, start
+        self._mapped = mapped[start : start + MESSAGE_BYTES]
+        self._ends: dict[int, int] = {}
+        self._given: deque[int] = deque()
+        self._provided = bytearray(MESSAGE_BYTES // GRAIN_BYTES)
+
+    def take(self, size: int) -> Piece:
+        """Set a piece aside; its content is undefined. Raises Refused if no piece is free that is so long."""
+        while self._given:  # Filled by whichever thread drops a piece.
+            del self._ends[self._given.popleft()]
+        at, whole = 0, -(-size // GRAIN_BYTES) * GRAIN_BYTES
+        for start, end in sorted(self._ends.items()):
+            if start - at >= whole:
+                break
+            at = end
+        if at + whole > MESSAGE_BYTES:
+            told = f"messages that were not read take {sum(end - at for at, end in self._ends.items()) / 1e6:.1f} MB"
+            raise Refused(
+                f"{told}: there is no room for one of {size / 1e6:.1f} MB", "let receivers read first"
+            )
+        self._ends[at] = at + whole
+        return self.piece(at, size, self._given.append)
+
+    def piece(self, at: int, size: int, give: Callable[[int], None] | None = None) -> Piece:
+        """A piece that was set aside at this end or the other; raises Refused if there cannot be such a one."""
+        if not 0 <= at <= at + size <= MESSAGE_BYTES:
+            raise Refused(f"expected a message within {MESSAGE_BYTES} bytes, got {size} bytes at {at}")
+        piece = Piece(size, np.uint8, self._mapped[at : at + size])
+        piece.at, piece._provide, piece._give = at, self._provide, give
+        return piece
+
+    def _provide(self, start: int, size: int) -> None:
+        first, end = start // GRAIN_BYTES, -(-(start + size) // GRAIN_BYTES)
+        if not all(self._provided[first:end]):
+            self._memory.allocate((end - first) * GRAIN_BYTES, self._start + first * GRAIN_BYTES)
+            self._provided[first:end] = b"\1" * (end - first)
+
+
 class Region:
-    """Two encoded vectors of `size` bytes in shared memory: first the contribution, then the mean.
+    """Two encoded vectors of `size` bytes in shared memory, first the contribution, then the mean; and messages.
 
     Attributes:
         contribution: u8 [size], written by the client before a round.
         mean: u8 [size], written by the daemon during a round and valid if its outcome is ok.
         size: Bytes of each vector.
-        memory: The memory of both vectors.
+        sent: Messages of the script, which takes pieces for them.
+        received: Messages for the script; its daemon takes pieces for them.
+        memory: The memory of all.
     """
 
-    def __init__(self, memory: SharedMemory) -> None:
+    def __init__(self, memory: SharedMemory, size: int) -> None:
         mapped = memory.view(memory.capacity, writable=True)
         self.memory = memory
-        self.size = memory.capacity // 2
-        self.contribution, self.mean = mapped[: self.size], mapped[self.size :]
+        self.size = size
+        self.contribution, self.mean = mapped[:size], mapped[size : 2 * size]
+        self.sent = Arena(memory, mapped, memory.capacity - 2 * MESSAGE_BYTES)
+        self.received = Arena(memory, mapped, memory.capacity - MESSAGE_BYTES)
 
     @classmethod
     def create(cls, size: int) -> Region:
@@ -147,61 +223,19 @@ class Region:
         Raises:
             Refused: The machine has not enough memory.
         """
-        memory = SharedMemory.reserve(2 * size)
-        memory.allocate(memory.capacity)
-        return cls(memory)
+        memory = SharedMemory.reserve(_capacity(size))
+        memory.allocate(2 * size)
+        return cls(memory, size)
 
     @classmethod
     def attach(cls, fd: int, size: int) -> Region:
-        """Check and map memory that a client made; takes over `fd` and closes it.
+        """Check and map memory that a client made; takes over `fd`.
 
         Raises:
             Refused: It has another size, can be resized, or cannot be mapped.
         """
-        with contextlib.closing(SharedMemory.attach(fd, 2 * size)) as memory:
-            return cls(memory)
+        return cls(SharedMemory.attach(fd, _capacity(size)), size)
 
 
-class MappedMemory:
-    """Shared memory that is mapped whole, writable; fresh pages are provided as they are needed.
-
-    Attributes:
-        memory: The memory.
-        view: u8 [capacity].
-    """
-
-    def __init__(self, capacity: int) -> None:
-        self.memory = SharedMemory.reserve(capacity)
-        self.view = self.memory.view(capacity, writable=True)
-        self._provided = 0
-
-    def room(self, start: int, size: int) -> memoryview:
-        """Return these bytes of it, u8 [size], once the kernel has provided them; raises Refused if it cannot."""
-        if start + size > self._provided:
-            self.memory.allocate(start + size - self._provided, self._provided)
-            self._provided = start + size
-        return self.view[start : start + size]
-
-
-class MemoryPool:
-    """Lends shared memory again and again: fresh pages cost more time than all else that happens to their bytes.
-
-    (Measured: 80 ms of a core for 64 MB, to provide, map and free them; to copy 64 MB takes 15.)
-    """
-
-    def __init__(self) -> None:
-        self._idle: deque[MappedMemory] = deque()
-
-    def take(self, size: int) -> MappedMemory:
-        """Return memory of at least `size` bytes, and at most an eighth more; its content is undefined."""
-        for mapped in self._idle:
-            if size <= mapped.memory.capacity <= size + size // 8 + GRAIN_BYTES:
-                self._idle.remove(mapped)
-                return mapped
-        return MappedMemory(-(-size // GRAIN_BYTES) * GRAIN_BYTES)
-
-    def give(self, mapped: MappedMemory) -> None:
-        """Take memory back that nobody uses any more."""
-        self._idle.append(mapped)
-        while sum(one.memory.capacity for one in self._idle) > MAX_IDLE_BYTES:
-            self._idle.popleft()
+def _capacity(size: int) -> int:
+    return -(-2 * size // GRAIN_BYTES) * GRAIN_BYTES + 2 * MESSAGE_BYTES

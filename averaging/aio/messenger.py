@@ -6,9 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
-from typing import Protocol
-
-import msgspec
+from typing import NamedTuple, Protocol
 
 from equipoise.averaging.aio.sessions import Placed, Sessions
 from equipoise.averaging.messaging import messages, receiver, sender
@@ -40,7 +38,7 @@ class Memory(Protocol):
         """These bytes of it, u8 [size], writable; raises ValueError if the machine has no memory for them."""
 
 
-class Arrived(msgspec.Struct, frozen=True):
+class Arrived(NamedTuple):
     """A message of a peer, of which `part` is the first one, for the script to read."""
 
     peer: str

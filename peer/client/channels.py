@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
-import functools
 import logging
 import math
-import os
 import threading
 import time
 from collections import Counter, defaultdict, deque
@@ -22,14 +19,13 @@ from msgspec import structs
 from equipoise.averaging.counts import count
 from equipoise.averaging.messaging.messages import MAX_TOPIC_CHARS, MAX_WAITING, MAX_WAITING_BYTES
 from equipoise.averaging.messaging.receiver import Mailbox, Past
-from equipoise.averaging.messaging.sender import LOST_SECONDS, Notice
-from equipoise.averaging.session.machine import SESSION_BYTES
+from equipoise.averaging.messaging.sender import LOST_SECONDS, Added, Notice
 from equipoise.peer.client import message_content
 from equipoise.peer.client.interrupts import uninterrupted
 from equipoise.peer.control import messages
 from equipoise.peer.control.client import Connection
 from equipoise.peer.errors import DaemonLost, Lost, Refused, Undecided
-from equipoise.peer.shared_memory import MappedMemory, MemoryPool, SharedMemory
+from equipoise.peer.shared_memory import GRAIN_BYTES, Piece, Region
 
 LEAST_SECONDS = 0.001
 """Least time for which a daemon is asked for a message."""
@@ -117,18 +113,8 @@ class _Kept:
     """A message that the receiver's script has not read, as far as this one knows."""
 
     request: messages.SendMessage
-    memory: MappedMemory | None
+    content: Piece
     delivery: Delivery
-
-
-class _Lent(np.ndarray[Any, np.dtype[np.uint8]]):
-    """Memory of the daemon, which goes back when the last tensor in it is gone; as in `buffer_pool`."""
-
-    back: Callable[[], None] | None = None
-
-    def __del__(self) -> None:
-        if self.back is not None and self.base is not None:
-            self.back()
 
 
 class Channels:
@@ -137,16 +123,16 @@ class Channels:
     It keeps each message until its receiver's script has read it, and gives it to the next daemon if its own is lost.
     """
 
-    def __init__(self, run: str, script: bytes, link: Callable[[], Connection]) -> None:
-        """`script` names this script, and `link` returns the present connection to the daemon."""
-        self._run, self._script, self._link = run, script, link
+    def __init__(self, run: str, script: bytes, link: Connection, region: Region) -> None:
+        """`script` names this script, and `link` leads to its daemon, which has `region`."""
+        self._run, self._script, self._link, self._region = run, script, link, region
         self._past: dict[str, Past] = {}
         self._met: dict[str, str] = {}
         self._numbers: defaultdict[str, int] = defaultdict(int)
         self._kept: dict[tuple[str, int], _Kept] = {}
-        self._arrived: defaultdict[str, deque[messages.Arrival]] = defaultdict(deque)
-        self._pool = MemoryPool()
+        self._arrived: defaultdict[str, deque[tuple[messages.Arrival, Piece]]] = defaultdict(deque)
         self._back: deque[int] = deque()
+        self._lent: dict[int, int] = {}
         self._asking = False
         self._lost_at = math.inf
         self._lock = threading.RLock()
@@ -170,35 +156,38 @@ class Channels:
             raise ValueError(
                 f"expected a topic of at most {MAX_TOPIC_CHARS} characters, got {str(topic)[:80]!r}"
             )
-        memory: list[MappedMemory] = []
-        content = message_content.encode(tensors, fields, codec, lambda size: self._room(size, memory))
-        short, mapped = (b"", memory[0]) if memory else (bytes(content.numpy()), None)
-        delivery = Delivery(peer, topic, self._check)
+        pieces, delivery, region = list[Piece](), Delivery(peer, topic, self._check), self._region
+        try:
+            message_content.encode(tensors, fields, codec, lambda size: self._room(region, size, pieces))
+        except Refused as error:
+            delivery.ended.set_exception(error)
+            return delivery
         with uninterrupted(), self._lock:
-            waiting = [
-                one for (to, _), one in self._kept.items() if to == peer and not one.request.acknowledged
-            ]
+            content = pieces[0] if region is self._region else self._moved(pieces[0])
+            kept = [one for (to, _), one in self._kept.items() if to == peer]
+            waiting = [one for one in kept if not one.request.added.acknowledged]
             size = sum(one.request.size for one in waiting) + len(content)
             if len(waiting) >= MAX_WAITING or size > MAX_WAITING_BYTES:
                 told = f"{count(len(waiting), 'message')} to {peer} wait for room, {size / 1e6:.1f} MB with this one"
                 delivery.ended.set_exception(Refused(told, "wait for .result() of earlier ones"))
                 return delivery
             self._numbers[peer] += 1
-            whom, capacity = (self._run, peer, self._numbers[peer]), mapped.memory.capacity if mapped else 0
-            request = messages.SendMessage(*whom, topic, len(content), short, capacity)
-            kept = self._kept[peer, request.number] = _Kept(request, mapped, delivery)
-            self._give(self._link(), kept)
+            added = Added(self._numbers[peer])
+            request = messages.SendMessage(self._run, peer, topic, content.at, len(content), added)
+            self._kept[peer, added.number] = _Kept(request, content, delivery)
+            self._give(request)
         return delivery
 
     def receive(self, topic: str, timeout: float) -> Message | None:
         """See `Run.receive`."""
         deadline = time.monotonic() + timeout
-        while (arrival := self._next(topic)) is None:
-            left, link = max(deadline - time.monotonic(), 0.0), self._link()
+        while (arrived := self._next(topic)) is None:
+            left, link = max(deadline - time.monotonic(), 0.0), self._link
             if link.lost is not None and left > 0:
                 time.sleep(min(left, LOOK_SECONDS))  # Another may take its place.
                 continue
-            back = tuple(self._back.popleft() for _ in range(len(self._back)))
+            with self._lock:
+                back, link = self._given_back(), self._link
             asked = link.start(messages.ReceiveMessage(self._run, topic, max(left, LEAST_SECONDS), back))
             asked.add_done_callback(lambda reply: self._take(topic, reply))
             link.settled(asked, left)
@@ -208,17 +197,25 @@ class Channels:
             except DaemonLost:
                 if left <= 0:
                     raise
-        tensors, fields = message_content.decode(self._content(arrival))
+        arrival, piece = arrived
+        tensors, fields = message_content.decode(self._content(arrival, piece))
         return Message(arrival.peer, topic, tensors, fields, arrival.script.hex())
 
-    def renew(self) -> None:
+    def renew(self, link: Connection, region: Region) -> None:
         """Go on through a new daemon: give it what receivers have not read, as far as this script knows."""
         with self._lock:
-            self._asking, self._lost_at = False, math.inf
+            self._link, self._region, self._asking, self._lost_at = link, region, False, math.inf
+            self._back, self._lent = deque(), {}  # What was lent before goes back to nobody.
             for kept in list(self._kept.values()):
                 met = bytes.fromhex(self._met.get(kept.request.to, ""))
-                kept.request = structs.replace(kept.request, again=True, receiver=met)
-                self._give(self._link(), kept)
+                try:
+                    kept.content = self._moved(kept.content)
+                except Refused as error:
+                    self._end(Notice(kept.request.to, kept.request.added.number, "lost", str(error)))
+                    continue
+                added = structs.replace(kept.request.added, again=True, receiver=met)
+                kept.request = structs.replace(kept.request, at=kept.content.at, added=added)
+                self._give(kept.request)
 
     def close(self, reason: str) -> None:
         """End: what is not acknowledged is lost."""
@@ -230,18 +227,19 @@ class Channels:
 
     # ---- what the daemon says, in the thread of the link ----
 
-    def _give(self, link: Connection, kept: _Kept) -> None:
-        request = kept.request
-        fds = [] if kept.memory is None else [kept.memory.memory.fd]
-        link.start(request, fds).add_done_callback(lambda reply: self._given(request, reply))
-        if not self._asking:
-            self._asking = True
-            link.start(messages.AskNotices(self._run)).add_done_callback(self._hear)
+    def _give(self, request: messages.SendMessage) -> None:
+        self._link.start(request).add_done_callback(lambda reply: self._given(request, reply))
+        self._ask()
 
     def _given(self, request: messages.SendMessage, reply: concurrent.futures.Future[None]) -> None:
         error = reply.exception()
         if error is not None and not isinstance(error, DaemonLost):
-            self._end(Notice(request.to, request.number, "refused", str(error)))
+            self._end(Notice(request.to, request.added.number, "refused", str(error)))
+
+    def _ask(self) -> None:
+        if not self._asking:
+            self._asking = True
+            self._link.start(messages.AskNotices(self._run)).add_done_callback(self._hear)
 
     def _hear(self, reply: concurrent.futures.Future[tuple[Notice, ...]]) -> None:
         with self._lock:
@@ -254,8 +252,7 @@ class Channels:
                 told = f"{count(number, 'message')} to {to} had arrived and was not read: {reason}"
                 log.warning("run %s: %s", self._run, told)
             if self._kept and reply.result():
-                self._asking = True
-                self._link().start(messages.AskNotices(self._run)).add_done_callback(self._hear)
+                self._ask()
 
     def _end(self, notice: Notice) -> bool:
         """Note what became of a message; return whether it was lost though it was acknowledged."""
@@ -267,13 +264,12 @@ class Channels:
                 return False
             ended = kept.delivery.ended
             if notice.how == "acknowledged":
-                kept.request = structs.replace(kept.request, acknowledged=True)
+                added = structs.replace(kept.request.added, acknowledged=True)
+                kept.request = structs.replace(kept.request, added=added)
                 if not ended.done():
                     ended.set_result(Delivered(notice.to, self._met.get(notice.to, "")))
                 return False
             del self._kept[notice.to, notice.number]
-            if kept.memory is not None:
-                self._pool.give(kept.memory)
             if ended.done():
                 return notice.how == "lost"
             told = f"the message to {notice.to}: {notice.reason}"
@@ -282,52 +278,56 @@ class Channels:
 
     def _check(self) -> None:
         """End all deliveries if the daemon has been lost for too long."""
-        link = self._link()
-        if link.lost is not None and time.monotonic() - self._lost_at >= LOST_SECONDS:
-            self.close(str(link.lost))
+        if self._link.lost is not None and time.monotonic() - self._lost_at >= LOST_SECONDS:
+            self.close(str(self._link.lost))
 
     def _take(self, topic: str, reply: concurrent.futures.Future[messages.Arrival | None]) -> None:
         # Here, and not where the caller waits: an interrupted call leaves the message to the next one.
         if reply.exception() is None and (arrival := reply.result()) is not None:
             with self._lock:
                 self._past[arrival.peer] = arrival.past
-                self._arrived[topic].append(arrival)
+                piece = self._region.received.piece(arrival.at, arrival.size, self._back.append)
+                self._arrived[topic].append((arrival, piece))
 
-    def _next(self, topic: str) -> messages.Arrival | None:
+    def _next(self, topic: str) -> tuple[messages.Arrival, Piece] | None:
         with self._lock:
             waiting = self._arrived.get(topic)
             return waiting.popleft() if waiting else None
 
     # ---- memory ----
 
-    def _room(self, size: int, memory: list[MappedMemory]) -> torch.Tensor:
-        """Memory for a message, u8 [size]: shared and added to `memory`, unless it is short.
+    def _room(self, region: Region, size: int, pieces: list[Piece]) -> torch.Tensor:
+        """Memory of a region for a message, u8 [size], which is added to `pieces`.
 
         Raises:
-            Refused: The machine has not enough memory.
+            Refused: The machine has not enough memory, or too much waits.
             ValueError: It is longer than messages may be.
         """
-        if size <= messages.SHORT_BYTES:
-            return torch.empty(size, dtype=torch.uint8, device="cpu")
         if size > MAX_WAITING_BYTES:
-            raise ValueError(
-                f"expected a message of at most {MAX_WAITING_BYTES} bytes, got {size}: send parts"
-            )
+            told = f"expected a message of at most {MAX_WAITING_BYTES} bytes, got {size}"
+            raise ValueError(f"{told}: send parts")
         with self._lock:
-            memory.append(self._pool.take(size))
-        return torch.frombuffer(memory[0].room(0, size), dtype=torch.uint8)
+            pieces.append(region.sent.take(size))
+        return torch.frombuffer(pieces[0].room(0, size), dtype=torch.uint8)
 
-    def _content(self, arrival: messages.Arrival) -> torch.Tensor:
-        if arrival.content:
-            return torch.frombuffer(bytearray(arrival.content), dtype=torch.uint8)
-        with contextlib.closing(SharedMemory(arrival.fd, arrival.capacity)) as memory:
-            mapped = np.frombuffer(memory.view(arrival.capacity, writable=True), np.uint8)
-        lent = _Lent(arrival.size, np.uint8, mapped)
-        if arrival.memory:
-            lent.back = functools.partial(self._back.append, arrival.memory)
-        return torch.from_numpy(lent)
+    def _moved(self, content: Piece) -> Piece:
+        """A copy in the present region of what was written into that of a lost daemon; raises Refused without room."""
+        copy = self._region.sent.take(len(content))
+        copy.room(0, len(content))[:] = content.data
+        return copy
 
+    def _content(self, arrival: messages.Arrival, piece: Piece) -> torch.Tensor:
+        """The message, u8 [size]: lent as long as a tensor of it lives; or a copy, if it is short or much is lent."""
+        with self._lock:
+            if not GRAIN_BYTES < arrival.size <= MAX_WAITING_BYTES - sum(self._lent.values()):
+                return torch.from_numpy(np.array(piece))
+            self._lent[arrival.at] = arrival.size
+        return torch.from_numpy(piece)
 
-def new_mailbox() -> Mailbox:
-    """The mailbox of a script that joins a run; its name is random."""
-    return Mailbox(os.urandom(SESSION_BYTES))
+    def _given_back(self) -> tuple[int, ...]:
+        """The pieces that no tensor needs any more."""
+        with self._lock:
+            back = tuple(self._back.popleft() for _ in range(len(self._back)))
+            for at in back:
+                self._lent.pop(at, None)
+        return back

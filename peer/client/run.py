@@ -112,7 +112,7 @@ class RunCore:
         join: Callable[[RunOptions, str, Tensors, Tensors], JoinedRun],
     ) -> None:
         self.link, self.request, self.binding, self.region = link, request, binding, region
-        self.channels = Channels(request.run, request.mailbox.script, lambda: self.link)
+        self.channels = Channels(request.run, request.mailbox.script, link, region)
         pin(region, binding.devices)
         self.lock = threading.Lock()
         self.agreed: messages.AgreeRun | None = None
@@ -260,7 +260,7 @@ class RunCore:
                 link.start(messages.TellStatus(self.request.run, topic, line))
             if self.accumulated is not None:
                 self.report(self.accumulated)
-        self.channels.renew()
+        self.channels.renew(link, region)
 
 
 class JoinedRun:

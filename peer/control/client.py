@@ -15,7 +15,6 @@ import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -23,11 +22,10 @@ from typing import Any
 
 import msgspec
 import psutil
-from msgspec import structs
 
 from equipoise.peer.control import messages
 from equipoise.peer.control.messages import Answer, Request, Welcome
-from equipoise.peer.control.socket import FrameDecoder, receive
+from equipoise.peer.control.socket import READ_BYTES, FrameDecoder
 from equipoise.peer.errors import ControlError, DaemonLost, EquipoiseError, Refused, Unwelcome
 from equipoise.peer.home import connect_socket, silence
 
@@ -124,7 +122,6 @@ class Link(Connection):
         self._home = home
         self._daemon = f"the daemon on {home}" if home else "the daemon"
         self._numbers = itertools.count(1)
-        self._descriptors: deque[int] = deque()
         self._waiting: dict[int, tuple[Request[Any], Future[Any], float]] = {}
         self._heard = time.monotonic()
         self._lock = threading.Lock()
@@ -223,12 +220,8 @@ class Link(Connection):
         decoder = FrameDecoder()
         try:
             with contextlib.suppress(ConnectionResetError):  # A process was killed with requests unread.
-                while True:
-                    data, descriptors, _ = receive(self._socket)
-                    if not data:
-                        break
+                while data := self._socket.recv(READ_BYTES):
                     self._heard = time.monotonic()
-                    self._descriptors += descriptors
                     for frame in decoder.feed(data):
                         self._deliver(*messages.decode_reply(frame))
             if self.lost is None:  # Else this process has closed it, or the daemon has said why it does.
@@ -239,8 +232,6 @@ class Link(Connection):
             self._lose(DaemonLost(f"the connection to {self._daemon} broke: {error.strerror or error}"))
         finally:
             self._socket.close()
-            while self._descriptors:
-                os.close(self._descriptors.popleft())
 
     def _deliver(self, number: int, failure: str | None, content: msgspec.Raw) -> None:
         if number == 0 and failure is None:
@@ -255,8 +246,6 @@ class Link(Connection):
                 return
             request, reply, _ = self._waiting[number]
             answer = None if failure is not None else messages.decode_answer(request, content)
-            if isinstance(answer, messages.Arrival) and not answer.content:
-                answer = structs.replace(answer, fd=self._descriptors.popleft())
             del self._waiting[number]
         reply.set_result(answer) if failure is None else reply.set_exception(Refused(failure))
 

@@ -4,7 +4,7 @@ A frame is a big-endian u32 length and that many bytes of msgpack. The client nu
 the first one is `Hello`. Replies come in any order, each with the number of its request: `[number, refusal, answer]`.
 A reply of number 0 is a line for the script's log or, if it refuses, says why the connection ends. Each request names
 the type of its answer, as `Request[Status]`; the answer None says that it is done. Tensors travel elsewhere: `JoinRun`,
-`OfferState`, `Fetch`, `SendMessage` and `Arrival` carry a descriptor of shared memory beside their frames (SCM_RIGHTS).
+`OfferState` and `Fetch` carry a descriptor of shared memory beside their frames (SCM_RIGHTS).
 """
 
 from __future__ import annotations
@@ -20,21 +20,20 @@ import msgspec
 
 from equipoise.averaging.draw import Drawn
 from equipoise.averaging.messaging import messages as messaging
-from equipoise.averaging.messaging.messages import Number, ScriptId, Size
+from equipoise.averaging.messaging.messages import ScriptId, Size
 from equipoise.averaging.messaging.receiver import Mailbox, Past
-from equipoise.averaging.messaging.sender import Notice
+from equipoise.averaging.messaging.sender import Added, Notice
 from equipoise.averaging.metrics import Report, Values
 from equipoise.averaging.options import Frozen, RunOptions, Terms
 from equipoise.averaging.outcome import FetchOutcome, Outcome, RunState
 from equipoise.averaging.replication.answers import Wish
 from equipoise.averaging.schema import Dtype, Schema
-from equipoise.averaging.session.machine import SESSION_BYTES
 from equipoise.averaging.state import StateId
 from equipoise.limits import Mark
 from equipoise.peer.errors import ControlError
 from equipoise.peer.status import PeerRow, Status
 
-CONTROL_VERSION = 12
+CONTROL_VERSION = 13
 
 MAX_FRAME_BYTES = 2 * 1024 * 1024
 """The largest messages are a schema (10,000 tensors with names of 60 characters take half of it) and 64 outcomes."""
@@ -55,12 +54,6 @@ Weight = Annotated[float, msgspec.Meta(ge=0, le=sys.float_info.max)]
 
 Timeout = Annotated[float, msgspec.Meta(gt=0, le=MAX_TIMEOUT)]
 """Seconds; what is decoded needs no other check."""
-
-
-SHORT_BYTES = 32 * 1024
-"""Longest message of a script that travels within a frame: a descriptor costs as much as copying that."""
-
-Content = Annotated[bytes, msgspec.Meta(max_length=SHORT_BYTES)]
 
 
 class Request(msgspec.Struct, Generic[Answer], frozen=True, tag=True):
@@ -218,26 +211,13 @@ class Fetch(RunRequest[FetchOutcome], frozen=True):
 
 
 class SendMessage(RunRequest[None], frozen=True):
-    """Send a message; `AskNotices` tells what becomes of it.
-
-    Attributes:
-        to: The receiver.
-        number: Grows with each message of the script to this receiver.
-        content: The message, where it is short; else it begins the `capacity` bytes of shared memory beside this frame.
-        acknowledged: Whether the receiver's daemon had it, by a daemon that was lost.
-        again: Whether such a daemon was given it.
-        receiver: The receiver's script, as far as that daemon had met it.
-    """
+    """Send a message to a peer, `size` bytes at `at` in `Region.sent`; `AskNotices` tells what becomes of it."""
 
     to: str
-    number: Number
     topic: messaging.Topic
+    at: int
     size: Size
-    content: Content = b""
-    capacity: int = 0
-    acknowledged: bool = False
-    again: bool = False
-    receiver: Annotated[bytes, msgspec.Meta(max_length=SESSION_BYTES)] = b""
+    added: Added
 
 
 class AskNotices(RunRequest[tuple[Notice, ...]], frozen=True):
@@ -245,28 +225,23 @@ class AskNotices(RunRequest[tuple[Notice, ...]], frozen=True):
 
 
 class Arrival(msgspec.Struct, frozen=True):
-    """A message for the script, from a script of another peer; `SendMessage` describes `content`.
+    """A message for the script, from a script of another peer: `size` bytes at `at` in `Region.received`.
 
     Attributes:
         peer: The sender.
         script: Its script.
         past: What this script has read of it; another daemon must know.
-        memory: Number by which the script is to give the shared memory back; 0 if it is the script's to keep.
-        fd: The descriptor of the shared memory; each process has its own number of it.
     """
 
     peer: str
     script: ScriptId
     past: Past
+    at: int
     size: Size
-    content: Content = b""
-    capacity: int = 0
-    memory: int = 0
-    fd: int = -1
 
 
 class ReceiveMessage(RunRequest[Arrival | None], frozen=True):
-    """Take the next message of this topic, or None if none comes within the timeout; give memory `back`."""
+    """Take the next message of this topic, or None if none comes within the timeout; give pieces at `back` back."""
 
     topic: messaging.Topic
     timeout: Timeout

@@ -46,18 +46,6 @@ class FrameDecoder:
         return frames
 
 
-def receive(connected: socket.socket) -> tuple[bytes, list[int], bool]:
-    """Read once: bytes, the descriptors that came beside them, and whether there were more than have room.
-
-    `socket.recv_fds` passes no flags on: scripts' own children would inherit the descriptors.
-    """
-    data, found, flags, _ = connected.recvmsg(READ_BYTES, _ROOM, socket.MSG_CMSG_CLOEXEC)
-    descriptors = array.array("i")
-    for *_, content in found:
-        descriptors.frombytes(content[: len(content) - len(content) % 4])
-    return data, descriptors.tolist(), bool(flags & socket.MSG_CTRUNC)
-
-
 class FrameSocket:
     """Owns a connected non-blocking unix socket and every descriptor received through it."""
 
@@ -80,14 +68,16 @@ class FrameSocket:
         """
         while True:
             try:
-                data, found, cut = receive(self._socket)
+                # `socket.recv_fds` passes no flags on: scripts' own children would inherit the descriptors.
+                data, found, flags, _ = self._socket.recvmsg(READ_BYTES, _ROOM, socket.MSG_CMSG_CLOEXEC)
             except BlockingIOError:
                 self._ready.clear()
                 self._watch(True)
                 await self._ready.wait()
                 continue
-            self._descriptors += found
-            if cut or len(self._descriptors) > MAX_DESCRIPTORS:
+            for *_, content in found:
+                self._descriptors += array.array("i", content[: len(content) - len(content) % 4])
+            if flags & socket.MSG_CTRUNC or len(self._descriptors) > MAX_DESCRIPTORS:
                 told = f"expected at most {MAX_DESCRIPTORS} descriptors that wait for JoinRun, got more"
                 raise ControlError(told)
             if not data:
@@ -105,29 +95,15 @@ class FrameSocket:
             raise Refused("expected a descriptor of shared memory beside JoinRun, got none")
         return self._descriptors.pop(0)
 
-    async def send(self, frame: bytes, fd: int = -1) -> None:
-        """Send one frame, with a descriptor beside it, if one is given.
+    async def send(self, frame: bytes) -> None:
+        """Send one frame.
 
         Raises:
             OSError: The connection broke.
             TimeoutError: The other end does not read.
         """
         async with self._sending, asyncio.timeout(SEND_SECONDS):
-            sent = 0 if fd < 0 else await self._send_with(frame, fd)
-            await asyncio.get_running_loop().sock_sendall(self._socket, frame[sent:])
-
-    async def _send_with(self, frame: bytes, fd: int) -> int:
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                return socket.send_fds(self._socket, [frame], [fd])
-            except BlockingIOError:
-                writable = asyncio.Event()
-                loop.add_writer(self._socket, writable.set)
-                try:
-                    await writable.wait()
-                finally:
-                    loop.remove_writer(self._socket)
+            await asyncio.get_running_loop().sock_sendall(self._socket, frame)
 
     def close(self) -> None:
         """Close the socket and the descriptors that nobody took; idempotent."""

@@ -105,12 +105,6 @@ class Dispatcher:
                 return None
             case messages.OfferState() | messages.Fetch():
                 return await self._transfer(request)
-            case messages.SendMessage(content=b""):
-                with contextlib.closing(
-                    SharedMemory.attach(self._take_descriptor(), request.capacity)
-                ) as memory:
-                    self._session(request.run).send(request, memory)
-                return None
             case RunRequest():
                 return await self._do_in(self._session(request.run), request)
         raise Refused(f"expected a request, got {type(request).__name__}")
@@ -142,9 +136,9 @@ class Dispatcher:
             case messages.AskMembers(_, data):
                 return await session.members(data)
             case messages.SendMessage():
-                session.send(request, None)
+                session.send(request)
             case messages.AskNotices():
-                return await session.messages.notices()
+                return await session.messages.messenger.notices()
             case messages.ReceiveMessage():
                 return await session.messages.receive(request)
             case messages.AskProgress(_, target, held):

@@ -143,41 +143,35 @@ class ServedClient:
         task.add_done_callback(self._tasks.discard)
 
     async def _answer(self, frame: bytes) -> None:
-        reply, fd = await self._reply(frame)
+        reply = await self._reply(frame)
+        if reply is None:
+            return
         try:
-            if reply is not None:
-                await self._socket.send(reply, fd)
+            await self._socket.send(reply)
         except (OSError, TimeoutError) as error:
             log.info("%s cannot be answered: %s", self._dispatcher.client, error)
             self.close()
-        finally:
-            if fd >= 0:
-                os.close(fd)
 
     async def _say(self, line: str) -> None:
         """Have the client's script log a line."""
         with contextlib.suppress(OSError, TimeoutError):  # The answer that follows finds out.
             await self._socket.send(messages.encode_reply(0, line))
 
-    async def _reply(self, frame: bytes) -> tuple[bytes | None, int]:
-        """The answer, if there is to be one, and the descriptor that goes with it, or -1; the caller closes it."""
+    async def _reply(self, frame: bytes) -> bytes | None:
         number, what = 0, "a request"
         try:
             number, content = messages.decode_number(frame)
             request = messages.decode_request(content)
             what = type(request).__name__
-            answer = await self._dispatcher.do(request)
-            return messages.encode_reply(number, answer), answer.fd if isinstance(
-                answer, messages.Arrival
-            ) else -1
+            return messages.encode_reply(number, await self._dispatcher.do(request))
         except (EquipoiseError, NotAdmitted, ValueError) as error:
             if self._leaving:
-                return None, -1
+                return None
             failure = _reason(error)
         except Exception as error:
             log.exception("%s failed", what)
             failure = f"the daemon failed at {what}: {_reason(error)}; its log says more"
-        return messages.encode_reply(number, failure=failure), -1
+        return messages.encode_reply(number, failure=failure)
 
 
 class ControlServer:

@@ -181,7 +181,7 @@ class Session:
                 "this daemon was invited as a relay, which joins no run", "ask for an invitation as trainer"
             )
         self.drivers = RunDrivers(router, request.run, specs, self._role == "observer")
-        self.messages = ScriptMessages(router, request, self._mates)
+        self.messages = ScriptMessages(router, request, region, self._mates)
         self._round: asyncio.Task[Outcome] | None = None
         self._stopped = ""
         self._leaving: asyncio.Task[None] | None = None
@@ -292,13 +292,13 @@ class Session:
             if not one.left and self._swarm.standing(one.peer) not in barred
         }
 
-    def send(self, request: SendMessage, memory: SharedMemory | None) -> None:
+    def send(self, request: SendMessage) -> None:
         """Send a message to the script of another peer; raises `Refused`, see `ScriptMessages.send`."""
         if self._role == "observer":
             raise Refused("this daemon was invited as an observer, which sends no messages")
         if request.to == self._swarm.peer:
             raise Refused("expected another peer as the receiver, got this one")
-        self.messages.send(request, memory)
+        self.messages.send(request)
 
     async def progress(self, target: float | None, held: StateId | None) -> Progress:
         """Weight accumulated towards the next step: by this peer, and by all, as far as the others' claims count."""

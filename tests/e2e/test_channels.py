@@ -294,9 +294,11 @@ def test_ten_thousand_messages_while_daemons_are_killed(swarm: Swarm, count: int
             Feeder(run, [one for one in ids if one != run.peer], count, seed) for seed, run in enumerate(runs)
         ]
         readers = [
-            threading.Thread(target=one.read, args=[topic]) for one in feeders for topic in ("t0", "t1")
+            threading.Thread(target=one.read, args=[topic], daemon=True)
+            for one in feeders
+            for topic in ("t0", "t1")
         ]
-        senders = [threading.Thread(target=one.send) for one in feeders]
+        senders = [threading.Thread(target=one.send, daemon=True) for one in feeders]
         began, kills = time.monotonic(), 0
         for thread in (*readers, *senders):
             thread.start()

@@ -107,6 +107,7 @@ class MemoryChannel:
         self._inbox = inbox
         self._outbox = outbox
         self.closed = False
+        self.other: MemoryChannel | None = None
         self.punched = False
         self.delivered = self.in_flight = 0
         self.received = 0
@@ -159,10 +160,12 @@ class MemoryChannel:
             return
         self.closed = True
         self._owner.channels.remove(self)
-        for queue in (self._inbox, self._outbox):
-            while not queue.empty():  # All: a stream loses none before one that arrives.
-                queue.get_nowait()
-            queue.put_nowait(None)
+        is_read = self.other is None or not self.other.closed
+        # A stream loses its end, never what comes before; and nobody waits to write where nobody reads.
+        for queue, kept in ((self._inbox, 0), (self._outbox, 7 if is_read else 0)):
+            frames = [queue.get_nowait() for _ in range(queue.qsize())]
+            for frame in [*frames[:kept], None]:
+                queue.put_nowait(frame)
 
 
 class MemoryTransport:
@@ -192,6 +195,7 @@ class MemoryTransport:
             raise ConnectionError(f"cannot reach {peer}: nobody answers")
         to, back = asyncio.Queue(8), asyncio.Queue(8)
         mine, theirs = MemoryChannel(self, peer, back, to), MemoryChannel(other, self._peer, to, back)
+        mine.other, theirs.other = theirs, mine
         self.channels.append(mine)
         other.channels.append(theirs)
         task = asyncio.create_task(other.handler(theirs), context=other.context.copy())

@@ -12,7 +12,7 @@ import pytest
 
 from equipoise.peer import shared_memory
 from equipoise.peer.errors import Refused
-from equipoise.peer.shared_memory import Region, SharedMemory
+from equipoise.peer.shared_memory import GRAIN_BYTES, MESSAGE_BYTES, Region, SharedMemory
 
 linux = pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="looks into /proc")
 
@@ -123,7 +123,7 @@ def test_nothing_is_left_when_the_last_view_goes() -> None:
 @linux
 def test_vectors_that_could_end_the_daemon_are_refused() -> None:
     fd = os.memfd_create("evil", os.MFD_ALLOW_SEALING)
-    os.ftruncate(fd, 20)
+    os.ftruncate(fd, Region.create(10).memory.capacity)
     before = descriptors()
 
     with pytest.raises(Refused, match="sealed"):
@@ -144,3 +144,28 @@ def test_an_image_of_which_nobody_asks_any_more_takes_no_descriptor() -> None:
     assert descriptors() == before + 1
     del image
     assert descriptors() == before
+
+
+@linux
+def test_the_same_pages_serve_one_message_after_another_and_never_two_at_once() -> None:
+    arena = Region.create(10).sent
+    first, second = arena.take(100_000), arena.take(5)
+    assert (first.at, second.at) == (0, 2 * GRAIN_BYTES)
+    first.room(0, 100_000)[:] = bytes([7]) * 100_000
+    view = first.room(50_000, 10)
+    del first
+    assert arena.take(100_000).at == 3 * GRAIN_BYTES, "a view of it is left"
+    del view
+    assert arena.take(100_001).at == 0
+    assert bytes(arena.piece(0, 3).room(0, 3)) == b"\7\7\7"
+
+
+def test_a_piece_that_is_not_there_is_refused() -> None:
+    region = Region.create(10)
+    for at, size in ((-1, 5), (MESSAGE_BYTES - 4, 5), (0, MESSAGE_BYTES + 1)):
+        with pytest.raises(Refused, match="expected a message within"):
+            region.sent.piece(at, size)
+    most = region.received.take(MESSAGE_BYTES)
+    with pytest.raises(Refused, match=r"messages that were not read take 1073.7 MB: there is no room"):
+        region.received.take(1)
+    assert len(most) == MESSAGE_BYTES

@@ -160,7 +160,7 @@ class World:
         for _ in range(100_000):
             busy = self.carry("a") | self.carry("b") | self.take("even") | self.take("odd")
             if not busy:
-                due = min(one.deadline for one in (self.receiver, *self.senders.values()))
+                due = min(self.receiver.deadline, *(one.deadline for one in self.senders.values()))
                 if due == math.inf:
                     return
                 self.now = max(self.now, due)

@@ -152,8 +152,8 @@ def test_what_cannot_be_understood_is_answered(home: Path, body: bytes, told: by
 @pytest.mark.parametrize(
     ("beyond", "short", "said"),
     [
-        (1, 0, "expected 8000 bytes of shared memory, got 8002"),
-        (-1, 0, "expected 8000 bytes of shared memory, got 7998"),
+        (65_536, 0, "expected 2147549184 bytes of shared memory, got 2147680256"),
+        (-4000, 0, "expected 2147549184 bytes of shared memory, got 2147483648"),
         (0, 1, "expected shared memory of 4000 bytes for run 'refused', it holds 3999"),
     ],
 )
