@@ -36,7 +36,7 @@ from equipoise.peer.daemon.server import MAX_CONNECTIONS
 from equipoise.peer.embedded import DaemonThread
 from equipoise.peer.errors import Refused, Unwelcome
 from equipoise.peer.home import connect_socket
-from equipoise.peer.shared_memory import Region
+from equipoise.peer.shared_memory import Region, SharedMemory
 from fakes.daemon import FakeNetwork
 
 
@@ -152,8 +152,8 @@ def test_what_cannot_be_understood_is_answered(home: Path, body: bytes, told: by
 @pytest.mark.parametrize(
     ("beyond", "short", "said"),
     [
-        (65_536, 0, "expected 2147549184 bytes of shared memory, got 2147680256"),
-        (-4000, 0, "expected 2147549184 bytes of shared memory, got 2147483648"),
+        (2, 0, "expected 2147549184 bytes of shared memory, got 2147549186"),
+        (-2, 0, "expected 2147549184 bytes of shared memory, got 2147549182"),
         (0, 1, "expected shared memory of 4000 bytes for run 'refused', it holds 3999"),
     ],
 )
@@ -161,7 +161,7 @@ def test_memory_that_no_round_can_use_is_refused_in_one_line(
     home: Path, beyond: int, short: int, said: str
 ) -> None:
     schema, size = Schema((TensorSpec("w", (1000,), "float32"),)), 4000 - short
-    memory = Region.create(size + beyond).memory
+    memory = SharedMemory.reserve(Region.create(size).memory.capacity + beyond)
     request = JoinRun("refused", RunOptions(codec="fp32"), schema, Schema(()), size)
     with contextlib.closing(open_link(home)) as link:
         with pytest.raises(Refused, match=said) as refused:
