@@ -176,7 +176,7 @@ class Messenger:
             case Receipt(_, script):
                 if outgoing := self._outgoing.get(peer):
                     self._sessions.approach(peer, outgoing.credential)
-                self._tell(peer, script, message)
+                self._tell(peer, script, sender.Received(message))
             case Refusal(_, script, reason, final):
                 self._tell(peer, script, sender.Closed(reason, final))
 

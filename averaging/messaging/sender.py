@@ -51,6 +51,12 @@ class Added(msgspec.Struct, frozen=True):
     receiver: Annotated[bytes, msgspec.Meta(max_length=SESSION_BYTES)] = b""
 
 
+class Received(msgspec.Struct, frozen=True):
+    """A receipt came."""
+
+    receipt: Receipt
+
+
 class Unknown(msgspec.Struct, frozen=True):
     """No such peer is in the run with equal terms."""
 
@@ -88,7 +94,7 @@ class Notice(msgspec.Struct, frozen=True):
     reason: str = ""
 
 
-SenderEvent = Added | Receipt | Closed | Unknown | Woke
+SenderEvent = Added | Received | Closed | Unknown | Woke
 SenderAction = SendOpen | SendParts | Notice
 
 
@@ -132,10 +138,10 @@ class Sender:
             case Added(number, acknowledged, again, script):
                 self._receiver = self._receiver or script
                 self._kept[number] = _Kept(number, now, again, acknowledged, sent=again)
-            case Receipt() if not event.turn:
+            case Received(receipt) if not receipt.turn:
                 self._close("it has lost this peer")
-            case Receipt():
-                actions = self._on_receipt(event)
+            case Received(receipt):
+                actions = self._on_receipt(receipt)
             case Closed(reason, True):
                 actions = [self._end(number, "lost", reason) for number in list(self._kept)]
                 self._receiver = b""

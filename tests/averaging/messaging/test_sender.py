@@ -146,7 +146,7 @@ class World:
             case Open(_, script):
                 self.hear(to.Opened(name, script))
             case Receipt():
-                self.tell(name, frame)
+                self.tell(name, of.Received(frame))
             case Refusal():
                 self.tell(name, of.Closed(frame.reason, frame.final))
             case part, length:
