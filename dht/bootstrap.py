@@ -88,6 +88,7 @@ class Joining:
     def __init__(self, given: Sequence[Way], draw: random.Random, now: float) -> None:
         """`given` are the addresses to join through; `draw` spreads the attempts."""
         self.dialable = True  # Whether this peer listens at an address that it could tell.
+        self.way_in = "others join through this peer's address"
         self._draw = draw
         self._given = {way: _Standing(due=now) for way in given}
         self._remembered: dict[Way, _Standing] = {}
@@ -111,7 +112,7 @@ class Joining:
         """Return whether there is no network, and why this peer has met nobody, in words that outlast attempts."""
         tried = list((self._given or self._remembered).items())
         if not tried:
-            way = "others join through this peer's address"
+            way = self.way_in
             if not self.dialable:
                 way = "none can, because this peer has no address: join one with --join, or give --listen an address"
             return False, f"no other peer has joined yet; {way}"

@@ -129,6 +129,8 @@ class Swarm:
         self._contacts = Contacts(link, protocol)
         others = [address for address in self._join if address.peer != peer]
         self._bootstrap = Bootstrap(others, link, protocol, self._contacts)
+        if member is not None:
+            self._bootstrap.machine.way_in = "invite others with: equipoise swarm invite"
         self._bootstrap.remembered = self._remembered
         self._puncher = Puncher(link, dialer, direct, reach, self._runtime)
         direct.on_meet = self._puncher.want

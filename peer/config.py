@@ -149,7 +149,12 @@ def load(
     config = msgspec.structs.replace(config, join=tuple(one for one in config.join if one not in bad))
     if config.invite:  # The line is a secret; what is shown need not have it.
         settings["invite"] = msgspec.structs.replace(settings["invite"], value=config.invite[:16] + "...")
-    return Loaded(config, tuple(settings[key] for key in ("home", *KEYS)), malformed, _lookalikes(environ))
+    return Loaded(
+        config,
+        tuple(settings[key] for key in ("home", *KEYS)),
+        malformed,
+        _lookalikes(environ) + _left_out(config),
+    )
 
 
 def _wrong(origin: str, problem: str, hint: str = "") -> ConfigError:
@@ -318,3 +323,14 @@ def _lookalikes(environ: Mapping[str, str]) -> tuple[str, ...]:
             if close:
                 warnings.append(f"environment variable {name} is not known; did you mean {close[0]}?")
     return tuple(warnings)
+
+
+def _left_out(config: Config) -> tuple[str, ...]:
+    """Warn of a daemon in the open swarm whose home was invited to a private one."""
+    if config.swarm or config.invite:
+        return ()
+    from equipoise.dht.membership import names  # It imports cryptography, which most clients do not need.
+
+    held = names(Path(config.home))
+    told = "this home is in the private swarm {0}, and this daemon in the open one: {0} needs --swarm {0}"
+    return tuple(told.format(name) for name in held)

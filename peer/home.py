@@ -284,7 +284,7 @@ def _lock(path: Path) -> int:
             os.close(lock)
             if not patient:
                 told = f"a daemon (pid {pid or 'unknown'}) is already running on {path}"
-                hint = "see `equipoise status`, end it with `equipoise stop`, or give another --home"
+                hint = "run the script without launch, end the daemon with `equipoise stop`, or give another --home"
                 if pid == str(os.getpid()):
                     hint = "close() this script's other Peer first, or give another home"
                 raise HomeBusy(told, hint) from None

@@ -133,6 +133,8 @@ def overview(status: Status) -> Iterator[RenderableType]:
     process = f"{_short(status.peer_id)}, pid {status.pid}, up {_duration(status.uptime)}"
     connected = f"{count(len(status.swarm.connected), 'peer')}, {count(status.clients, 'script')}"
     rows = [("daemon", process), ("connected", connected)]
+    if status.swarm.name:
+        rows.insert(1, ("private swarm", status.swarm.name))
     given = sorted(status.swarm.bootstrap, key=lambda row: row.state == "connected")
     # The reason why one leads nowhere names its host and port.
     entries = [("joins through", row.address if row.state == "connected" else _why(row)) for row in given]

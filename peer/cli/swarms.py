@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from equipoise.dht import membership
-from equipoise.dht.admission import ROLES, Link
+from equipoise.dht.admission import MAX_END, ROLES, Link
 from equipoise.dht.identity import public_key_of
 from equipoise.dht.membership import FOLDER, Membership, names, revoked_by
 from equipoise.peer.cli import output
@@ -128,7 +128,7 @@ def show(name: str | None, home: str | None, as_json: bool) -> None:
         output.print_json(found)
         return
     for shown in found or [{"swarms": "none; make one with equipoise swarm create NAME, or join one"}]:
-        click.echo("\n".join(f"{key}: {value}" for key, value in shown.items()))
+        click.echo("\n".join(f"{key}: {_plain(value)}" for key, value in shown.items()))
 
 
 @click.command(short_help="Join a private swarm by an invitation.")
@@ -204,3 +204,12 @@ def _print_qr(line: str) -> None:
     except ImportError:
         raise EquipoiseError("the QR code needs the package segno", "pip install segno") from None
     segno.make(line, error="l").terminal(compact=True)
+
+
+def _plain(value: Any) -> str:
+    """A value of `swarm show` for people; an `until` is in seconds since 1970."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return "no end" if value == MAX_END else time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(value))
+    return value if isinstance(value, str) else ", ".join(value) or "nobody"

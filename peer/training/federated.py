@@ -569,7 +569,8 @@ def _returned(who: str, found: Any) -> Evaluation:
         ValueError: The weight or a metric's name is not valid; names it.
     """
     if not isinstance(found, tuple) or len(found) != 2 or not isinstance(found[1], Mapping):
-        raise TypeError(f"{who}: expected (weight, {{name: number}}) to be returned, got {repr(found)[:80]}")
+        told = f"{who}: expected (weight, {{name: number}}) to be returned, got {repr(found)[:80]}"
+        raise TypeError(f"{told}; parameters are written into the model, and not returned")
     weight, metrics = found
     finite = {name: one for name, one in metrics.items() if not _is_infinite(one)}
     if len(finite) < len(metrics):

@@ -696,7 +696,8 @@ def wait_for(runs: Sequence[JoinedRun], peers: int) -> None:
     for run in runs if peers else ():
         if run.wait_for(peers, min(NOTICE_SECONDS, max(deadline - run.core.clock(), LEAST_SECONDS))):
             continue
-        log.warning("run %s: waits for %s: %s", run.name, others, getattr(run.state, "reason", run.state))
+        reason = getattr(run.state, "reason", "not as many have come yet")
+        log.warning("run %s: waits for %s: %s", run.name, others, reason)
         if not run.wait_for(peers, max(deadline - run.core.clock(), LEAST_SECONDS)):
             told = "run %s: after %g s it goes on without waiting for %s"
             log.warning(told, run.name, WAIT_SECONDS, others)

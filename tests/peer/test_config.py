@@ -218,6 +218,15 @@ def test_a_variable_that_looks_like_ours_is_warned_of(tmp_path: Path) -> None:
     )
 
 
+def test_a_daemon_in_the_open_swarm_of_a_home_that_was_invited_is_warned_of(tmp_path: Path) -> None:
+    (tmp_path / "swarms" / "friends").mkdir(parents=True)
+
+    assert load({"home": tmp_path}, {}).warnings == (
+        "this home is in the private swarm friends, and this daemon in the open one: friends needs --swarm friends",
+    )
+    assert load({"home": tmp_path, "swarm": "friends"}, {}).warnings == ()
+
+
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "config.toml").mkdir()
 
