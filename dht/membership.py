@@ -24,9 +24,9 @@ from equipoise.dht.admission import (
     read,
 )
 from equipoise.dht.identity import load_or_create, public_key_of, read_private, write_private
+from equipoise.dht.options import FOLDER, names
 from equipoise.dht.sanitize import printable
 
-FOLDER = "swarms"
 BANS_FILE = "banned.json"
 MAX_BANS = 4096
 MAX_FILE_BYTES = 4 * MAX_LIST_BYTES
@@ -141,11 +141,6 @@ def revoked_by(target: str, members: Collection[Token]) -> list[str]:
     except ValueError as error:
         raise Refused(f"expected a PeerID, or the 32 hex digits of an invitation: {error}") from None
     return [own, *(token.links[-1].id for token in members if token.peer == target)]
-
-
-def names(home: Path) -> list[str]:
-    """Return the names of the swarms that `home` has joined."""
-    return sorted(path.name for path in (home / FOLDER).glob("[!.]*"))
 
 
 def bans(home: Path) -> dict[str, str]:

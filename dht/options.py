@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
 
 from equipoise.limits import MAX_BANDWIDTH, Tags
+
+FOLDER = "swarms"
+"""Where a home keeps its memberships in private swarms, a file for each, by its name."""
 
 MAX_ADDRESSES = 64
 """More bootstrap addresses than that only slow down the start."""
@@ -60,3 +64,8 @@ class SwarmOptions(msgspec.Struct, frozen=True, kw_only=True):
     swarm: Annotated[str, msgspec.Meta(max_length=32, pattern=r"\A[A-Za-z0-9_.-]*\Z")] = ""
     invite: Annotated[str, msgspec.Meta(max_length=4096)] = ""
     tags: Tags = ()
+
+
+def names(home: Path) -> list[str]:
+    """Return the names of the private swarms that `home` has joined."""
+    return sorted(path.name for path in (home / FOLDER).glob("[!.]*"))

@@ -17,7 +17,7 @@ import msgspec
 import platformdirs
 
 from equipoise.dht.address import AddressError, parse_address, parse_announce, parse_listen
-from equipoise.dht.options import MAX_ADDRESSES, Addresses, Layer, SwarmOptions
+from equipoise.dht.options import MAX_ADDRESSES, Addresses, Layer, SwarmOptions, names
 from equipoise.dht.sanitize import read_regular
 from equipoise.dht.state import BootstrapStatus
 from equipoise.limits import MAX_TAG_CHARACTERS, MAX_TAGS, Tags
@@ -329,8 +329,6 @@ def _left_out(config: Config) -> tuple[str, ...]:
     """Warn of a daemon in the open swarm whose home was invited to a private one."""
     if config.swarm or config.invite:
         return ()
-    from equipoise.dht.membership import names  # It imports cryptography, which most clients do not need.
-
     held = names(Path(config.home))
     told = "this home is in the private swarm {0}, and this daemon in the open one: {0} needs --swarm {0}"
     return tuple(told.format(name) for name in held)

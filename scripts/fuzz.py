@@ -45,7 +45,8 @@ from equipoise.dht.direct.errors import Refused as DirectRefused
 from equipoise.dht.direct.handshake import PREFACE_BYTES, parse_preface
 from equipoise.dht.direct.listener import ORIGIN_BYTES, parse_origin
 from equipoise.dht.identity import peer_of
-from equipoise.dht.membership import BANS_FILE, FOLDER, Membership, bans
+from equipoise.dht.membership import BANS_FILE, Membership, bans
+from equipoise.dht.options import FOLDER
 from equipoise.dht.peer_cache import MEMORY_FILE, PeerCache, _Content
 from equipoise.dht.punch import candidates
 from equipoise.dht.relay import service

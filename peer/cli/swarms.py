@@ -15,7 +15,8 @@ import click
 from equipoise.dht import membership
 from equipoise.dht.admission import MAX_END, ROLES, Link
 from equipoise.dht.identity import public_key_of
-from equipoise.dht.membership import FOLDER, Membership, names, revoked_by
+from equipoise.dht.membership import Membership, revoked_by
+from equipoise.dht.options import FOLDER, names
 from equipoise.peer.cli import output
 from equipoise.peer.cli.verbs import ask, daemon_options, home_option, json_option
 from equipoise.peer.config import find_home, load

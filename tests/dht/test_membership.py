@@ -10,7 +10,8 @@ from msgspec.structs import replace
 
 from equipoise.dht.admission import Invitation, Link, Refused, Revocations, id_of, public_half
 from equipoise.dht.identity import load_or_create
-from equipoise.dht.membership import Membership, ban, bans, names, revoked_by
+from equipoise.dht.membership import Membership, ban, bans, revoked_by
+from equipoise.dht.options import names
 
 NOW = 1_700_000_000.0
 SEED, OTHER = bytes([1]) * 32, bytes([2]) * 32
