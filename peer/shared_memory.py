@@ -183,11 +183,15 @@ class Arena:
 
     def piece(self, at: int, size: int, give: Callable[[int], None] | None = None) -> Piece:
         """A piece that was set aside at this end or the other; raises Refused if there cannot be such a one."""
-        if not 0 <= at <= at + size <= MESSAGE_BYTES:
-            raise Refused(f"expected a message within {MESSAGE_BYTES} bytes, got {size} bytes at {at}")
+        if not 0 <= at <= at + size <= len(self._mapped):
+            raise Refused(f"expected a message within {len(self._mapped)} bytes, got {size} bytes at {at}")
         piece = Piece(size, np.uint8, self._mapped[at : at + size])
         piece.at, piece._provide, piece._give = at, self._provide, give
         return piece
+
+    def release(self) -> None:
+        """Set nothing aside any more; pieces stay as long as their views."""
+        self._mapped = memoryview(b"")
 
     def _provide(self, start: int, size: int) -> None:
         first, end = start // GRAIN_BYTES, -(-(start + size) // GRAIN_BYTES)
@@ -235,6 +239,13 @@ class Region:
             Refused: It has another size, can be resized, or cannot be mapped.
         """
         return cls(SharedMemory.attach(fd, _capacity(size)), size)
+
+    def release(self) -> None:
+        """Let the memory go once the last view of it is gone, whatever still holds this object; idempotent."""
+        self.contribution = self.mean = memoryview(b"")
+        self.sent.release()
+        self.received.release()
+        self.memory.close()
 
 
 def _capacity(size: int) -> int:

@@ -387,4 +387,6 @@ class Session:
         await self.drivers.leave(reason)
         if self._round is not None:
             self._round.cancel()
+        if self._region is not None:
+            self._region.release()
         self._region = None

@@ -354,8 +354,11 @@ def test_launch_on_the_home_of_another_daemon_says_so_and_starts_no_script(swarm
 
     assert launched.wait() == 1
     home.release()
-    told = f"error: a daemon (pid {os.getpid()}) is already running on {path}; see `equipoise status`, "
-    assert launched.errors == f"{told}end the daemon with `equipoise stop`, or give another --home\n"
+    told = f"error: a daemon (pid {os.getpid()}) is already running on {path}; run the script "
+    assert (
+        launched.errors
+        == f"{told}without launch, end the daemon with `equipoise stop`, or give another --home\n"
+    )
     assert launched.output == ""
 
 

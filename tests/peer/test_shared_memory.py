@@ -169,3 +169,15 @@ def test_a_piece_that_is_not_there_is_refused() -> None:
     with pytest.raises(Refused, match=r"messages that were not read take 1073.7 MB: there is no room"):
         region.received.take(1)
     assert len(most) == MESSAGE_BYTES
+
+
+def test_a_region_that_is_released_keeps_no_memory_though_something_holds_it() -> None:
+    region = Region.create(64)
+    taken = region.sent.take(10)
+    region.release()
+    region.release()
+    assert region.memory.fd == -1
+    assert len(region.contribution) == len(region.mean) == 0
+    taken[:] = 1
+    with pytest.raises(Refused, match="expected a message within 0 bytes"):
+        region.received.take(1)

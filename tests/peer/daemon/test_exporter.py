@@ -64,7 +64,7 @@ def test_only_an_address_of_this_machine_is_taken(tmp_path: Path) -> None:
 
 def test_the_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     FakeNetwork().install(monkeypatch)
-    monkeypatch.delitem(sys.modules, "equipoise.peer.daemon.exporter")
+    monkeypatch.delitem(sys.modules, "equipoise.peer.daemon.exporter", raising=False)
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     with pytest.raises(ConfigError, match=r"pip install 'equipoise\[metrics\]'"):
         DaemonThread(load({"home": tmp_path, "metrics": "127.0.0.1:9464"}, {}))
