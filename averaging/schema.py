@@ -119,8 +119,8 @@ def _describe(name: str, tensor: torch.Tensor, buffer: bool) -> TensorSpec:
             f"expected a tensor name of 1 to {MAX_NAME_CHARS} characters, got {str(name)[:64]!r}"
         )
     if not isinstance(tensor, torch.Tensor):
-        told = f"tensor {name!r}: expected a torch.Tensor, got {type(tensor).__name__}"
-        raise SchemaError(told + "; torch.from_numpy makes one" * hasattr(tensor, "__array__"))
+        hint = "; torch.from_numpy makes one" if hasattr(tensor, "__array__") else ""
+        raise SchemaError(f"tensor {name!r}: expected a torch.Tensor, got {type(tensor).__name__}{hint}")
     if tensor.layout is not torch.strided:
         raise SchemaError(f"tensor {name!r}: expected a dense tensor, got layout {tensor.layout}")
     dtype = _name(tensor.dtype)

@@ -15,7 +15,8 @@ from equipoise.averaging.schema import Schema, SchemaError, tensors_by_name
             "tensor 'n': expected dtype .*, got int64; join with a mapping that leaves it out",
         ),
         ({"": torch.zeros(1)}, "a tensor name of 1 to"),
-        ({"x": [1.0]}, "tensor 'x': expected a torch.Tensor, got list"),
+        ({"x": [1.0]}, "tensor 'x': expected a torch.Tensor, got list$"),
+        ({"x": torch.zeros(3).numpy()}, "expected a torch.Tensor, got ndarray; torch.from_numpy makes one"),
         ({"x": torch.zeros(3).to_sparse()}, "tensor 'x': expected a dense tensor"),
     ],
 )
