@@ -93,6 +93,10 @@ class Checkpoints:
                 raise ValueError(told)
 
 
+NOTHING_RESUMES = (
+    "launch --resume changes nothing: this training writes no checkpoints; give it checkpoints=Checkpoints()"
+)
+
 BEST = "best"
 """Name of the directory of the best checkpoint; no resume starts from it."""
 
@@ -392,24 +396,31 @@ class Keeper:
 def keep_checkpoints(
     member: Member,
     run: JoinedRun,
-    checkpoints: Checkpoints,
+    checkpoints: Checkpoints | None,
     scores: bool = False,
     residual: Feedback | None = None,
-) -> Keeper:
+) -> Keeper | None:
     """Start a replica from its newest sound checkpoint, if it should resume, and write others until the run is left.
 
     Args:
+        checkpoints: The script's wishes. None: no checkpoints, and a warning if the script was to resume.
         residual: Error feedback, which lies in the checkpoints too.
         scores: Whether the caller will tell the keeper how states are evaluated, which `Checkpoints.best` needs.
 
     Returns:
-        To be called between steps; it writes a checkpoint if one is due.
+        To be called between steps; it writes a checkpoint if one is due. None without checkpoints.
 
     Raises:
         CheckpointError: The directory cannot be used, or the home is temporary; or the checkpoints are damaged or of
             another training.
         ValueError: The best checkpoint is to be kept, and the caller has no scores.
     """
+    resuming = os.environ.get(RESUME_ENV) == "1"
+    if checkpoints is None:
+        if resuming:
+            log.warning("run %s: %s", run.name, NOTHING_RESUMES)
+            run.core.tell("checkpoints", NOTHING_RESUMES)
+        return None
     if checkpoints.best and not scores:
         raise ValueError(
             f"checkpoints: best={checkpoints.best!r} needs a trainer that evaluates the model, as Federated does"
@@ -419,7 +430,7 @@ def keep_checkpoints(
         hint = "give the Peer a home, or Checkpoints a directory"
         raise CheckpointError("cannot write checkpoints to a temporary home", hint)
     parent = Path(home) / CHECKPOINTS if checkpoints.directory is None else Path(checkpoints.directory)
-    resume = os.environ.get(RESUME_ENV) == "1" if checkpoints.resume is None else checkpoints.resume
+    resume = resuming if checkpoints.resume is None else checkpoints.resume
     keeper = Keeper(member, parent / folder_name(run.name), subject_of(run), checkpoints, resume, residual)
     keeper.tell = partial(run.core.tell, "checkpoints")
     try:

@@ -43,7 +43,7 @@ from equipoise.peer.client.run import JoinedRun
 from equipoise.peer.client.tensors import copies_of, stepped_tensors
 from equipoise.peer.errors import Refused
 from equipoise.peer.training import image
-from equipoise.peer.training.checkpoint import Checkpoints, Keeper, keep_checkpoints
+from equipoise.peer.training.checkpoint import Checkpoints, keep_checkpoints
 from equipoise.peer.training.guard import require_same_tensors
 from equipoise.peer.training.history import Ending, History, Record, Until
 from equipoise.peer.training.member import FINISH_SECONDS, Finished, Member, wait_for
@@ -208,9 +208,7 @@ class Federated:
         self._clock = self.member.clock
         self._look_at, self._pause = self._clock(), 0.0
         self._deadline = self._clock()
-        self._keeper: Keeper | None = None
-        if checkpoints is not None:
-            self._keeper = keep_checkpoints(self.member, run, checkpoints, scores=True)
+        self._keeper = keep_checkpoints(self.member, run, checkpoints, scores=True)
         run.core.finishing.append(self._leave)  # Runs before the keeper, which records the final state.
         wait_for([run], self._options.wait_for)
 

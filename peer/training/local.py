@@ -256,12 +256,12 @@ class DiLoCo(LocalTraining[Finished]):
         self._batches = self._options.count and watch_batches(
             run.core.binding.source, self._options.count, self.count
         )
-        self._keepers: list[Callable[[], None]] = []
-        if checkpoints:
-            self._keepers = [
-                keep_checkpoints(one.member, one.run, checkpoints, residual=one.feedback)
-                for one in self._fragments
-            ]
+        kept = [
+            keep_checkpoints(one.member, one.run, checkpoints, residual=one.feedback)
+            for one in self._fragments
+        ]
+        self._keepers = [keeper for keeper in kept if keeper]
+        if self._keepers:
             self.steps = max(fragment.group_step for fragment in self._fragments)
 
     @property

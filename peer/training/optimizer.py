@@ -472,8 +472,9 @@ def swarm_optimizer(
         optimizer = SwarmOptimizer(
             run, inner, from_keywords("run.optimizer", Options, options, ("checkpoints",))
         )
-        if checkpoints is not None:
-            optimizer.register_step_post_hook(keep_checkpoints(optimizer.member, run, checkpoints))
+        keeper = keep_checkpoints(optimizer.member, run, checkpoints)
+        if keeper:
+            optimizer.register_step_post_hook(keeper)
     run.core.finishing.append(optimizer.leave)  # Runs before the keeper, which records the final state.
     return optimizer
 

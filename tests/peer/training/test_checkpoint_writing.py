@@ -45,13 +45,14 @@ def opened(path: Path, every: int = 10, resume: bool = False, member: Any = None
     return Keeper(member or Trained(), path / "digits", OWN, Checkpoints(every=every), resume)
 
 
-def kept(home: Path, checkpoints: Checkpoints) -> Keeper:
-    """The keeper of a run whose daemon has that home."""
+def kept(home: Path, checkpoints: Checkpoints | None, told: list[str] | None = None) -> Keeper | None:
+    """The keeper of a run whose daemon has that home, and shows the lines that are told."""
+    shown = [] if told is None else told
     layout = SimpleNamespace(schema=Schema.of({"w": torch.zeros(2)}))
     core = SimpleNamespace(
         link=SimpleNamespace(welcome=SimpleNamespace(home=home)),
         binding=SimpleNamespace(steps=SimpleNamespace(layout=layout)),
-        tell=lambda topic, line: None,
+        tell=lambda topic, line: shown.append(line),
         finishing=[],
     )
     run: Any = SimpleNamespace(core=core, name="digits", terms={})
@@ -82,6 +83,8 @@ def test_one_is_due_every_so_many_epochs_also_where_epochs_were_jumped(tmp_path:
 def test_they_live_in_the_home_unless_told_otherwise(tmp_path: Path) -> None:
     inside = kept(tmp_path / "home", Checkpoints())
     elsewhere = kept(tmp_path / "home", Checkpoints(directory=tmp_path / "disk"))
+    assert inside is not None
+    assert elsewhere is not None
     assert inside.path == tmp_path / "home" / "checkpoints" / "digits"
     assert elsewhere.path == tmp_path / "disk" / "digits"
     inside.close()
@@ -185,8 +188,19 @@ def test_launch_says_whether_to_resume(
     else:
         monkeypatch.setenv(RESUME_ENV, said)
     with_default = kept(tmp_path, Checkpoints())
+    assert with_default is not None
     assert with_default.resume == resumes
     with_default.close()
+
+
+@pytest.mark.parametrize(("said", "lines"), [("1", 1), ("", 0)])
+def test_a_training_without_checkpoints_says_that_it_resumes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str, lines: int
+) -> None:
+    monkeypatch.setenv(RESUME_ENV, said)
+    told: list[str] = []
+    assert kept(tmp_path, None, told) is None
+    assert told == [checkpoint.NOTHING_RESUMES] * lines
 
 
 def test_nothing_to_resume_from_is_said_and_is_no_error(
