@@ -12,11 +12,12 @@ import argparse
 import contextlib
 import hashlib
 import json
+import multiprocessing
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +28,9 @@ LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 
 END_SECONDS = 15.0
 """Time for a peer to leave the swarm."""
+
+LIBRARIES = ["torch._dynamo", "equipoise.peer.training", "sklearn.datasets", "transformers.trainer", "peft"]
+"""What examples import, and takes seconds."""
 
 
 class Point(NamedTuple):
@@ -94,7 +98,6 @@ def main(
     train: Train, description: str, add: Callable[[argparse.ArgumentParser], Any] = lambda _: None
 ) -> None:
     """Run an example as the command line says; `add` adds options of its own."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # Unwinds the stack, so that daemons are stopped.
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--peers", type=int, metavar="N", help="run a whole swarm of N peers on this machine")
     parser.add_argument(
@@ -115,29 +118,39 @@ def main(
     )
     add(parser)
     options = parser.parse_args()
-    torch.set_num_threads(1)
     if options.peers is not None:
-        sys.exit(run_swarm(options))
-    told = sys.stderr if options.json else sys.stdout
-    with contextlib.nullcontext() if options.alone else Peer(options.join, listen=options.listen) as peer:
-        if peer is not None:
-            print(f"others join by {peer.addresses[0]}", file=told, flush=True)
-        result = train(peer, options)
+        sys.exit(run_swarm(train, options))
+    result = train_as(train, options, lambda address: tell(options, f"others join by {address}"))
     print(json.dumps(result) if options.json else told_of("this peer", result), flush=True)
 
 
-def run_swarm(options: argparse.Namespace) -> int:
+def tell(options: argparse.Namespace, line: str) -> None:
+    print(line, file=sys.stderr if options.json else sys.stdout, flush=True)
+
+
+def train_as(train: Train, options: argparse.Namespace, tell_address: Callable[[str], Any]) -> Result:
+    """Train as the peer, or the learner alone, that the options describe; tells where others join."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # Unwinds the stack, so that daemons are stopped.
+    torch.set_num_threads(1)
+    with contextlib.nullcontext() if options.alone else Peer(options.join, listen=options.listen) as peer:
+        if peer is not None:
+            tell_address(peer.addresses[0])
+        return train(peer, options)
+
+
+def run_swarm(train: Train, options: argparse.Namespace) -> int:
     """Run a swarm on this machine, and learners alone beside it; returns the exit status."""
-    count, rest = options.peers, given(sys.argv[1:])
+    count = options.peers
     if count < 2:
         raise SystemExit(f"expected at least 2 peers, got {count}: give --alone to train alone")
-    with children() as start:
-        first = start([*rest, "--json", "--listen", LOOPBACK, "--of", str(count)])
-        address = awaited(first, "others join by ")
-        joins = ["--json", "--listen", LOOPBACK, "--join", address, "--of", str(count), "--index"]
-        peers = [result(one) for one in [first, *(start([*rest, *joins, str(at)]) for at in range(1, count))]]
-        alone = [start([*rest, "--json", "--alone", data, str(count)]) for data in ("--of", "--pooled")]
-        share, whole = map(result, alone)
+    with children(train, options) as start:
+        first = start(listen=[LOOPBACK], of=count)
+        joins = {"listen": [LOOPBACK], "join": [answer(first)], "of": count}
+        rest = [start(**joins, index=index) for index in range(1, count)]
+        for one in rest:
+            answer(one)
+        peers = [answer(one) for one in (first, *rest)]
+        share, whole = map(answer, [start(alone=True, of=count), start(alone=True, pooled=count)])
     ends, alike = [one.end for one in peers], len({one.digest for one in peers}) == 1
     loss, sent = sum(one.loss for one in ends) / count, sum(one.sent for one in ends)
     found = {
@@ -181,28 +194,25 @@ def plot(rows: dict[str, Result], file: str) -> None:
     figure.savefig(file, dpi=90)
 
 
-def given(arguments: Sequence[str]) -> list[str]:
-    """The arguments that a peer of the swarm takes over: all but those for the swarm as a whole."""
-    rest, skipped = [], False
-    for one in arguments:
-        if not skipped and one != "--json" and not one.startswith(("--peers", "--plot")):
-            rest.append(one)
-        skipped = one in ("--peers", "--plot")
-    return rest
-
-
 @contextlib.contextmanager
-def children() -> Iterator[Callable[[list[str]], subprocess.Popen[str]]]:
-    """Starts copies of this script, and ends those that still run."""
-    started: list[subprocess.Popen[str]] = []
+def children(train: Train, options: argparse.Namespace) -> Iterator[Callable[..., Connection]]:
+    """Starts processes that train, each with some options of its own, and ends those that still run.
 
-    def start(arguments: list[str]) -> subprocess.Popen[str]:
-        command = [sys.executable, sys.argv[0], *arguments]
-        started.append(
-            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, bufsize=1)
-        )
-        return started[-1]
+    The processes are forked from one that has imported the libraries: their import takes seconds for each otherwise.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([name for name in LIBRARIES if name in sys.modules])
+    started: list[Any] = []
 
+    def start(**own: Any) -> Connection:
+        ours, theirs = context.Pipe()
+        given = argparse.Namespace(**{**vars(options), **own})
+        started.append(context.Process(target=child, args=(train, given, theirs)))
+        started[-1].start()
+        theirs.close()
+        return ours
+
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     try:
         yield start
     finally:
@@ -210,26 +220,18 @@ def children() -> Iterator[Callable[[list[str]], subprocess.Popen[str]]]:
             one.terminate()
         deadline = time.monotonic() + END_SECONDS
         for one in started:
-            try:
-                one.wait(max(deadline - time.monotonic(), 0.0))
-            except subprocess.TimeoutExpired:
-                one.kill()
+            one.join(max(deadline - time.monotonic(), 0.0))
+            one.kill()
 
 
-def awaited(child: subprocess.Popen[str], start: str) -> str:
-    """The rest of the first line of a child's standard error that begins so."""
-    assert child.stderr is not None
-    for line in child.stderr:
-        if line.startswith(start):
-            return line.removeprefix(start).strip()
-    raise SystemExit("the first peer ended before its daemon had started")
+def child(train: Train, options: argparse.Namespace, told: Connection) -> None:
+    """Tell the swarm this peer's address, if it is a peer, and what came of its training."""
+    told.send(train_as(train, options, told.send))
 
 
-def result(child: subprocess.Popen[str]) -> Result:
-    """What came of a child's training; its other output goes to standard error."""
-    out, err = child.communicate()
-    sys.stderr.write(err)
-    if child.returncode:
-        raise SystemExit(f"a peer ended with status {child.returncode}: see above")
-    points, digested = json.loads(out.splitlines()[-1])
-    return Result([Point(*one) for one in points], digested)
+def answer(child: Connection) -> Any:
+    """What a child tells next."""
+    try:
+        return child.recv()
+    except EOFError:
+        raise SystemExit("a peer ended too early: see above") from None
