@@ -17,6 +17,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
@@ -47,7 +48,8 @@ class Point(NamedTuple):
     sent: int
 
 
-class Result(NamedTuple):
+@dataclass(frozen=True)
+class Result:
     """What came of one peer's training.
 
     Attributes:
@@ -95,9 +97,19 @@ def digest(tensors: Iterable[torch.Tensor]) -> str:
 
 
 def main(
-    train: Train, description: str, add: Callable[[argparse.ArgumentParser], Any] = lambda _: None
+    train: Train,
+    description: str,
+    add: Callable[[argparse.ArgumentParser], Any] = lambda _: None,
+    swarm: Callable[[Train, argparse.Namespace], int] | None = None,
 ) -> None:
-    """Run an example as the command line says; `add` adds options of its own."""
+    """Run an example as the command line says.
+
+    Args:
+        train: Trains as one peer, or alone.
+        description: What the example shows.
+        add: Adds options of its own.
+        swarm: Runs a whole swarm, and returns the exit status; by default `run_swarm`.
+    """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--peers", type=int, metavar="N", help="run a whole swarm of N peers on this machine")
     parser.add_argument(
@@ -119,9 +131,11 @@ def main(
     add(parser)
     options = parser.parse_args()
     if options.peers is not None:
-        sys.exit(run_swarm(train, options))
+        if options.peers < 2:
+            raise SystemExit(f"expected at least 2 peers, got {options.peers}: give --alone to train alone")
+        sys.exit((swarm or run_swarm)(train, options))
     result = train_as(train, options, lambda address: tell(options, f"others join by {address}"))
-    print(json.dumps(result) if options.json else told_of("this peer", result), flush=True)
+    print(json.dumps(asdict(result)) if options.json else told_of("this peer", result), flush=True)
 
 
 def tell(options: argparse.Namespace, line: str) -> None:
@@ -141,15 +155,8 @@ def train_as(train: Train, options: argparse.Namespace, tell_address: Callable[[
 def run_swarm(train: Train, options: argparse.Namespace) -> int:
     """Run a swarm on this machine, and learners alone beside it; returns the exit status."""
     count = options.peers
-    if count < 2:
-        raise SystemExit(f"expected at least 2 peers, got {count}: give --alone to train alone")
     with children(train, options) as start:
-        first = start(listen=[LOOPBACK], of=count)
-        joins = {"listen": [LOOPBACK], "join": [answer(first)], "of": count}
-        rest = [start(**joins, index=index) for index in range(1, count)]
-        for one in rest:
-            answer(one)
-        peers = [answer(one) for one in (first, *rest)]
+        peers = trained_together(start, count)
         share, whole = map(answer, [start(alone=True, of=count), start(alone=True, pooled=count)])
     ends, alike = [one.end for one in peers], len({one.digest for one in peers}) == 1
     loss, sent = sum(one.loss for one in ends) / count, sum(one.sent for one in ends)
@@ -170,9 +177,21 @@ def run_swarm(train: Train, options: argparse.Namespace) -> int:
     return 0 if alike else 1
 
 
+def trained_together(start: Callable[..., Connection], count: int) -> list[Any]:
+    """What came of the training of each of so many peers, of which all join by the first."""
+    first = start(listen=[LOOPBACK], of=count)
+    joins = {"listen": [LOOPBACK], "join": [answer(first)], "of": count}
+    rest = [start(**joins, index=index) for index in range(1, count)]
+    for one in rest:
+        answer(one)
+    return [answer(one) for one in (first, *rest)]
+
+
 def told_of(name: str, one: Result) -> str:
     seconds, loss, sent = one.end
-    return f"{name:20} loss {loss:.4f}  {seconds:6.1f} s  {sent / 1e6:8.2f} MB sent  {one.digest[:8]}"
+    return (
+        f"{name:20} loss {loss:.4f}  {seconds:6.1f} s  {sent / 1e6:8.2f} MB sent  {one.digest[:8]}".rstrip()
+    )
 
 
 def plot(rows: dict[str, Result], file: str) -> None:

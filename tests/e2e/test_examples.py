@@ -67,3 +67,11 @@ def test_a_swarm_is_better_than_one_machine_with_its_share_and_not_worse_than_wi
     assert found["digest"], "the peers hold different parameters"
     assert found["loss"] < found["loss_alone_with_its_share"]
     assert found["loss"] < found["loss_alone_with_all_data"] + NOISE
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(SECONDS)
+def test_members_of_a_population_are_better_than_most_machines_with_a_rate_of_their_own() -> None:
+    found = run("population.py", "--small", "--peers", "4")
+    assert found["copies"] > 0
+    assert found["loss_mean"] < 0.4 < found["loss_alone_mean"], "untrained: 2.3"
