@@ -19,7 +19,13 @@ from equipoise.averaging.metrics import Report, Values
 from equipoise.averaging.options import MAX_GROUP_SIZE, Needs
 from equipoise.averaging.outcome import check_weight
 from equipoise.averaging.state import StateId, group_state
-from equipoise.averaging.weights import ATTENDANCE_LIMIT, MAX_WEIGHT, Weight, contributing
+from equipoise.averaging.weights import (
+    ATTENDANCE_LIMIT,
+    LEAST_CONTRIBUTION,
+    MAX_WEIGHT,
+    Weight,
+    contributing,
+)
 from equipoise.limits import MAX_BANDWIDTH, MAX_CREDENTIAL_BYTES
 
 MAX_PEER_CHARS = 64
@@ -34,6 +40,9 @@ NONCE_BYTES = 16
 
 MAX_SIGNATURE_BYTES = 512
 """Longest signature: Ed25519 takes 64 bytes; RSA-4096 identities, which libp2p knows too, 512."""
+
+WEIGHT_ERROR = 1e-6
+"""Part of a run's `total` by which the sum of weights may differ: they are sums of floats, and some only attend."""
 
 MAX_SUSPECTS = 4
 """Most peers that a join blames: 64 joins must fit into one header."""
@@ -308,6 +317,9 @@ def shortfall(joins: Sequence[Join], needs: Needs) -> str:
     if contributors < quorum:
         are, above = "is" if contributors == 1 else "are", f"of at least {least:g}" if least else "above 0"
         return f"expected at least {quorum} members with a weight {above}, there {are} {contributors}"
+    weight, total = math.fsum(join.weight for join in joins), needs.total
+    if total and weight > LEAST_CONTRIBUTION and abs(weight - total) > WEIGHT_ERROR * total:
+        return f"expected weights that sum to {total:g}, they sum to {weight:.7g}"
     norms = [join.norm for join in joins if join.weight > ATTENDANCE_LIMIT and 0 < join.norm < math.inf]
     if norms and max(norms) > needs.apart * min(norms):
         return (

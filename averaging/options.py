@@ -93,6 +93,7 @@ class Needs(NamedTuple):
         least: Least weight of a contributor.
         places: Whether all peers hold one state, so that each round has one group, of the peers that have its places.
         apart: The largest ratio of the norms of two contributors. Of a pair no median shows which of them lies.
+        total: Sum of the weights of a group; 0 for any.
     """
 
     group_size: int
@@ -100,3 +101,4 @@ class Needs(NamedTuple):
     least: float = 0.0
     places: bool = False
     apart: float = math.inf
+    total: float = 0.0

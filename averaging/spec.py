@@ -108,7 +108,7 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         """The needs of a group; peers with terms train from one state."""
         strategy, places = self.strategy, bool(self.terms)
         apart = self.norm_cap if strategy.pairs else math.inf
-        return Needs(self.options.group_size, strategy.quorum, strategy.least, places, apart)
+        return Needs(self.options.group_size, strategy.quorum, strategy.least, places, apart, strategy.total)
 
     @property
     def cap(self) -> float:

@@ -28,6 +28,7 @@ class Strategy:
         spec: The canonical spec: all options, in the documented order.
         quorum: Fewest contributors of a mean.
         least: Least weight of a contributor; with less, a member only attends. 0 for any weight above 0.
+        total: Sum of the weights of a group; 0 for any. With it, a round counts all its contributors, or fails.
         codec: The codec of a run that names none.
         pairs: Whether groups are pairs, whose outcomes tell the distance of the two (`Outcome.apart`).
         batches: Whether a round may be due by what all peers have accumulated, so that each tells it at once.
@@ -39,6 +40,7 @@ class Strategy:
     spec: str
     quorum: int = 2
     least: float = 0.0
+    total: float = 0.0
     codec: str = "int8"
     pairs: bool = False
     batches: bool = True
@@ -56,15 +58,20 @@ class AllReduce(Strategy):
     name = "allreduce"
 
     def __init__(
-        self, quorum: int = 2, grace: float | str | tuple[()] = (), late: str | tuple[()] = ()
+        self,
+        quorum: int = 2,
+        grace: float | str | tuple[()] = (),
+        late: str | tuple[()] = (),
+        total: float | tuple[()] = (),
     ) -> None:
         if quorum < 2:
             raise ValueError(f"expected a quorum of at least 2 contributors, got {quorum}")
         if isinstance(grace, float) and grace > MAX_SECONDS:
             raise ValueError(f"allreduce: expected a grace of at most {MAX_SECONDS} s, got {grace:g}")
         self.quorum, self.grace = quorum, grace
-        self.late = late or "drop"
-        self.spec = canonical(self.name, {"quorum": quorum, "grace": grace, "late": late})
+        self.late, self.total = late or "drop", total or 0.0
+        options = {"quorum": quorum, "grace": grace, "late": late, "total": total}
+        self.spec = canonical(self.name, options)
 
 
 class Gossip(Strategy):
@@ -146,6 +153,7 @@ STRATEGIES.register(
     quorum=whole(2),
     grace=off(seconds_or("auto", 10.0)),
     late=off(choice("drop", "next")),
+    total=off(decimal(1.0)),
 )
 STRATEGIES.register("gossip", Gossip, topology=choice(*TOPOLOGIES))
 STRATEGIES.register(

@@ -106,6 +106,7 @@ class Client:
             strategy: The form of the groups. `allreduce:quorum=2`: all that are ready, or as many as a group holds,
                 round by round; with `grace=10` or `auto`, closed so many seconds after the quorum, and for local steps
                 with `late=next`, which counts a late contribution in the next round, at a discount.
+                With `total=1`, the contributors' weights sum to 1, or the round fails and each keeps its own.
                 `gossip:topology=random`: pairs, whenever two are free; also `exponential` and `ring`.
                 `federated:fraction=1,quorum=2,grace=10`: rounds of peers that train for minutes, for
                 `equipoise.peer.training.Federated`; `averaging.strategy.Federated` tells all options.

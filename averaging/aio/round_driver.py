@@ -88,6 +88,7 @@ def group_of(spec: RunSpec, manifest: Manifest) -> events.Group:
     downlinks = settle([join.download or join.bandwidth for join in members])
     weights = manifest.weights
     givers = contributing(weights, spec.strategy.least).bit_count()
+    asked = sum(join.weight > 0 for join in members)
     mean_size = spec.layout.mean_size(max(givers, 1))
     growth = mean_size / spec.layout.encoded_size
     owns = [index in leaders for index in range(len(members))]
@@ -101,7 +102,7 @@ def group_of(spec: RunSpec, manifest: Manifest) -> events.Group:
         parts=spec.layout.cut(fractions, spec.options.part_values),
         first_leader=(convening or leaders)[0],
         cap=spec.cap,
-        quorum=min(spec.strategy.quorum, givers),
+        quorum=asked if spec.strategy.total else min(spec.strategy.quorum, givers),
         least=spec.strategy.least,
         encoded_size=mean_size,
         norms=tuple(join.norm for join in members),

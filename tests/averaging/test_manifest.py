@@ -21,6 +21,7 @@ from equipoise.averaging.manifest import (
     Join,
     Manifest,
     ManifestError,
+    shortfall,
 )
 from equipoise.averaging.matchmaking.context import Context
 from equipoise.averaging.matchmaking.messages import GroupFormed, JoinRequest, decode, encode
@@ -123,6 +124,31 @@ def test_contributions_to_one_state_alone_count() -> None:
     group = group_of(spec({"w": (4000,)}), pair)
     assert (group.contributors, group.quorum) == (0b10, 1), "a has nothing that fits, and observes"
     assert manifest(join("a"), join("b"), *crowd).weights[:2] == (32.0, 32.0), "nobody's is to a state"
+
+
+@pytest.mark.parametrize(
+    ("weights", "why"),
+    [
+        ((0.25, 0.75), ""),
+        ((0.25, 0.75, 2.0**-30), ""),
+        ((2.0**-30, 2.0**-30), ""),
+        ((0.25, 0.5), "expected weights that sum to 1, they sum to 0.75"),
+        ((0.25, 0.75, 0.25), "expected weights that sum to 1, they sum to 1.25"),
+    ],
+    ids=["whole", "one attends", "all attend", "less", "more"],
+)
+def test_with_a_total_a_group_has_that_weight_and_counts_all_or_none(
+    weights: tuple[float, ...], why: str
+) -> None:
+    joins = [join(peer, weight=weight) for peer, weight in zip("abc", weights, strict=False)]
+    assert shortfall(joins, Needs(4, total=1.0)) == why
+    assert shortfall(joins, Needs(4)) == ""
+    run = spec({"w": (4000,)}, strategy="allreduce:total=1")
+    assert run.needs.total == 1
+    assert group_of(run, manifest(*joins)).quorum == len(weights)
+    joins[0] = join("a", weight=weights[0], state=StateId(3, "a" * 64))
+    joins[1] = join("b", weight=weights[1], state=StateId(4, "b" * 64))
+    assert group_of(run, manifest(*joins)).quorum == len(weights), "also those that fit no common state"
 
 
 def test_the_id_follows_from_the_content_alone() -> None:

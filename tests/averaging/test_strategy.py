@@ -35,6 +35,7 @@ def test_a_federated_strategy_tells_its_options() -> None:
         ("allreduce", "allreduce:quorum=2", "allreduce"),
         ("allreduce:quorum=3", "allreduce:quorum=3", "allreduce"),
         ("allreduce:late=next,grace=10.0", "allreduce:quorum=2,grace=10,late=next", "allreduce"),
+        ("allreduce:total=1.0", "allreduce:quorum=2,total=1", "allreduce"),
         ("allreduce:grace=auto", "allreduce:quorum=2,grace=auto", "allreduce"),
         ("gossip", "gossip:topology=random", "gossip"),
         ("gossip:topology=ring", "gossip:topology=ring", "gossip"),
