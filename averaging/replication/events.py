@@ -66,10 +66,12 @@ class Due(msgspec.Struct, frozen=True):
     Attributes:
         company: Whether any other peer is known.
         placed: Whether this peer has a place in the group; without one it follows the state.
+        whole: Whether this peer's contribution could be the update.
     """
 
     company: bool
     placed: bool = True
+    whole: bool = True
 
 
 class SteppedAlone(msgspec.Struct, frozen=True):

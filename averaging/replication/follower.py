@@ -221,7 +221,7 @@ class Follower:
         self.known = Known(name, options.trust, options.patience, now, options.named)
         self.circle: tuple[str, ...] = ()
         # What it does about it.
-        self._placed = True
+        self._placed = self._whole = True
         self._rounds = _Rounds(now, now)
         self._looks = _Looks((state, 0))
         self._asked: StateId | None = None
@@ -262,7 +262,11 @@ class Follower:
     @property
     def gives_up(self) -> bool:
         """True if this peer trains alone when its next update is due, though others are known."""
-        return self._options.alone == "train" and self._rounds.failures >= FAILED_ROUNDS
+        return self._may_train_alone and self._rounds.failures >= FAILED_ROUNDS
+
+    @property
+    def _may_train_alone(self) -> bool:
+        return self._whole and self._options.alone == "train"
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """Take an event, at `now` seconds of any steady clock; return the actions, in order."""
@@ -288,8 +292,8 @@ class Follower:
             case events.Stopped():
                 self._snapshot.asked, self._looks.meets, self._asked = None, False, None
                 return []
-            case events.Due(company, placed):
-                self._placed = placed or not company
+            case events.Due(company, placed, whole):
+                self._placed, self._whole = placed or not company, whole
                 return self._due(company, now) if self._placed else self._follow(now)
             case events.Overdue(begun, placed):
                 self._placed = self._placed and placed
@@ -608,7 +612,7 @@ class Follower:
         left = self._deserted(now)
         if left:
             return left
-        if self._options.alone == "wait":
+        if not self._may_train_alone:
             self.reason = "it waits: no other peer of this run is known"
             return []
         if now - self._rounds.company_at < self._options.patience:

@@ -323,16 +323,17 @@ class Member:
         """Catch up with the means that the others have left behind, now that no other peer is known."""
         self._hear(events.Deserted())
 
-    def meet(self, wait: bool = True, seconds: float | None = None) -> None:
+    def meet(self, wait: bool = True, seconds: float | None = None, whole: bool = True) -> None:
         """Make the due update, with the group or alone, if the follower says so; `wait=False` only starts the round.
 
-        The round has `seconds`; by default the option `timeout`.
+        The round has `seconds`; by default the option `timeout`. Unless its contribution is `whole`, this peer makes no
+        update of it alone.
         """
         before, self._looks_from = self._pending, self.id
         self._seconds = self._options.timeout if seconds is None else seconds
         if self._waits and self._downloads.recovering:
             self._await_mean()
-        self._hear(events.Due(self.has_company(), not self._waits))
+        self._hear(events.Due(self.has_company(), not self._waits, whole))
         if wait and self._pending is not before:
             self.collect()
 

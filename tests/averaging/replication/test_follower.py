@@ -348,6 +348,18 @@ def test_with_company_whose_rounds_fail_a_peer_trains_alone_after_some() -> None
     assert machine.reason == f"it trains alone: {FAILED_ROUNDS} rounds in a row failed"
 
 
+def test_a_peer_whose_contribution_is_a_part_makes_no_step_alone() -> None:
+    machine = following()
+    for _ in range(FAILED_ROUNDS):
+        assert machine.handle(Due(company=True, whole=False), 1.0) == [Meet()]
+        machine.handle(rounds.failed("b was lost"), 1.0)
+    assert machine.handle(Due(company=True, whole=False), 1.0) == [Meet()]
+    assert machine.handle(Due(company=True), 1.0) == [StepAlone()]
+    alone = Follower("a", START, 0.0, FollowerOptions(patience=0.0))
+    assert alone.handle(Due(company=False, whole=False), 11.0) == []
+    assert alone.handle(Due(company=False), 11.0) == [StepAlone()]
+
+
 def test_at_the_end_a_peer_asks_for_what_it_may_have_missed() -> None:
     machine = following()
     assert machine.handle(Ending(), 1.0) == [FetchMean(START)]
