@@ -27,6 +27,7 @@ import msgspec
 import torch
 from msgspec import inspect
 
+from equipoise.averaging import pipeline
 from equipoise.averaging.allreduce import messages as round_messages
 from equipoise.averaging.manifest import SKETCH_BYTES, Manifest, ManifestError, are_near
 from equipoise.averaging.matchmaking import messages as group_messages
@@ -510,6 +511,12 @@ PARSERS = {
         lambda data: msgspec.convert(json.loads(data), population.Note),
         (ValueError, msgspec.MsgspecError, RecursionError),
         of(population.Note, _json),
+    ),
+    "stage": Parser(
+        "peer.training.pipeline",
+        lambda data: msgspec.convert(json.loads(data), pipeline.Note),
+        (ValueError, msgspec.MsgspecError, RecursionError),
+        of(pipeline.Stand, _json),
     ),
     "checkpoint": Parser(
         "peer.training.checkpoint_files",

@@ -1,7 +1,8 @@
 """Training together: any torch optimizer by the whole swarm's batches, or local steps with an exchange now and then.
 
 `Run.optimizer` makes a `SwarmOptimizer`. `LocalSGD`, `DiLoCo` and `Gossip` are context managers around your own loop.
-`Federated` calls your functions, round by round. `Population` has peers copy the best of them. These are not imported
+`Federated` calls your functions, round by round. `Population` has peers copy the best of them. `Pipeline` trains
+a model of which each peer has a part. These are not imported
 with this package:
 
     from equipoise.peer.training.adapters.huggingface import SwarmCallback  # for transformers' Trainer
@@ -25,6 +26,7 @@ from equipoise.peer.training.image import Stateful
 from equipoise.peer.training.local import DiLoCo, LocalSGD, SparseLoCo
 from equipoise.peer.training.optimizer import SwarmOptimizer
 from equipoise.peer.training.options import FederatedOptions, LocalOptions, Options
+from equipoise.peer.training.pipeline import Pipeline
 from equipoise.peer.training.population import Population
 from equipoise.peer.training.shares import Shares
 
@@ -44,6 +46,7 @@ __all__ = [
     "Log",
     "Nesterov",
     "Options",
+    "Pipeline",
     "Population",
     "Record",
     "Shares",

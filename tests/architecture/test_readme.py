@@ -116,7 +116,16 @@ def test_every_script_averages_on_two_machines(swarm: Swarm) -> None:
     launch, resume = shown("launch", "--join"), shown("launch", "--resume")
     first = swarm.daemon("first")
     names = (
-        *("train.py", "local.py", "gossip.py", "population.py", "messages.py", "curves.py", "shares.py"),
+        *(
+            "train.py",
+            "local.py",
+            "gossip.py",
+            "population.py",
+            "pipeline.py",
+            "messages.py",
+            "curves.py",
+            "shares.py",
+        ),
         *("by_hand.py", "federated.py"),
     )
     for name in names:
