@@ -21,7 +21,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Unpack
 
@@ -40,9 +40,10 @@ from equipoise.averaging.strategy import Federated as FederatedStrategy
 from equipoise.averaging.weights import LEAST_CONTRIBUTION, discounted
 from equipoise.peer.client.interrupts import frees_its_run
 from equipoise.peer.client.run import JoinedRun
-from equipoise.peer.client.tensors import copies_of, stepped_tensors
+from equipoise.peer.client.tensors import stepped_tensors
 from equipoise.peer.errors import Refused
 from equipoise.peer.training import image
+from equipoise.peer.training.agreed import AgreedModel, Named
 from equipoise.peer.training.checkpoint import Checkpoints, keep_checkpoints
 from equipoise.peer.training.guard import require_same_tensors
 from equipoise.peer.training.history import Ending, History, Record, Until
@@ -128,6 +129,66 @@ class Result:
         return discounted(self.weight, state.epoch - self.state.epoch)
 
 
+@dataclass
+class Training:
+    """What this peer has trained.
+
+    Attributes:
+        result: What waits to count in a round.
+        trained: The state from which it trained last; None if that is to be done again.
+        nothing: Why the last training has no result.
+        withheld: For which state, and until when, a result that came too late is not offered again.
+    """
+
+    result: Result | None = None
+    trained: StateId | None = None
+    nothing: str = ""
+    withheld: tuple[StateId | None, float] = (None, 0.0)
+
+    def give_up(self, why: str) -> None:
+        """Give the result to no round; if the round fails, this peer trains again."""
+        self.result, self.nothing = None, why
+
+
+@dataclass
+class Draw:
+    """The peers of the round that is due, as this peer sees them.
+
+    Attributes:
+        number: The round's number.
+        peers: PeerIDs of those that are drawn to train.
+        live: Number of the available peers.
+        begun: Whether as many have been available as the first round needs.
+    """
+
+    number: int = 0
+    peers: tuple[str, ...] = ()
+    live: int = 0
+    begun: bool = False
+
+
+class Pace:
+    """The deadline of the round that is due, and when this peer looks around again; in seconds of `clock`."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.clock = clock
+        self.deadline = self.look_at = clock()
+        self.pause = 0.0
+
+    @property
+    def left(self) -> float:
+        """Seconds until the deadline, at least 0."""
+        return max(self.deadline - self.clock(), 0.0)
+
+    def looks(self) -> bool:
+        """Whether it is time for a look; the next one is due after twice the pause."""
+        now = self.clock()
+        if now < self.look_at + self.pause:
+            return False
+        self.look_at, self.pause = now, min(max(2 * self.pause, LOOK_SECONDS), MAX_LOOK_SECONDS)
+        return True
+
+
 class Federated:
     """A training in rounds; made once for a run that has the strategy `federated`.
 
@@ -136,9 +197,9 @@ class Federated:
 
     Attributes:
         history: One record for each round that came about.
-        evaluation: What `evaluate` returned last, for this peer's data; None before.
         finished: The result of `finish`, once it has returned.
         member: This peer's part in the replicated state.
+        model: The agreed model, and the run's tensors.
     """
 
     @frees_its_run
@@ -170,7 +231,8 @@ class Federated:
             CheckpointError: Training should resume, but the checkpoints are damaged or of another training.
         """
         others = ("fit", "evaluate", "outer", "checkpoints")
-        self._options = from_keywords("Federated", FederatedOptions, dict(options), others)
+        given = from_keywords("Federated", FederatedOptions, dict(options), others)
+        self._options = replace(given, config=MappingProxyType(_plain(given.config)))
         until = Until.parse(self._options.until) if self._options.until else None
         if checkpoints and until and checkpoints.best == until.name and checkpoints.mode != until.mode:
             # The worst checkpoint would be kept as the best, by the very metric that is to get better.
@@ -179,35 +241,24 @@ class Federated:
                 f"got {checkpoints.mode!r}"
             )
         self._ending = Ending(self._options.rounds, until, self._options.patience)
-        self._config = MappingProxyType(_plain(self._options.config))
         run.core.refuse_if_trained()
         if not isinstance(strategy := run.core.strategy, FederatedStrategy):
             told = f"expected a run with the strategy federated, {run.name!r} has {strategy.spec!r}"
             raise Refused(told, 'join it with strategy="federated"')
-        self._strategy = strategy
         self._run, self._fit, self._evaluate = run, fit, evaluate
-        self._outer = parse_outer(outer) if isinstance(outer, str) else copy.deepcopy(outer)
-        self._local = stepped_tensors(run.core.binding.source)
-        self._agreed = copies_of(self._local)
+        outer = parse_outer(outer) if isinstance(outer, str) else copy.deepcopy(outer)
+        buffers, source = image.averaged_buffers(run), run.core.binding.source
+        local, counters = stepped_tensors(source), run.core.binding.counters
+        self.model = AgreedModel(local, buffers, outer, counters, self._return_to_agreed)
         self.history = History()
-        self.evaluation: Evaluation | None = None
         self.finished: Finished | None = None
-        self._evaluated: StateId | None = None
-        self._trained: StateId | None = None
-        self._result: Result | None = None
-        self._nothing = ""
-        self._withheld: tuple[StateId | None, float] = (None, 0.0)
-        self._drawn: tuple[int, tuple[str, ...]] = (0, ())
-        self._live, self._begun = 0, False
-        self._deserted = ""
-        buffers = image.averaged_buffers(run)
-        frozen = image.frozen_of(run.core.binding.source, run.options.base)
-        run.agree(self._terms(buffers), bool(buffers), observes=fit is None, frozen=frozen)
+        self._judged: tuple[StateId | None, Evaluation | None] = (None, None)
+        self._own, self._draw, self._deserted = Training(), Draw(), ""
+        frozen = image.frozen_of(source, run.options.base)
+        run.agree(self._terms(outer, bool(buffers)), bool(buffers), observes=fit is None, frozen=frozen)
         run.core.trained_by = type(self).__name__
-        self.member = self._join(buffers)
-        self._clock = self.member.clock
-        self._look_at, self._pause = self._clock(), 0.0
-        self._deadline = self._clock()
+        self.member = self._join()
+        self._pace = Pace(self.member.clock)
         self._keeper = keep_checkpoints(self.member, run, checkpoints, scores=True)
         run.core.finishing.append(self._leave)  # Runs before the keeper, which records the final state.
         wait_for([run], self._options.wait_for)
@@ -216,6 +267,11 @@ class Federated:
     def epoch(self) -> int:
         """Number of rounds that are in the model that this peer holds."""
         return self.member.id.epoch
+
+    @property
+    def evaluation(self) -> Evaluation | None:
+        """What `evaluate` returned last, for this peer's data; None before."""
+        return self._judged[1]
 
     @property
     def ended(self) -> bool:
@@ -233,6 +289,12 @@ class Federated:
     def _why_ended(self) -> str:
         return self._ending.reason(self.history) or self._deserted
 
+    @property
+    def _strategy(self) -> FederatedStrategy:
+        strategy = self._run.core.strategy
+        assert isinstance(strategy, FederatedStrategy), "checked at the beginning"
+        return strategy
+
     def run(self) -> History:
         """Make rounds until the training ends, and end together with the others; a failed round is tried again.
 
@@ -241,9 +303,9 @@ class Federated:
             ValueError: The weight or a metric is not valid; the error names it.
         """
         while not self.ended:
-            began = self._clock()
+            began = self._pace.clock()
             record = self.step()
-            if not record.ok and self._clock() - began < LOOK_SECONDS:  # The daemon has gone, say.
+            if not record.ok and self._pace.clock() - began < LOOK_SECONDS:  # The daemon has gone, say.
                 self._run.core.link.sleep(LOOK_SECONDS)
         self.finish()
         return self.history
@@ -253,8 +315,8 @@ class Federated:
 
         A peer that begins, or has missed rounds, first catches up with the group.
         """
-        began = self._clock()
-        self._deadline = began + self._strategy.deadline
+        began = self._pace.clock()
+        self._pace.deadline = began + self._strategy.deadline
         sent, received, late = 0, 0, 0.0
         failure, number = "", None
         while not failure and (number is None or self.epoch < number):
@@ -270,9 +332,9 @@ class Federated:
                 late = late or self.member.last.late
         number = number or self.epoch + 1
         if failure:
-            if self._result is None:
-                self._trained = None  # Its training counted nothing, so it trains again.
-            drawn = self._drawn[1] if self._drawn[0] == number else ()
+            if self._own.result is None:
+                self._own.trained = None  # Its training counted nothing, so it trains again.
+            drawn = self._draw.peers if self._draw.number == number else ()
             record = Record(number=number, ok=False, reason=failure, drawn=drawn)
         else:
             told = "the state that this peer took on has no record of this round"
@@ -281,7 +343,7 @@ class Federated:
         record = structs.replace(
             record,
             late=late,
-            seconds=self._clock() - began,
+            seconds=self._pace.clock() - began,
             bytes_sent=sent,
             bytes_received=max(received, record.bytes_received),
             reason=f"its contribution came too late by {late:.1f} s; {record.reason}"
@@ -304,7 +366,7 @@ class Federated:
         end = self.member.finish(timeout)
         self._return_to_agreed()
         self._forget_the_old()
-        self.finished = end.without(self._result.weight if self._result else 0.0)
+        self.finished = end.without(self._own.result.weight if self._own.result else 0.0)
         return self.finished
 
     # ---- one round ----
@@ -312,19 +374,14 @@ class Federated:
     def _advance(self) -> str:
         """Take the next step that is due, and wait a moment; returns why the round failed, if it has."""
         drawn = self._run.progress(held=self.member.id).drawn
-        lived, self._live, places = self._live, len(drawn.live), self._run.options.group_size
-        if self._live != lived and max(self._live, lived) > places:
-            told = f"{self._live} peers share {places} places: each round draws anew, and the others follow"
-            self._run.core.tell("places", told if self._live > places else "")
-        self.member.show(f"{len(drawn.peers)} of {self._live} peers are drawn")
-        self._begun = self._begun or self.epoch > 0 or self._live >= self._strategy.available
+        self._note_draw(drawn)
         if self.member.in_step:
             self._forget_the_old()
             self._look_at_model()
             if self.member.limit <= OFFER_BYTES:
                 # Not sooner: where a round has just closed, others still apply its mean.
                 self.member.offer()
-            self._drawn = self.epoch + 1, drawn.peers
+            self._draw.number, self._draw.peers = self.epoch + 1, drawn.peers
             if self._trains(drawn):
                 self._train()
         before, ended = (self.member.id, self.member.in_step), self.member.outcomes
@@ -333,17 +390,26 @@ class Federated:
         poll = OBSERVER_POLL_SECONDS if self.member.in_step else POLL_SECONDS
         if not self.member.pending:
             self._run.core.link.sleep(POLL_SECONDS)
-        self.member.wait(min(poll, self._pause))
+        self.member.wait(min(poll, self._pace.pause))
         if (self.member.id, self.member.in_step) != before:
             # A download may have brought a mean or the state while this peer waited for the round.
             self.member.withdraw("this peer has caught up with the group")
-            self._pause = FIRST_LOOK_SECONDS
+            self._pace.pause = FIRST_LOOK_SECONDS
             return ""
         if self.member.outcomes != ended:
             return self._failure()
-        if self._clock() >= self._deadline and not self._comes_about():
+        if not self._pace.left and not self._comes_about():
             return self._give_up()
         return ""
+
+    def _note_draw(self, drawn: Drawn) -> None:
+        draw, places = self._draw, self._run.options.group_size
+        lived, draw.live = draw.live, len(drawn.live)
+        if draw.live != lived and max(draw.live, lived) > places:
+            told = f"{draw.live} peers share {places} places: each round draws anew, and the others follow"
+            self._run.core.tell("places", told if draw.live > places else "")
+        self.member.show(f"{len(drawn.peers)} of {draw.live} peers are drawn")
+        draw.begun = draw.begun or self.epoch > 0 or draw.live >= self._strategy.available
 
     def _comes_about(self) -> bool:
         """Whether the round has begun, or will within the grace: its quorum is there."""
@@ -358,16 +424,16 @@ class Federated:
         """Why the round that has just ended failed; empty if this peer only missed it."""
         outcome = self.member.last
         assert outcome is not None, "it has just ended"
-        if outcome.late and self._result is not None:
-            self._withheld = self.member.id, self._clock() + WITHHELD_SECONDS
+        if outcome.late and self._own.result is not None:
+            self._own.withheld = self.member.id, self._pace.clock() + WITHHELD_SECONDS
         return "" if outcome.ok or outcome.late else outcome.reason
 
     def _give_up(self) -> str:
         """End the search for a group at the deadline; returns why."""
         before, waits = self.member.id, getattr(self._run.state, "reason", "")
-        if not self._begun:
-            waits = f"{self._live} available peers are there, {self._strategy.available} are needed"
-        waits = "; ".join(filter(None, (self._nothing, waits or self.member.reason)))
+        if not self._draw.begun:
+            waits = f"{self._draw.live} available peers are there, {self._strategy.available} are needed"
+        waits = "; ".join(filter(None, (self._own.nothing, waits or self.member.reason)))
         told = f"no round within {self._strategy.deadline:g} s: {waits}"
         if self.history and not self.member.has_company():
             self._deserted = f"all other peers have left, {told}"
@@ -376,34 +442,32 @@ class Federated:
 
     def _look_around(self) -> None:
         """Look for means and snapshots that this peer lacks, and serve newcomers, now and then."""
-        now = self._clock()
-        if now < self._look_at + self._pause or (self.member.pending and self.member.round_done):
+        if (self.member.pending and self.member.round_done) or not self._pace.looks():
             return
-        self._look_at, self._pause = now, min(max(2 * self._pause, LOOK_SECONDS), MAX_LOOK_SECONDS)
         if self.member.has_company():
             # Where others have begun, fewer may be left than the first round needs.
-            self.member.look_ahead(0 if self._begun else 1)
+            self.member.look_ahead(0 if self._draw.begun else 1)
             self.member.serve()
         else:
             self.member.look_back()
 
     def _take_part(self) -> None:
         """Join the round with this peer's contribution, or as an observer, unless it has joined already."""
-        if not self._begun:
+        if not self._draw.begun:
             return  # All begin together. To observe would be to decline.
-        state, result = self.member.id, self._result
-        late_for, until = self._withheld
-        gives = result is not None and self.member.in_step and (late_for != state or self._clock() >= until)
+        state, result = self.member.id, self._own.result
+        late_for, until = self._own.withheld
+        is_free = late_for != state or self._pace.clock() >= until
+        gives = result is not None and self.member.in_step and is_free
         if self.member.pending:
             if self.member.gave or not gives:
                 return
             self.member.withdraw("this peer offers its contribution again")
             if self.member.id != state or not self.member.in_step:
                 return
-        self._look_at = self._clock()
-        left = max(self._deadline - self._clock(), 0.0)
-        seconds = min(left + self._strategy.reserve, MAX_SECONDS)
-        evaluation = self.evaluation if self._evaluated == state else None
+        self._pace.look_at = self._pace.clock()
+        seconds = min(self._pace.left + self._strategy.reserve, MAX_SECONDS)
+        evaluation = self.evaluation if self._judged[0] == state else None
         if result is None or not gives:
             self.member.observe(seconds, evaluation)
             return
@@ -416,75 +480,68 @@ class Federated:
 
     def _trains(self, drawn: Drawn) -> bool:
         """Whether this peer is to train now: it is drawn, and has nothing to contribute yet."""
-        if self._fit is None or self._result is not None or self._trained == self.member.id:
+        if self._fit is None or self._own.result is not None or self._own.trained == self.member.id:
             return False
-        return self._begun and self._run.peer in drawn.peers
+        return self._draw.begun and self._run.peer in drawn.peers
 
     def _train(self) -> None:
         state = self.member.id
         self.member.withdraw("this peer is drawn")
         if self._fit is None or self.member.id != state or not self.member.in_step:
             return
-        ends = time.strftime("%H:%M:%S", time.localtime(time.time() + self._deadline - self._clock()))
+        ends = time.strftime("%H:%M:%S", time.localtime(time.time() + self._pace.left))
         told = f"it trains; the round fails at {ends}, unless its quorum is there"
         self._run.core.tell("training", f"round {state.epoch + 1}: {told}")
         self._return_to_agreed()
         try:
             weight, metrics = _returned("fit", self._fit(self._task(state.epoch + 1)))
-            require_same_tensors(self._run.core.binding.source, self._local)
-            with torch.no_grad():
-                values = {name: self._began(name) - own for name, own in self._local.items()}
+            require_same_tensors(self._run.core.binding.source, self.model.local)
+            values = self.model.moved()
         except BaseException:  # Ctrl-C too leaves the model as it was.
-            self._model.restore()
+            self.model.part.restore()
             raise
         finally:
             self._return_to_agreed()
-        self._trained = state
-        self._deadline = max(self._deadline, self._clock() + LEAST_WAIT_SECONDS)
-        self._result, self._nothing = Result(state, values, weight, dict(metrics)), ""
+        now = self._pace.clock()
+        self._pace.deadline = max(self._pace.deadline, now + LEAST_WAIT_SECONDS)
+        result = Result(state, values, weight, dict(metrics))
+        self._own = Training(result, state, withheld=self._own.withheld)
         if weight < LEAST_CONTRIBUTION:
             self._give_up_training(f"this peer's `fit` returned the weight {weight:g}")
         # The answer to its join tells first whether it is late; to ask all peers at once delays a round that forms.
-        self._look_at, self._pause = self._clock(), LOOK_SECONDS
+        self._pace.look_at, self._pace.pause = now, LOOK_SECONDS
         self._run.core.tell("training", f"round {state.epoch + 1}: it has trained")
 
     def _give_up_training(self, why: str) -> None:
-        """Give this training to no round; if the round fails, this peer trains again."""
-        self._result, self._nothing = None, why
-        self._model.restore()
+        self._own.give_up(why)
+        self.model.part.restore()
 
     def _look_at_model(self) -> None:
         """Evaluate the agreed model and checkpoint it, each once."""
-        state, result = self.member.id, self._result
-        if not self.member.in_step or self._evaluated == state or (result and result.state == state):
+        state, result = self.member.id, self._own.result
+        if not self.member.in_step or self._judged[0] == state or (result and result.state == state):
             return
-        self._evaluated, self.evaluation = state, None
+        self._judged = state, None
         if self._keeper is not None:
             self._keeper()
         if self._evaluate is not None:
             self._return_to_agreed()
-            self.evaluation = _returned("evaluate", self._evaluate(self._task(state.epoch)))
+            self._judged = state, _returned("evaluate", self._evaluate(self._task(state.epoch)))
 
     def _task(self, number: int) -> Task:
-        return Task(number, self._config, self._proximal, lambda: max(self._deadline - self._clock(), 0.0))
+        return Task(number, self._options.config, self._proximal, lambda: self._pace.left)
 
     def _proximal(self) -> torch.Tensor:
-        terms = [(own.float() - self._began(name)).square().sum() for name, own in self._local.items()]
+        terms = [
+            (own.float() - self.model.began(name)).square().sum() for name, own in self.model.local.items()
+        ]
         return torch.stack(terms).sum() * (self._options.proximal / 2)
-
-    def _began(self, name: str) -> torch.Tensor:
-        """The agreed values as training began with them: rounded to the dtype of the run's tensors, fp32."""
-        return self._agreed[name].to(self._local[name].dtype).float()
 
     # ---- the replicated state ----
 
-    def _join(self, buffers: Mapping[str, torch.Tensor]) -> Member:
-        self._model = image.ModelPart(
-            {**self._agreed}, buffers, self._return_to_agreed, self._run.core.binding.counters
-        )
-        outer = image.OuterPart(self._outer, self._agreed)
-        parts: dict[str, image.Part] = {"history": self.history, "outer": outer}
-        state = image.TrainingState(self._model, parts, self._options.extra)
+    def _join(self) -> Member:
+        parts: dict[str, image.Part] = {"history": self.history, "outer": self.model.outer}
+        state = image.TrainingState(self.model.part, parts, self._options.extra)
         # With a draw, most peers of a round have not contributed together yet, so all claims count alike.
         options = CommonOptions(alone="wait", trust="heads")
         return Member(self._run, state, options, self._update, self._applied)
@@ -495,40 +552,37 @@ class Federated:
         if self._keeper is not None:
             self._keeper.best.score(before, outcome.evaluation)
 
-    @torch.no_grad()
-    def _update(self, mean: Mapping[str, torch.Tensor]) -> None:
+    def _update(self, mean: Named) -> None:
         """Make the outer step; the run's tensors become its result."""
-        self._outer.step(self._agreed, mean)
+        self.model.step(mean)
         self._return_to_agreed()
 
-    @torch.no_grad()
     def _return_to_agreed(self) -> None:
-        for name, agreed in self._agreed.items():
-            self._local[name].copy_(agreed)
+        self.model.write()
 
     def _forget_the_old(self) -> None:
         """Drop a contribution that counts no more: it has counted, weighs too little, or is late and is not to count.
 
         The history says whether it has counted, also where a snapshot brought the round's mean.
         """
-        result = self._result
+        result = self._own.result
         if result is None:
             return
         later = [record for record in self.history if record.number > result.state.epoch]
         has_counted = any(self._run.peer in record.contributors for record in later)
         too_old = self._strategy.late == "drop" and result.state != self.member.id
         if has_counted or too_old or result.weight_at(self.member.id) < LEAST_CONTRIBUTION:
-            self._result = None
+            self._own.result = None
 
     def _leave(self) -> None:
         if self.finished is None and sys.exc_info()[0] is None:  # After an error it does not linger.
             self.finish()
 
-    def _terms(self, buffers: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    def _terms(self, outer: OuterStep, buffers: bool) -> dict[str, str]:
         options, rounds = self._options, self._options.rounds
         terms = {
             "training": type(self).__name__,
-            "outer step": str(self._outer),
+            "outer step": str(outer),
             "rounds": "no limit" if rounds is None else number(rounds),
             "until": str(self._ending.until or "no condition"),
             "patience": number(options.patience),
@@ -537,10 +591,10 @@ class Federated:
             "extra state": short(", ".join(sorted(options.extra))) or "none",
         }
         told = {
-            f"config {name}": short(json.dumps(one, sort_keys=True)) for name, one in self._config.items()
+            f"config {name}": short(json.dumps(one, sort_keys=True)) for name, one in options.config.items()
         }
         if len(told) > MAX_CONFIG_TERMS or any(len(name) > MAX_TERM_CHARS for name in told):
-            told = {"config": short(json.dumps(dict(self._config), sort_keys=True))}
+            told = {"config": short(json.dumps(dict(options.config), sort_keys=True))}
         return {**terms, **told}
 
 

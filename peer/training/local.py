@@ -15,6 +15,7 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, Self, TypeVar, Unpack
 
 import torch
@@ -31,9 +32,10 @@ from equipoise.averaging.state import StateId
 from equipoise.averaging.weights import discounted
 from equipoise.peer.client.interrupts import frees_its_run
 from equipoise.peer.client.run import JoinedRun
-from equipoise.peer.client.tensors import copies_of, stepped_tensors
+from equipoise.peer.client.tensors import stepped_tensors
 from equipoise.peer.errors import Refused
 from equipoise.peer.training import image
+from equipoise.peer.training.agreed import AgreedModel, Named
 from equipoise.peer.training.checkpoint import Checkpoints, keep_checkpoints
 from equipoise.peer.training.counting import Seen, counted, watch_batches
 from equipoise.peer.training.feedback import Feedback
@@ -50,8 +52,6 @@ from equipoise.peer.training.member import (
 from equipoise.peer.training.options import LocalKeywords, LocalOptions, from_keywords, number
 
 End = TypeVar("End")
-
-Named = Mapping[str, torch.Tensor]
 
 Reference = Callable[[], torch.optim.Optimizer | None]
 """A weak reference to an optimizer."""
@@ -82,6 +82,34 @@ class Offer(NamedTuple):
     state: StateId
     moved: Named
     weight: float
+
+
+@dataclass
+class Schedule:
+    """When a fragment is exchanged: each `every` steps, `offset` after a multiple, and soon after a failure.
+
+    Attributes:
+        sent_at: The step at which the last exchange began.
+        retry_at: The step of the next attempt; None if the last exchange has not failed.
+    """
+
+    every: int
+    offset: int
+    sent_at: int = 0
+    retry_at: int | None = None
+
+    @property
+    def pause(self) -> int:
+        """Steps from one attempt to the next."""
+        return max(self.every // RETRIES, 1)
+
+    def is_due(self, step: int) -> bool:
+        """Whether an exchange is due at a step."""
+        return step % self.every == self.offset % self.every or step == self.retry_at
+
+    def step_of(self, epoch: int) -> int:
+        """The step at which the group began the outer step before an epoch."""
+        return max((epoch - 1) * self.every + self.offset, 0)
 
 
 class LocalTraining(ABC, Generic[End]):
@@ -289,7 +317,7 @@ class DiLoCo(LocalTraining[Finished]):
     def last(self) -> Outcome | None:
         """The outcome of the last round."""
         ended = [fragment for fragment in self._fragments if fragment.member.last is not None]
-        return max(ended, key=lambda fragment: fragment.sent_at).member.last if ended else None
+        return max(ended, key=lambda fragment: fragment.schedule.sent_at).member.last if ended else None
 
     @property
     def residual(self) -> dict[str, torch.Tensor]:
@@ -415,8 +443,9 @@ class Fragment:
 
     Attributes:
         run: The fragment's run.
+        model: Its parameters.
         member: This peer's part in the fragment's training.
-        sent_at: The step at which the last exchange began.
+        schedule: When it is exchanged.
         seen: What is in the local copy, and in no mean.
         diverged: Whether local steps have just led to NaN or Inf, and were given up.
         offer: What this peer has offered last, until a mean has it, in a run that counts late contributions.
@@ -427,26 +456,18 @@ class Fragment:
     def __init__(
         self, run: JoinedRun, local: Named, buffers: Named, outer: OuterStep, options: LocalOptions, at: int
     ) -> None:
-        self.sent_at = 0
+        self.schedule = Schedule(options.every, (at + 1) * options.every // options.fragments)
         self.written: Callable[[], None] = _none
         self.seen = Seen()
         self.run = run
-        self._local = dict(local)
-        self._outer = outer
         self._options = options
-        self._agreed = copies_of(local)
-        # What was last written to tensors of half precision, before it was rounded, where that is not the agreed.
-        half = {name: one for name, one in local.items() if one.element_size() < 4}
-        self._merged = copies_of(half) if options.merge else {}
-        self._offset = (at + 1) * options.every // options.fragments
-        self._retry_at: int | None = None
         self.diverged = self._gave = self._caught_up = self._is_late = False
-        self._counts_late = run.core.strategy.late == "next"
         self.offer: Offer | None = None
         self._round: Outcome | None = None
-        self._model = image.ModelPart(self._agreed, buffers, self._follow_agreed, run.core.binding.counters)
-        state = image.TrainingState(self._model, {"outer": image.OuterPart(outer, self._agreed)})
-        self.feedback = Feedback(run, options.feedback, self._agreed) if options.feedback else None
+        counters, merges = run.core.binding.counters, options.merge > 0
+        self.model = AgreedModel(local, buffers, outer, counters, self._follow_agreed, merges)
+        state = image.TrainingState(self.model.part, {"outer": self.model.outer})
+        self.feedback = Feedback(run, options.feedback, self.model.values) if options.feedback else None
         self.member = Member(run, state, options, self._update, self._applied)
 
     def tick(self, step: int) -> int | None:
@@ -462,7 +483,7 @@ class Fragment:
             catches_up = self._counts_late and self.member.behind and self._options.fragments == 1
             waits = step == 1 or catches_up
             self.member.find_group(CATCH_UP_SECONDS if waits else 0.0)
-        if step % max(self._options.every // RETRIES, 1) == 0:
+        if step % self.schedule.pause == 0:
             self.member.serve()
         # The end of a round shows at which step the others are; the arrival of a missed mean does not.
         if not self._owes(step) and self.member.id.epoch == epoch and self._is_due(step):
@@ -479,7 +500,7 @@ class Fragment:
             told = f"{pluralize(self.seen.steps, 'step')} of its own since exchange {self.member.id.epoch}"
             return Finished(False, told if end.in_step else f"{told}; {end.reason}")
         self._write()
-        self._model.restore()
+        self.model.part.restore()
         return end
 
     def _place(self, step: int) -> int | None:
@@ -487,26 +508,26 @@ class Fragment:
         if self._caught_up or not self._gave:
             return self.group_step
         # This peer contributed at the same step as the others, but may have counted that step to another round.
-        periods, rest = divmod(self.group_step - self.sent_at, self._options.every)
+        periods, rest = divmod(self.group_step - self.schedule.sent_at, self._options.every)
         return step + periods * self._options.every if periods and not rest else None
 
     def _may_collect(self, step: int) -> bool:
         """True at the step of the collection, alike on all peers; does not wait for a round that it only attends."""
-        return step >= self.sent_at + self._options.delay if self._gave else self.member.round_done
+        return step >= self.schedule.sent_at + self._options.delay if self._gave else self.member.round_done
 
     def _is_due(self, step: int) -> bool:
-        regular = step % self._options.every == self._offset % self._options.every
-        return not self.member.pending and (regular or step == self._retry_at)
+        return not self.member.pending and self.schedule.is_due(step)
 
     def _owes(self, step: int) -> bool:
         """True if a contribution that came too late may count in the next round: this peer holds a later state now."""
         late = self.offer is not None and self.offer.state != self.member.id
         ready = late and self.member.in_step and not self.member.pending
-        return ready and step >= (self._retry_at or 0) and self.member.has_company()
+        return ready and step >= (self.schedule.retry_at or 0) and self.member.has_company()
 
     def _exchange(self, step: int, late: Offer | None = None) -> None:
         """Contribute, and take the mean: what this peer has moved by or, if given, a `late` contribution."""
-        before, self.sent_at, self._retry_at = self.member.id, step, None
+        before, schedule = self.member.id, self.schedule
+        schedule.sent_at, schedule.retry_at = step, None
         self.member.find_group(0.0)  # Without waiting, so that this peer misses no round of another fragment.
         if self.member.id != before:
             return  # No step of this peer has been made from there.
@@ -525,18 +546,18 @@ class Fragment:
         if self.member.outcomes != rounds and self.member.last is not None:
             self._is_late = self.member.last.late > 0
         if self.member.id == before and not self.member.pending:
-            self._retry_at = step + max(self._options.every // RETRIES, 1)
+            self.schedule.retry_at = step + self.schedule.pause
 
     def _contribute(self) -> None:
         self.seen.give()
-        moved, weight = self._differences(), self._options.weight * self.seen.weight
+        moved, weight = self.model.moved(), self._options.weight * self.seen.weight
         if self._counts_late and self.member.in_step:
             self.offer = Offer(self.member.id, moved if self.feedback is None else {}, weight)
         differences: Named | dict[str, None] = moved
         if self.feedback is not None and self.member.in_step:
             differences = self.feedback.add(moved)
         elif self.feedback is not None:  # These differences are from another state than the group's.
-            differences, weight = dict.fromkeys(self._local), ATTENDANCE
+            differences, weight = dict.fromkeys(self.model.local), ATTENDANCE
         try:
             self.member.accumulate(differences, max(weight, ATTENDANCE))
         except SchemaError as error:
@@ -545,8 +566,8 @@ class Fragment:
             if self.feedback is not None:
                 self.feedback.withdraw()
             self._write()
-            self._model.restore()
-            self.member.accumulate(dict.fromkeys(self._local), ATTENDANCE)
+            self.model.part.restore()
+            self.member.accumulate(dict.fromkeys(self.model.local), ATTENDANCE)
 
     def _collect(self, step: int) -> None:
         before, rounds = self.member.id, self.member.outcomes
@@ -556,16 +577,11 @@ class Fragment:
     @property
     def group_step(self) -> int:
         """The step at which the group began its last outer step, by the number of outer steps."""
-        return max((self.member.id.epoch - 1) * self._options.every + self._offset, 0)
+        return self.schedule.step_of(self.member.id.epoch)
 
-    @torch.no_grad()
-    def _differences(self) -> dict[str, torch.Tensor]:
-        return {name: agreed - self._exact(name) for name, agreed in self._agreed.items()}
-
-    def _exact(self, name: str) -> torch.Tensor:
-        """The local copy with what rounding took from it as it was written: that is no movement of this peer."""
-        written, local = self._merged.get(name, self._agreed[name]), self._local[name]
-        return local if local.element_size() >= 4 else local + (written - written.to(local.dtype).float())
+    @property
+    def _counts_late(self) -> bool:
+        return self.run.core.strategy.late == "next"
 
     def _applied(self, before: StateId, outcome: Outcome) -> None:
         self._round = outcome
@@ -579,8 +595,7 @@ class Fragment:
         self._round = None
         if self.feedback is not None:
             self.feedback.alone()
-        with torch.no_grad():
-            self._outer.step(self._agreed, mean)
+        self.model.step(mean)
         self._write(self._options.merge)
 
     def _follow_agreed(self) -> None:
@@ -592,15 +607,9 @@ class Fragment:
             self.feedback.replaced()
         self._write()
 
-    @torch.no_grad()
     def _write(self, merge: float = 0.0) -> None:
         """Make the local copy the agreed values, but for a share of what it has moved by."""
-        for name, written in self._agreed.items():
-            if merge:
-                written = torch.lerp(written, self._exact(name).float(), merge)
-            self._local[name].copy_(written)
-            if name in self._merged:
-                self._merged[name].copy_(written)
+        self.model.write(merge)
         self.written()
         self.seen.settle(kept=merge > 0)
 

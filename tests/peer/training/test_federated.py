@@ -301,8 +301,8 @@ def test_an_outer_step_is_made_alike_under_a_coarse_codec() -> None:
 
 def test_an_image_with_another_outer_state_is_refused() -> None:
     liar, peer = trained(federated(), 2, outer="fedadam")
-    state = liar.trained._outer.state_dict()
-    liar.trained._outer.load_state_dict({**state, "v": {**state["v"], "w": torch.ones(7)}})
+    state = liar.trained.model.outer.tree()
+    liar.trained.model.outer.load({**state, "v": {**state["v"], "w": torch.ones(7)}})
     with pytest.raises(ImageError, match=r"'w' of the outer step's 'v' has shape \[2\] here, got \[7\]"):
         peer.trained.member.read(liar.trained.member.image())
 

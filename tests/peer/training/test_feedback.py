@@ -82,7 +82,7 @@ class Linear:
 
     @property
     def agreed(self) -> torch.Tensor:
-        return self.trained._fragments[0]._agreed["w"]
+        return self.trained._fragments[0].model.values["w"]
 
 
 def assert_all_counts_once(peers: list[Linear]) -> None:

@@ -102,7 +102,7 @@ def test_fragments_are_exchanged_in_turn(world: World) -> None:
     for peer in peers:
         assert [member.id.epoch for member in peer.trained.members] == [4, 4, 4]
         assert peer.images() == peers[0].images()
-        steps = [fragment.sent_at for fragment in peer.trained._fragments]
+        steps = [fragment.schedule.sent_at for fragment in peer.trained._fragments]
         assert [step % EVERY for step in steps] == [2, 4, 0]
     assert difference(peers[0].named(), peers[1].named()) > 0, (
         "what is exchanged last is alike, the rest has moved on"
@@ -131,7 +131,7 @@ def test_merge_keeps_part_of_what_was_done_meanwhile(world: World) -> None:
     for index in range(2):
         expected = {
             name: agreed + 0.25 * (dict(before[index].named_parameters())[name].detach() - agreed)
-            for name, agreed in found[index]._agreed.items()
+            for name, agreed in found[index].model.values.items()
         }
         assert difference(peers[index].named(), expected) < 1e-5
 
@@ -308,7 +308,7 @@ def test_an_outer_step_by_its_spec_with_a_late_joiner(world: World, outer: str) 
     world.run()
     assert dict(late.run.terms)["outer step"] == str(parse_outer(outer))
     assert late.images() == early[0].images()
-    assert late.trained._fragments[0]._outer.state_dict().keys() == parse_outer(outer).state_dict().keys()
+    assert late.trained._fragments[0].model.outer.tree().keys() == parse_outer(outer).state_dict().keys()
 
 
 def test_a_wrong_spec_of_an_outer_step_is_refused(world: World) -> None:

@@ -32,7 +32,7 @@ def ended(steps: tuple[int, ...], **options: Any) -> list[tuple[Finished, list[f
                 for one in own.values():
                     one.grad = torch.full_like(one, -1.0 - 2 * index)
                 sgd.step()
-        agreed = {name: float(one[0]) for part in group._fragments for name, one in part._agreed.items()}
+        agreed = {name: float(one[0]) for part in group._fragments for name, one in part.model.values.items()}
         return group.finished, [float(one[0]) for one in own.values()], [agreed[name] for name in own]
 
     return swarm.each(len(steps), work)

@@ -36,7 +36,7 @@ def local(dtype: torch.dtype, by: float, steps: int, **options: Any) -> tuple[li
                 for one in own.values():
                     one.grad = torch.full_like(one, -by if index == 0 else 0.0)
                 sgd.step()
-        agreed = [float(one.mean()) for part in group._fragments for one in part._agreed.values()]
+        agreed = [float(one.mean()) for part in group._fragments for one in part.model.values.values()]
         return sum(agreed) / 2, float(own["a"].detach().mean())
 
     agreed, own = zip(*swarm.each(2, work), strict=True)
@@ -85,7 +85,7 @@ def test_small_movements_add_up_over_federated_rounds_and_fedprox_begins_at_zero
         run = swarm.join(f"peer{index}", "halves", own)
         trained = Federated(run, fit, rounds=16, proximal=1.0)
         trained.run()
-        return [float(one.mean()) for one in (*own.values(), *trained._agreed.values())]
+        return [float(one.mean()) for one in (*own.values(), *trained.model.values.values())]
 
     assert swarm.each(2, work) == [[1 + 8 * ulp(dtype)] * 4] * 2
     assert proximal == [0.0] * 32

@@ -189,7 +189,7 @@ def test_local_steps_with_masters_end_alike_and_survive_a_step_that_fails(world:
         for name, one in model.named_parameters():
             assert one.dtype == torch.float16
             assert torch.equal(one, group._masters.tensors[name].half())
-        return group._fragments[0]._agreed | group._fragments[1]._agreed
+        return group._fragments[0].model.values | group._fragments[1].model.values
 
     first, second = world.each(2, work)
     assert difference(first, second) == 0
