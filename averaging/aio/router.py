@@ -13,12 +13,13 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
 from random import Random
 
+from equipoise.averaging.aio.donor import TRANSFER_FRAME
 from equipoise.averaging.aio.messenger import MESSAGE_FRAME, Memory, Messenger
 from equipoise.averaging.aio.round_driver import HEADER_PREFIX_BYTES, ROUND_FRAME, Rounds
 from equipoise.averaging.aio.run_driver import RunDriver
 from equipoise.averaging.aio.search_driver import MATCHMAKING_FRAME
 from equipoise.averaging.aio.sessions import Placed, Sessions
-from equipoise.averaging.aio.transfer import TRANSFER_FRAME, Transfer
+from equipoise.averaging.aio.transfer import Transfer
 from equipoise.averaging.manifest import Identity
 from equipoise.averaging.matchmaking import messages as matchmaking_messages
 from equipoise.averaging.matchmaking.messages import JoinRefused, JoinRequest
@@ -229,14 +230,14 @@ class Router:
 
     def _serve_on(self, name: str, transfer: Transfer) -> bool:
         """Serve what is kept of a run that was left just now; return whether anything is served."""
-        if not transfer.retire() or transfer.kept_bytes > LEFTOVER_BYTES:
+        if not transfer.retire() or transfer.donor.kept_bytes > LEFTOVER_BYTES:
             transfer.stop("the run was left")
             return False
         timer = asyncio.get_running_loop().call_later(LEFTOVER_SECONDS, self._expire, name)
         self._leftovers[name] = transfer, timer
         while (
             len(self._leftovers) > MAX_LEFTOVERS
-            or sum(transfer.kept_bytes for transfer, _ in self._leftovers.values()) > LEFTOVER_BYTES
+            or sum(transfer.donor.kept_bytes for transfer, _ in self._leftovers.values()) > LEFTOVER_BYTES
         ):
             self._expire(next(iter(self._leftovers)))
         return True

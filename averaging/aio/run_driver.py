@@ -259,9 +259,9 @@ class RunDriver:
         self._near = near
 
     async def _exchange(self, task: Task) -> Outcome:
-        self.transfer.begin(task.manifest)
-        self._round = self._rounds.begin(task, self.transfer.keep)
-        self._round.outcome.add_done_callback(self.transfer.over)
+        self.transfer.donor.begin(task.manifest)
+        self._round = self._rounds.begin(task, self.transfer.donor.keep)
+        self._round.outcome.add_done_callback(self.transfer.donor.over)
         ok, faults = False, {}
         try:
             outcome = await asyncio.shield(self._round.outcome)

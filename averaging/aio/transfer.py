@@ -1,4 +1,4 @@
-"""The asyncio driver of one run's transfers: snapshots and means that a daemon serves, and its own download."""
+"""The asyncio driver of one run's transfers: a daemon's own download, beside what it serves."""
 
 from __future__ import annotations
 
@@ -14,30 +14,24 @@ from functools import partial
 import msgspec
 from blake3 import blake3
 
+from equipoise.averaging.aio.donor import TRANSFER_FRAME, Donor, flow_of, mates_of
 from equipoise.averaging.aio.round_driver import Rounds, group_of, mean_outcome
 from equipoise.averaging.aio.search_driver import SearchDriver
 from equipoise.averaging.aio.sessions import Placed, Sessions
 from equipoise.averaging.counts import count
-from equipoise.averaging.manifest import TICKET_BYTES, Manifest, Verify
-from equipoise.averaging.matchmaking.messages import MAX_DETAIL_CHARS
+from equipoise.averaging.manifest import TICKET_BYTES, Verify
 from equipoise.averaging.outcome import FetchOutcome, Outcome
 from equipoise.averaging.ports import Directory, FrameRefused
 from equipoise.averaging.replication import messages
 from equipoise.averaging.replication import transfer_events as events
 from equipoise.averaging.replication.answers import Request, Wish
-from equipoise.averaging.replication.chunks import MAX_IMAGE_BYTES, Image, ImageId, is_chunk
+from equipoise.averaging.replication.chunks import ImageId, is_chunk
 from equipoise.averaging.replication.client import Fetch
-from equipoise.averaging.replication.messages import Ask, AskItems, Item, TransferMessage, encode
-from equipoise.averaging.replication.server import Server
+from equipoise.averaging.replication.messages import AskItems, Item, TransferMessage, encode
 from equipoise.averaging.replication.update import MAX_MANIFEST_BYTES, EncodedMean, read_head
-from equipoise.averaging.session.outbox import Frame
 from equipoise.averaging.spec import RunSpec
 from equipoise.averaging.state import StateId
-from equipoise.limits import Allowance, Candidate
 from equipoise.tasks import Driver, TaskSet
-
-TRANSFER_FRAME = b"T"
-"""First byte of the header of every frame of a transfer; a message follows."""
 
 MAX_DONORS = 64
 """Most peers that a download asks: as many as a group has. Of a larger run so many are enough, and each costs a dial
@@ -46,28 +40,11 @@ and a word a second; a directory that is flooded with names must not have all of
 LOOK_SECONDS = 0.5
 """Time between two looks of a download into the directory. A look shows which peers have come or left."""
 
-KEPT_BYTES = 256 * 1024 * 1024
-"""Most bytes of all means that a daemon keeps, but for the last of each run, which is kept whatever its size: two of
-100 million int8 values. Runs share it alike."""
-
-IMAGE_BYTES, FEW_MEANS = 12, 8
-"""Bytes of a value in an image with Adam's two moments: a peer that lacks more bytes of means takes a snapshot, so no
-more are kept. But `FEW_MEANS` are, for a snapshot has to be made first."""
-
-ASKS_SECONDS, MAX_ASKS, MAX_ASKS_OF_ONE = 0.5, 64, 8
-"""Bounds how many new questions are looked up in the directory, in so many seconds: in all, and of one peer. A peer
-that catches up asks for one mean after another. A question that is dropped comes again a second later."""
-
 Room = Callable[[int], memoryview]
 """Makes room for an image, or for an encoded mean, given its bytes; called in a thread. It returns a writable view of
 that size, or raises ValueError."""
 
 log = logging.getLogger(__name__)
-
-
-def flow_of(ticket: bytes, peer: str) -> bytes:
-    """Return the flow of one download between this peer and another."""
-    return TRANSFER_FRAME + ticket + peer.encode()
 
 
 class Download:
@@ -193,6 +170,9 @@ class Transfer:
         runs: The runs of the daemon, which share what means may be kept.
         search: Knows the other peers, of which no download asks one that has never said anything, and the peers that
             are to contribute to the mean after a state. It hears of each missed mean that came.
+
+    Attributes:
+        donor: What it gives.
     """
 
     def __init__(
@@ -209,58 +189,18 @@ class Transfer:
         self._sessions = sessions
         self._directory = directory
         self._verify = verify
-        self._rounds = rounds
-        self._runs = runs
         self._search = search
         self._loop = asyncio.get_running_loop()
-        self._donor = Server()
-        self._asks = Allowance(ASKS_SECONDS, MAX_ASKS, MAX_ASKS_OF_ONE)
-        self._held: dict[bytes, Image] = {}
-        self._means: dict[StateId, EncodedMean | ImageId] = {}
-        self._flows: dict[str, bytes] = {}
         self._download: Download | None = None
-        self._offering = asyncio.Lock()
         self._tasks = TaskSet()
-        self._driver = Driver(self._donor, self._perform, lambda: events.RoundsSeen(rounds.busy))
         self._left = ""
-
-    # ---- the face ----
-
-    @property
-    def wanted(self) -> int | None:
-        """Epoch of which a newcomer wants a snapshot."""
-        return self._donor.wanted
+        self.donor = Donor(spec, sessions, directory, rounds, runs)
 
     @property
     def standing(self) -> str:
         """The state that is being fetched or served, and the reason, in one line; empty if none."""
         fetching = self._download.machine.standing if self._download is not None else ""
-        return "; ".join(line for line in (fetching, self._donor.standing) if line)
-
-    def reach(self, epoch: int) -> None:
-        """Note the epoch of this peer's trainer."""
-        self._driver.tell(events.EpochReached(epoch))
-
-    async def offer(self, state: StateId, image: memoryview) -> None:
-        """Serve a snapshot, once its digest is known; it takes the place of the one before.
-
-        Returns at once, unless the digest of the one before is still being computed: so a trainer that offers too often
-        waits, and no images queue.
-
-        The image's bytes must not change; they are kept until nobody downloads them any more.
-
-        Raises:
-            ValueError: It is empty, or larger than can be served.
-        """
-        if not 0 < len(image) <= MAX_IMAGE_BYTES:
-            raise ValueError(f"expected an image of 1 to {MAX_IMAGE_BYTES} bytes, got {len(image)}")
-        await self._offering.acquire()
-        if self._left:
-            self._offering.release()
-            return
-        self._driver.tell(events.SnapshotTaken(state))
-        # Not within the task: a task that is cancelled before its first step runs no line of it.
-        self._tasks.spawn(self._digest(state, image)).add_done_callback(lambda _: self._offering.release())
+        return "; ".join(line for line in (fetching, self.donor.standing) if line)
 
     async def fetch(self, wish: Wish, timeout: float, room: Room) -> FetchOutcome:
         """Get a snapshot from all peers that have it, or a mean that this peer missed.
@@ -286,29 +226,10 @@ class Transfer:
             log.info("run %s: fetched the state of epoch %d, %s (%s)", run, got.state.epoch, what, got.reason)
         return got
 
-    def keep(self, mean: EncodedMean, age: float = 0.0) -> None:
-        """Keep a mean for peers that missed it, if it leads on from a state; its round closed `age` seconds ago."""
-        before = mean.before
-        if before is not None and not self._left:
-            self._drop(before)
-            self._means[before] = mean
-            useful = max(IMAGE_BYTES * self._spec.layout.size, FEW_MEANS * mean.size)
-            most = min(KEPT_BYTES // max(len(self._runs), 1), useful)
-            self._driver.tell(events.MeanKept(before, mean.size, most, age))
-
-    def begin(self, manifest: Manifest) -> None:
-        """Note that a round of this run exchanges values here; the run driver calls `over` when it has ended."""
-        if manifest.before is not None:
-            self._driver.tell(events.RoundBegan(manifest.before))
-
-    def over(self, outcome: object) -> None:
-        """Note that the round of this run has ended."""
-        self._driver.tell(events.RoundOver())
-
     async def _recover(self, wish: Wish, after: StateId, timeout: float, room: Room) -> FetchOutcome:
-        self.reach(after.epoch)
+        self.donor.reach(after.epoch)
         spec = self._spec
-        memory = own = await self._own_image(after)
+        memory = own = await self.donor.image_of(after)
 
         def image(size: int) -> memoryview:
             nonlocal memory
@@ -324,7 +245,7 @@ class Transfer:
                 args = memory or memoryview(b""), spec, after, self._verify, room, how
                 mean, found = await self._loop.run_in_executor(None, unpack, *args)
                 if own is None:
-                    self.keep(mean, got.age)
+                    self.donor.keep(mean, got.age)
                 got = msgspec.structs.replace(got, reason=found.reason, size=mean.size, round=found)
             except (ValueError, FrameRefused) as error:
                 unheard = len(got.sources)  # They have it still.
@@ -332,13 +253,6 @@ class Transfer:
         log.info("run %s, after epoch %d: %s", spec.name, after.epoch, got.reason)
         self._search.note_mean(got)
         return got
-
-    async def _own_image(self, after: StateId) -> memoryview | None:
-        """The image of a mean that is kept here, if it is: this daemon was in the round without its script's state."""
-        kept = self._means.get(after)
-        if isinstance(kept, ImageId):
-            return self._held[kept.digest].data
-        return memoryview(await self._loop.run_in_executor(None, kept.image)) if kept else None
 
     def _question(self, wish: Wish, after: StateId) -> Request:
         """The question for the mean after a state."""
@@ -362,30 +276,18 @@ class Transfer:
 
     def retire(self) -> bool:
         """Fetch nothing more, and serve what is kept, as the trainer has left; returns whether anything is kept."""
-        if not self._means and not self._held:
+        if not self.donor.keeps:
             return False
         self.withdraw("the run was left")
-        self._driver.tell(events.TrainerLeft())
+        self.donor.retire()
         return True
-
-    @property
-    def kept_bytes(self) -> int:
-        """Bytes of all means and snapshots that are kept."""
-        means = (mean.size for mean in self._means.values() if isinstance(mean, EncodedMean))
-        return sum(means) + sum(image.name.size for image in self._held.values())
 
     def stop(self, reason: str) -> None:
         """Serve and fetch nothing more."""
         self._left = reason
         self.withdraw(reason)
-        for flow in self._flows.values():
-            self._sessions.leave(flow)
         self._tasks.cancel()
-        self._driver.stop()
-        self._held.clear()
-        self._means.clear()
-
-    # ---- what the router tells ----
+        self.donor.stop()
 
     def place(self, peer: str, message: TransferMessage, size: int) -> Placed:
         """Place the body of a frame.
@@ -402,102 +304,19 @@ class Transfer:
         if isinstance(message, messages.ToNewcomer):
             if self._download is not None:
                 self._download.driver.tell(events.AnswerReceived(peer, message))
-        elif isinstance(message, Ask) and not self._looked_up(peer, message):
-            if self._asks.admits(peer, self._loop.time()):
-                self._tasks.spawn(self._on_ask(peer, message))
         else:
-            self._driver.tell(events.RoundsSeen(self._rounds.busy))
-            self._driver.tell(events.AskReceived(peer, message))
+            self.donor.hear(peer, message)
 
     def lost(self, peer: str, reason: str) -> None:
         """Note that a peer cannot be reached, and that frames to or from it are lost."""
-        self._driver.tell(events.PeerLost(peer, reason))
+        self.donor.lost(peer, reason)
         if self._download is not None:
             self._download.driver.tell(events.PeerLost(peer, reason))
-
-    # ---- as a donor ----
-
-    async def _digest(self, state: StateId, data: memoryview) -> None:
-        image = await self._loop.run_in_executor(None, Image.of, data)
-        self._held[image.name.digest] = image
-        self._driver.tell(events.SnapshotReady(state, image.name))
-
-    async def _make_image(self, before: StateId) -> None:
-        mean = self._means.get(before)
-        if not isinstance(mean, EncodedMean):
-            return
-        image = await self._loop.run_in_executor(None, lambda: Image.of(memoryview(mean.image())))
-        if self._means.get(before) is not mean:
-            return  # Another has taken its place, or none.
-        self._means[before] = image.name
-        self._held[image.name.digest] = image
-        self._driver.tell(events.MeanReady(before, image.name))
-
-    def _drop(self, before: StateId) -> None:
-        kept = self._means.pop(before, None)
-        if isinstance(kept, ImageId):
-            self._held.pop(kept.digest, None)
-
-    async def _on_ask(self, peer: str, ask: Ask) -> None:
-        found = next((one for one in await self._mates() if one.peer == peer), None)
-        if found is None or ask.spec != self._spec.hash:
-            who = "no peer of this run that is known here" if found is None else "of another spec of this run"
-            self._post(peer, messages.Refusal(ask.run, ask.ticket, f"you are {who}"[:MAX_DETAIL_CHARS]))
-            return
-        if not self._looked_up(peer, ask):
-            self._leave(peer)
-            flow = self._flows[peer] = flow_of(ask.ticket, peer)
-            self._sessions.enter(flow, {peer: found.credential})
-        self._driver.tell(events.AskReceived(peer, ask))
-
-    def _looked_up(self, peer: str, ask: Ask) -> bool:
-        """True if this asker was found in the directory already, when it first asked for the same."""
-        return ask.spec == self._spec.hash and self._flows.get(peer) == flow_of(ask.ticket, peer)
-
-    def _perform(self, action: events.DonorAction) -> None:
-        match action:
-            case events.Send(peer, message):
-                self._post(peer, message)
-            case events.SendBody(peer, message):
-                self._post_body(peer, message)
-            case events.Release(image):
-                self._held.pop(image.digest, None)
-            case events.MakeImage(before):
-                self._tasks.spawn(self._make_image(before))
-            case events.Drop(before):
-                self._drop(before)
-            case events.Forget(peer):
-                self._leave(peer)
-
-    def _post(self, peer: str, message: TransferMessage) -> None:
-        self._sessions.post(peer, TRANSFER_FRAME + encode(message))
-
-    def _post_body(self, peer: str, message: Item) -> None:
-        def sent() -> None:
-            # This call takes its turn right after the body, so the server learns that the body has left.
-            self._loop.call_soon(self._driver.tell, events.BodySent(peer, self._rounds.busy))
-
-        flow = self._flows.get(peer, b"")
-        self._sessions.post_bulk(peer, flow, lambda: self._make(message), late=True)
-        self._sessions.post_bulk(peer, flow, sent, late=True)
-
-    def _make(self, message: Item) -> Frame | None:
-        image = self._held.get(message.digest)
-        if image is None:
-            return None
-        body = image.data[image.name.span(message.item)] if message.item else image.digests
-        return TRANSFER_FRAME + encode(message), body
-
-    def _leave(self, peer: str) -> None:
-        if flow := self._flows.pop(peer, None):
-            self._sessions.leave(flow)
-
-    # ---- looking ----
 
     async def _get(self, request: Request, timeout: float, room: Room) -> FetchOutcome:
         if self._download is not None:
             raise ValueError(f"a state of run {self._spec.name!r} is being fetched already: wait for it")
-        self._driver.tell(events.FetchChanged(request.wish.after is None))
+        self.donor.fetching(request.wish.after is None)
         download = self._download = Download(request, self._sessions, timeout, room)
         if self._left:
             self.withdraw(self._left)
@@ -510,16 +329,12 @@ class Transfer:
         finally:
             self._download = None
             looking.cancel()
-            self._driver.tell(events.FetchChanged(False))
-
-    async def _mates(self) -> list[Candidate]:
-        """The other peers of the run with the same spec."""
-        found = await self._directory.peers(self._spec.name)
-        return [one for one in found if one.peer != self._sessions.peer and one.spec == self._spec.hash]
+            self.donor.fetching(False)
 
     async def _look_regularly(self, download: Download) -> None:
         while True:
-            mates, is_mute = await self._mates(), self._search.membership.is_mute
+            mates = await mates_of(self._directory, self._spec, self._sessions.peer)
+            is_mute = self._search.membership.is_mute
             download.see({one.peer: one.credential for one in mates if not is_mute(one.peer)})
             await asyncio.sleep(LOOK_SECONDS)
 

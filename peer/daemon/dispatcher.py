@@ -154,7 +154,9 @@ class Dispatcher:
             session = self._session(request.run)
             if isinstance(request, messages.Fetch):
                 return await session.fetch(request, memory)
-            await (await session.transfer()).offer(request.state, memory.view(request.size, writable=False))
+            await (await session.transfer()).donor.offer(
+                request.state, memory.view(request.size, writable=False)
+            )
         return None
 
     def _session(self, run: str) -> Session:

@@ -307,7 +307,7 @@ class Session:
         drawn = run_driver.search.draw(held) if held is not None else Drawn((), ())
         others, own = await run_driver.others_accumulated(target), run_driver.search.announcer.accumulated
         awaited = run_driver.search.membership.is_trained(self._swarm.named)
-        return Progress(own, own + others, run_driver.transfer.wanted, run_driver.waits, drawn, awaited)
+        return Progress(own, own + others, run_driver.transfer.donor.wanted, run_driver.waits, drawn, awaited)
 
     async def transfer(self) -> Transfer:
         """The exchange of the run's state, among the peers that step if there are gradients."""
@@ -371,7 +371,7 @@ class Session:
         return outcome
 
     def _reach(self, run_driver: RunDriver, epoch: int) -> None:
-        run_driver.transfer.reach(epoch)
+        run_driver.transfer.donor.reach(epoch)
         run_driver.search.announcer.note_epoch(epoch)
 
     def _failed(self, reason: str) -> Outcome:

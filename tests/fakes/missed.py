@@ -50,7 +50,7 @@ async def rounds(
 
 def kept_by(keeper: Transfer, before: StateId) -> EncodedMean:
     """The mean that a peer keeps."""
-    kept = keeper._means[before]
+    kept = keeper.donor._means[before]
     assert isinstance(kept, EncodedMean)
     return kept
 

@@ -10,7 +10,8 @@ from random import Random
 
 from blake3 import blake3
 
-from equipoise.averaging.aio.transfer import TRANSFER_FRAME, Transfer
+from equipoise.averaging.aio.donor import TRANSFER_FRAME
+from equipoise.averaging.aio.transfer import Transfer
 from equipoise.averaging.replication.answers import LONE_SECONDS, Wish
 from equipoise.averaging.replication.chunks import CHUNK_BYTES
 from equipoise.averaging.replication.server import MAX_SNAPSHOTS, SNAPSHOTS_SECONDS
@@ -109,14 +110,14 @@ class Storm:
         skew, offered = min(self.step / 2, 0.1) * self.chance.random(), -1
         epoch = 0
         while True:
-            transfer.reach(epoch)
-            wanted = transfer.wanted
+            transfer.donor.reach(epoch)
+            wanted = transfer.donor.wanted
             if wanted is not None and offered < wanted <= epoch:
                 offered, state = epoch, state_of(epoch, donor.kind * (donor.trouble == "astray"))
                 donor.snapshots += 1
-                await transfer.offer(state, memoryview(self.image(epoch, donor.kind)))
-            transfer.keep(self.mean(epoch, forged=bool(donor.kind)))
-            donor.most_held = max(donor.most_held, len(transfer._held))
+                await transfer.donor.offer(state, memoryview(self.image(epoch, donor.kind)))
+            transfer.donor.keep(self.mean(epoch, forged=bool(donor.kind)))
+            donor.most_held = max(donor.most_held, len(transfer.donor._held))
             epoch += 1
             await passed(max(epoch * self.step + skew - asyncio.get_running_loop().time(), 0.0))
 

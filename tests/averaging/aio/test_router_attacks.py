@@ -12,11 +12,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from equipoise.averaging.aio import round_driver
+from equipoise.averaging.aio.donor import TRANSFER_FRAME
 from equipoise.averaging.aio.round_driver import ROUND_FRAME
 from equipoise.averaging.aio.router import Router
 from equipoise.averaging.aio.search_driver import MATCHMAKING_FRAME
 from equipoise.averaging.aio.sessions import MAX_CHANNELS
-from equipoise.averaging.aio.transfer import TRANSFER_FRAME
 from equipoise.averaging.allreduce import messages as wire
 from equipoise.averaging.layout import Vectors
 from equipoise.averaging.manifest import Join, Manifest

@@ -57,9 +57,9 @@ async def test_a_peer_that_joins_only_then_gets_it_too(cluster: Cluster) -> None
 
 
 async def test_the_last_snapshot_is_served_too(cluster: Cluster) -> None:
-    donor, newcomer = await cluster.add("a", "new")
-    await donor.offer(STATE, memoryview(IMAGE))
-    await until(lambda: donor._held)
+    giver, newcomer = await cluster.add("a", "new")
+    await giver.donor.offer(STATE, memoryview(IMAGE))
+    await until(lambda: giver.donor._held)
     await leave(cluster, "a")
     memory = Memory()
     outcome = await newcomer.fetch(Wish(7, LIMIT), 20.0, memory.room)
@@ -151,12 +151,12 @@ def spec_of(number: int, values: int = 64) -> RunSpec:
 
 
 def test_no_snapshot_is_wished_of_a_trainer_that_has_left() -> None:
-    donor = Server()
-    donor.handle(EpochReached(3), 0.0)
-    donor.handle(TrainerLeft(), 0.0)
-    (sent,) = donor.handle(AskReceived("new", ask(at_least=4, wanted=(4,))), 0.0)
+    giver = Server()
+    giver.handle(EpochReached(3), 0.0)
+    giver.handle(TrainerLeft(), 0.0)
+    (sent,) = giver.handle(AskReceived("new", ask(at_least=4, wanted=(4,))), 0.0)
     assert sent == Send("new", Answer(RUN, TICKET, 3, left=True))
-    assert donor.wanted is None
+    assert giver.wanted is None
 
 
 def test_a_peer_that_has_left_has_no_say_in_snapshots_that_it_does_not_hold() -> None:

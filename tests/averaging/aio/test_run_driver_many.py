@@ -51,8 +51,8 @@ async def test_a_peer_without_a_place_believes_the_makers_though_most_of_its_cir
     makers = "".join(name for name, run in runs.items() if not run.waits)
     follower, other = (name for name, run in runs.items() if run.waits)
     for maker in makers:
-        runs[maker].transfer.keep(mean_of(makers, STATE, spec))
-        runs[maker].transfer.reach(STATE.epoch + 1)
+        runs[maker].transfer.donor.keep(mean_of(makers, STATE, spec))
+        runs[maker].transfer.donor.reach(STATE.epoch + 1)
     found, *_ = await recovered(runs[follower].transfer, STATE, {makers[0], other})
     assert found.ok, found.reason
     assert found.state == STATE

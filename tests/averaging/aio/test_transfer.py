@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 import pytest
 import torch
 
-from equipoise.averaging.aio.transfer import ASKS_SECONDS, MAX_ASKS_OF_ONE
+from equipoise.averaging.aio.donor import ASKS_SECONDS, MAX_ASKS_OF_ONE
 from equipoise.averaging.options import RunOptions
 from equipoise.averaging.replication.answers import Wish
 from equipoise.averaging.schema import Schema
@@ -20,9 +21,9 @@ from fakes.transfer import ask
 
 async def test_an_image_comes_from_all_who_have_it(cluster: Cluster) -> None:
     *donors, newcomer = await cluster.add("a", "b", "c", "new")
-    for donor in donors:
-        await donor.offer(STATE, memoryview(IMAGE))
-    await until(lambda: all(donor._held for donor in donors))
+    for giver in donors:
+        await giver.donor.offer(STATE, memoryview(IMAGE))
+    await until(lambda: all(giver.donor._held for giver in donors))
     memory = Memory()
     outcome = await newcomer.fetch(Wish(7, LIMIT), 20.0, memory.room)
     assert outcome.ok, outcome.reason
@@ -35,19 +36,19 @@ async def test_an_image_comes_from_all_who_have_it(cluster: Cluster) -> None:
 
 async def test_a_wish_reaches_the_trainers_and_their_snapshots_the_newcomer(cluster: Cluster) -> None:
     *donors, newcomer = await cluster.add("a", "b", "new")
-    for donor in donors:
-        donor.reach(6)
+    for giver in donors:
+        giver.donor.reach(6)
     memory = Memory()
     fetching = asyncio.create_task(newcomer.fetch(Wish(3, LIMIT), 20.0, memory.room))
-    await until(lambda: all(donor.wanted == 7 for donor in donors))
+    await until(lambda: all(giver.donor.wanted == 7 for giver in donors))
     assert "1 peer wants the state of epoch 7" in donors[0].standing
     assert "fetching a state" in newcomer.standing
-    for donor in donors:
-        await donor.offer(STATE, memoryview(IMAGE))
+    for giver in donors:
+        await giver.donor.offer(STATE, memoryview(IMAGE))
     outcome = await fetching
     assert outcome.ok, outcome.reason
     assert memory.image == IMAGE
-    await until(lambda: all(donor.wanted is None for donor in donors))
+    await until(lambda: all(giver.donor.wanted is None for giver in donors))
 
 
 async def test_a_peer_that_is_only_a_record_is_no_donor_that_might_have_it(cluster: Cluster) -> None:
@@ -62,8 +63,8 @@ async def test_a_peer_that_is_only_a_record_is_no_donor_that_might_have_it(clust
 
 async def test_a_donor_that_is_killed_in_mid_download_costs_nothing_but_its_chunks(cluster: Cluster) -> None:
     *donors, newcomer = await cluster.add("a", "b", "c", "new")
-    for donor in donors:
-        await donor.offer(STATE, memoryview(IMAGE))
+    for giver in donors:
+        await giver.donor.offer(STATE, memoryview(IMAGE))
     memory = Memory()
     fetching = asyncio.create_task(newcomer.fetch(Wish(7, LIMIT), 20.0, memory.room))
     await until(lambda: memory.image)
@@ -77,8 +78,8 @@ async def test_a_donor_that_is_killed_in_mid_download_costs_nothing_but_its_chun
 async def test_a_channel_that_breaks_beside_another_bars_no_donor(cluster: Cluster, broken: str) -> None:
     """What is asked twice is sent twice, and who sends more than it was asked for is dropped."""
     image = IMAGE * 16
-    donor, newcomer = await cluster.add("a", "new")
-    await donor.offer(STATE, memoryview(image))
+    giver, newcomer = await cluster.add("a", "new")
+    await giver.donor.offer(STATE, memoryview(image))
     memory = Memory()
     fetching = asyncio.create_task(newcomer.fetch(Wish(7, 4 * LIMIT), 20.0, memory.room))
     sessions = cluster.routers["new"]._sessions
@@ -98,11 +99,11 @@ async def test_a_channel_that_breaks_beside_another_bars_no_donor(cluster: Clust
 
 async def test_bytes_that_were_changed_bar_their_donor_and_come_from_another(cluster: Cluster) -> None:
     liar, honest, other, newcomer = await cluster.add("a", "b", "c", "new")
-    for donor in (liar, honest, other):
-        await donor.offer(STATE, memoryview(IMAGE))
-    await until(lambda: liar._held)
-    (held,) = liar._held.values()
-    liar._held[held.name.digest] = held._replace(data=memoryview(bytes(len(IMAGE))))
+    for giver in (liar, honest, other):
+        await giver.donor.offer(STATE, memoryview(IMAGE))
+    await until(lambda: liar.donor._held)
+    (held,) = liar.donor._held.values()
+    liar.donor._held[held.name.digest] = held._replace(data=memoryview(bytes(len(IMAGE))))
     memory = Memory()
     outcome = await newcomer.fetch(Wish(7, LIMIT), 20.0, memory.room)
     assert outcome.ok, outcome.reason
@@ -112,18 +113,19 @@ async def test_bytes_that_were_changed_bar_their_donor_and_come_from_another(clu
 
 
 async def test_a_flood_of_asks_reads_the_directory_seldom(cluster: Cluster) -> None:
-    (donor,) = await cluster.add("a")
+    (giver,) = await cluster.add("a")
     reads: list[float] = []
-    found = donor._mates
+    directory = giver.donor._directory
+    found = directory.peers
 
-    async def mates() -> list[Candidate]:
+    async def peers(run: str) -> Sequence[Candidate]:
         reads.append(asyncio.get_running_loop().time())
-        return await found()
+        return await found(run)
 
-    donor._mates = mates  # type: ignore[method-assign]
+    directory.peers = peers  # type: ignore[method-assign]
     began = asyncio.get_running_loop().time()
     for number in range(1000):
-        donor.frame("mallory", ask(number))
+        giver.frame("mallory", ask(number))
         await asyncio.sleep(0)
     assert 1 <= len(reads) <= MAX_ASKS_OF_ONE * (1 + (reads[-1] - began) / ASKS_SECONDS)
 
@@ -132,8 +134,8 @@ async def test_memory_that_cannot_be_had_fails_the_fetch(cluster: Cluster) -> No
     def none(size: int) -> memoryview:
         raise ValueError(f"no room for {size} bytes")
 
-    donor, newcomer = await cluster.add("a", "new")
-    await donor.offer(STATE, memoryview(IMAGE))
+    giver, newcomer = await cluster.add("a", "new")
+    await giver.donor.offer(STATE, memoryview(IMAGE))
     outcome = await newcomer.fetch(Wish(7, LIMIT), 20.0, none)
     assert not outcome.ok
     assert f"no room for {len(IMAGE)} bytes" in outcome.reason
@@ -143,9 +145,9 @@ async def test_peers_of_another_spec_are_neither_asked_nor_answered(cluster: Clu
     other = RunSpec.create(
         "run/step", Schema.of({"w": torch.zeros(101)}), RunOptions(codec="fp32", part_values=256)
     )
-    (donor,) = await cluster.add("a", spec=other)
+    (giver,) = await cluster.add("a", spec=other)
     (newcomer,) = await cluster.add("new")
-    await donor.offer(STATE, memoryview(IMAGE))
+    await giver.donor.offer(STATE, memoryview(IMAGE))
     outcome = await newcomer.fetch(Wish(0, LIMIT), 0.1, Memory().room)
     assert not outcome.ok
     assert "no other peer of this run is known" in outcome.reason
@@ -153,9 +155,9 @@ async def test_peers_of_another_spec_are_neither_asked_nor_answered(cluster: Clu
 
 async def test_what_comes_late_for_a_cancelled_fetch_is_no_fault_in_the_next(cluster: Cluster) -> None:
     *donors, newcomer = await cluster.add("a", "b", "new")
-    for donor in donors:
-        await donor.offer(STATE, memoryview(IMAGE))
-    await until(lambda: all(donor._held for donor in donors))
+    for giver in donors:
+        await giver.donor.offer(STATE, memoryview(IMAGE))
+    await until(lambda: all(giver.donor._held for giver in donors))
     memory = Memory()
     fetching = asyncio.create_task(newcomer.fetch(Wish(7, LIMIT), 20.0, memory.room))
     await until(lambda: memory.image)
@@ -180,20 +182,20 @@ async def test_leaving_the_run_ends_a_fetch(cluster: Cluster) -> None:
 
 
 async def test_an_image_of_one_byte(cluster: Cluster) -> None:
-    donor, newcomer = await cluster.add("a", "new")
-    await donor.offer(STATE, memoryview(b"x"))
+    giver, newcomer = await cluster.add("a", "new")
+    await giver.donor.offer(STATE, memoryview(b"x"))
     memory = Memory()
     assert (await newcomer.fetch(Wish(0, LIMIT), 20.0, memory.room)).ok
     assert memory.image == b"x"
     with pytest.raises(ValueError, match="image of 1 to"):
-        await donor.offer(STATE, memoryview(b""))
+        await giver.donor.offer(STATE, memoryview(b""))
 
 
 async def test_an_offer_that_waits_for_another_ends_when_the_run_is_left(cluster: Cluster) -> None:
-    (donor,) = await cluster.add("a")
-    await donor.offer(STATE, memoryview(IMAGE))
-    waiting = asyncio.create_task(donor.offer(StateId(8, "cd" * 32), memoryview(IMAGE)))
-    donor.stop("left")  # Before the first step of the task that computes the digest.
+    (giver,) = await cluster.add("a")
+    await giver.donor.offer(STATE, memoryview(IMAGE))
+    waiting = asyncio.create_task(giver.donor.offer(StateId(8, "cd" * 32), memoryview(IMAGE)))
+    giver.stop("left")  # Before the first step of the task that computes the digest.
     async with asyncio.timeout(10):
         await waiting
-    assert donor._held == {}
+    assert giver.donor._held == {}

@@ -43,7 +43,7 @@ LAST = StateId(9, "0f" * 32)
 
 def keep(mean: EncodedMean, *transfers: Transfer) -> None:
     for transfer in transfers:
-        transfer.keep(mean)
+        transfer.donor.keep(mean)
 
 
 async def test_drawn_peers_are_believed_by_those_that_were_in_no_group_with_them(cluster: Cluster) -> None:
@@ -54,7 +54,7 @@ async def test_drawn_peers_are_believed_by_those_that_were_in_no_group_with_them
     late, mate, *_ = transfers.keys() - drawn
     keep(mean_of("".join(drawn[:2]), BEFORE, spec), *(transfers[peer] for peer in drawn[:2]))
     for peer in transfers:
-        transfers[peer].reach(8 if peer in drawn[:2] else 7)
+        transfers[peer].donor.reach(8 if peer in drawn[:2] else 7)
     found, _, _ = await recovered(transfers[late], BEFORE, [mate])
     assert found.ok, found.reason
 
@@ -79,7 +79,7 @@ async def test_what_this_daemon_keeps_it_asks_nobody_for(cluster: Cluster) -> No
         assert (found.digest, sources) == (mean.digest().hex(), {})
         assert found.reason.startswith("missed, and kept here: ")
         assert bool((result == 3.0).all())
-        await late._make_image(BEFORE)  # Another peer has asked for it.
+        await late.donor._make_image(BEFORE)  # Another peer has asked for it.
 
 
 async def test_a_peer_that_catches_up_waits_for_no_second_between_two_means(cluster: Cluster) -> None:
@@ -89,16 +89,16 @@ async def test_a_peer_that_catches_up_waits_for_no_second_between_two_means(clus
     began = asyncio.get_running_loop().time()
     for state in (NEXT, LAST):
         assert (await recovered(late, state, "ab"))[0].ok
-    assert a._asks.admits("c", began), "neither question was dropped"
+    assert a.donor._asks.admits("c", began), "neither question was dropped"
 
 
 async def test_a_mean_that_takes_the_place_of_another_is_not_dropped_with_it(cluster: Cluster) -> None:
     a, me = await cluster.add("a", "p")
-    a.keep(mean_of("abx", NEXT))
-    a._driver.tell(AskReceived("p", Ask(SPEC.name, TICKET, SPEC.hash, 0, (), NEXT)))
+    a.donor.keep(mean_of("abx", NEXT))
+    a.donor._driver.tell(AskReceived("p", Ask(SPEC.name, TICKET, SPEC.hash, 0, (), NEXT)))
     await asyncio.sleep(0)
     mean = mean_of("ab", NEXT)
-    a.keep(mean)
+    a.donor.keep(mean)
     found, _, _ = await recovered(me, NEXT, "a")
     assert found.digest == mean.digest().hex(), found.reason
 

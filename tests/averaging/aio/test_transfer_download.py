@@ -6,8 +6,9 @@ import asyncio
 from collections import Counter
 from typing import cast
 
+from equipoise.averaging.aio.donor import TRANSFER_FRAME
 from equipoise.averaging.aio.sessions import Sessions
-from equipoise.averaging.aio.transfer import MAX_DONORS, TRANSFER_FRAME, Download
+from equipoise.averaging.aio.transfer import MAX_DONORS, Download
 from equipoise.averaging.replication.answers import Request, Wish
 from equipoise.averaging.replication.messages import Ask, decode
 from equipoise.averaging.replication.transfer_events import Withdrew

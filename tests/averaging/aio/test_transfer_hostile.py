@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from equipoise.averaging.aio.transfer import TRANSFER_FRAME
+from equipoise.averaging.aio.donor import TRANSFER_FRAME
 from equipoise.averaging.ports import Channel
 from equipoise.averaging.replication import chunks
 from equipoise.averaging.replication.answers import Wish
@@ -99,8 +99,8 @@ async def fetch_beside(cluster: Cluster, deed: Deed) -> tuple[Hostile, str]:
     """Fetch from one honest donor and a hostile one, which the honest one's offer makes credible."""
     evil = Hostile(cluster, deed)
     await evil.come()
-    donor, newcomer = await cluster.add("honest", "new")
-    await donor.offer(STATE, memoryview(IMAGE))
+    giver, newcomer = await cluster.add("honest", "new")
+    await giver.donor.offer(STATE, memoryview(IMAGE))
     memory = Memory()
     outcome = await newcomer.fetch(Wish(STATE.epoch, LIMIT), 60.0, memory.room)
     assert outcome.ok, outcome.reason

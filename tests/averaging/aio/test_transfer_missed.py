@@ -75,7 +75,7 @@ async def test_a_missed_mean_of_joined_contributions_is_recovered(cluster: Clust
     found, result, _ = await recovered(late, BEFORE, "abc")
     assert (found.digest, found.contributors) == (outcome.digest, outcome.contributors)
     assert torch.equal(result, mean)
-    assert late._means[BEFORE].size == 3 * spec.layout.encoded_size == found.bytes_received
+    assert late.donor._means[BEFORE].size == 3 * spec.layout.encoded_size == found.bytes_received
 
 
 async def test_members_have_it_too_and_see_whether_they_contributed(cluster: Cluster) -> None:
@@ -97,8 +97,8 @@ async def test_what_nobody_keeps_is_not_waited_for(cluster: Cluster) -> None:
 
 async def test_it_tells_how_many_are_behind(cluster: Cluster) -> None:
     one, other, last = await cluster.add("a", "b", "c", spec=SPEC)
-    one.reach(7)
-    other.reach(6)
+    one.donor.reach(7)
+    other.donor.reach(6)
     got = await last.fetch(Wish(after=BEFORE), 20.0, room)
     assert got.behind == 1
 
@@ -147,7 +147,7 @@ async def test_rounds_without_a_state_are_not_kept(cluster: Cluster) -> None:
             for name in "ab"
         )
     )
-    assert not keeper._means
+    assert not keeper.donor._means
 
 
 async def test_a_round_of_peers_that_only_attend_leaves_no_mean(cluster: Cluster) -> None:
@@ -156,7 +156,7 @@ async def test_a_round_of_peers_that_only_attend_leaves_no_mean(cluster: Cluster
     (outcome, _), _ = await rounds(cluster, "ab", BEFORE, SPEC, weight=ATTENDANCE_LIMIT)
     assert outcome.ok
     assert outcome.state == BEFORE
-    assert not keeper._means
+    assert not keeper.donor._means
 
 
 # ---- what is kept ----

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
+from equipoise.averaging.aio.donor import TRANSFER_FRAME
 from equipoise.averaging.aio.round_driver import HEADER_PREFIX_BYTES, ROUND_FRAME
-from equipoise.averaging.aio.transfer import TRANSFER_FRAME
 from equipoise.averaging.matchmaking.topology import ranked
 from equipoise.averaging.replication.messages import Answer, decode
 from equipoise.averaging.state import StateId
