@@ -19,6 +19,9 @@ EXCHANGE_SECONDS = 120.0
 MAX_SECONDS = 86_400
 """Longest grace, and longest deadline, of a federated round, in seconds: a day, the longest patience of a join."""
 
+MAX_COPIES = 8
+"""Most peers that hold a shard: each push goes to all of them."""
+
 
 class Strategy:
     """The way in which a run averages.
@@ -138,6 +141,28 @@ class Federated(Strategy):
             raise ValueError(f"federated: expected tags that fit into a spec of {MAX_SPEC_CHARS} characters")
 
 
+class SharedTables(Strategy):
+    """Rows of tables that the peers hold for each other; the run's rounds only say which peers serve.
+
+    Attributes:
+        staleness: Clocks by which a peer may be ahead of the slowest; infinite to wait for nobody.
+        copies: Peers that hold each shard, its owner among them.
+        timeout: Seconds after which a pull fails, and a push that is not acknowledged is lost.
+    """
+
+    name = "shared"
+    codec = "fp32"
+    batches = False
+
+    def __init__(self, staleness: float | str = 4.0, copies: int = 2, timeout: float = 30.0) -> None:
+        if not 1 <= copies <= MAX_COPIES:
+            raise ValueError(f"shared: expected 1 to {MAX_COPIES} copies, got {copies}")
+        if not 0 < timeout <= MAX_SECONDS:
+            raise ValueError(f"shared: expected a timeout above 0, at most {MAX_SECONDS} s, got {timeout:g}")
+        self.staleness, self.copies, self.timeout = float(staleness), copies, timeout
+        self.spec = canonical(self.name, {"staleness": staleness, "copies": copies, "timeout": timeout})
+
+
 STRATEGIES: Registry[Strategy] = Registry(
     "strategy",
     "strategies",
@@ -167,6 +192,10 @@ STRATEGIES.register(
     deadline=decimal(600.0),
     late=choice("drop", "next"),
     tags=words(),
+)
+
+STRATEGIES.register(
+    "shared", SharedTables, staleness=seconds_or("inf", 4.0), copies=whole(2), timeout=decimal(30.0)
 )
 
 parse_strategy = STRATEGIES.parse

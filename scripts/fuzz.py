@@ -37,6 +37,8 @@ from equipoise.averaging.ports import FrameRefused
 from equipoise.averaging.replication import messages as transfer_messages
 from equipoise.averaging.replication.update import _LENGTH, read_head
 from equipoise.averaging.session.messages import decode_envelope, decode_hello
+from equipoise.averaging.shared import messages as table_messages
+from equipoise.averaging.shared.rows import unpacked
 from equipoise.averaging.state import StateId
 from equipoise.compression.spec import parse_codec
 from equipoise.dht import admission, autonat, gate, messages, records
@@ -121,6 +123,7 @@ FIXED = {
     ("Readiness", "version"): PROTOCOL_VERSION,
     ("Manifest", "format"): checkpoint_files.FORMAT,
     ("Readiness", "peer"): PEER,
+    ("Message", "view"): "3.01234567",
 }
 """Values of fields that let only one pass, by the struct's and the field's name."""
 
@@ -517,6 +520,12 @@ PARSERS = {
         lambda data: msgspec.convert(json.loads(data), pipeline.Note),
         (ValueError, msgspec.MsgspecError, RecursionError),
         of(pipeline.Stand, _json),
+    ),
+    "table": Parser(
+        "averaging.shared.rows",
+        lambda data: unpacked({"a": torch.zeros(3), "run": torch.zeros(1)}, json.loads(data)),
+        (ValueError, msgspec.MsgspecError, RecursionError),
+        of(table_messages.Message, _json),
     ),
     "checkpoint": Parser(
         "peer.training.checkpoint_files",

@@ -2,7 +2,7 @@
 
 `Run.optimizer` makes a `SwarmOptimizer`. `LocalSGD`, `DiLoCo` and `Gossip` are context managers around your own loop.
 `Federated` calls your functions, round by round. `Population` has peers copy the best of them. `Pipeline` trains
-a model of which each peer has a part. These are not imported
+a model of which each peer has a part. `Shared` has peers hold rows of tables for each other. These are not imported
 with this package:
 
     from equipoise.peer.training.adapters.huggingface import SwarmCallback  # for transformers' Trainer
@@ -28,6 +28,7 @@ from equipoise.peer.training.optimizer import SwarmOptimizer
 from equipoise.peer.training.options import FederatedOptions, LocalOptions, Options
 from equipoise.peer.training.pipeline import Pipeline
 from equipoise.peer.training.population import Population
+from equipoise.peer.training.shared import Shared
 from equipoise.peer.training.shares import Shares
 
 __all__ = [
@@ -49,6 +50,7 @@ __all__ = [
     "Pipeline",
     "Population",
     "Record",
+    "Shared",
     "Shares",
     "SparseLoCo",
     "StateId",

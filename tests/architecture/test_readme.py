@@ -123,6 +123,7 @@ def test_every_script_averages_on_two_machines(swarm: Swarm) -> None:
             "population.py",
             "pipeline.py",
             "messages.py",
+            "shared.py",
             "curves.py",
             "shares.py",
         ),
