@@ -7,6 +7,7 @@ a run of its own, within `step`, in the thread of the script.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -150,6 +151,7 @@ class Pipeline:
 
         Raises:
             Refused: A stage has no peer; names it. The next call goes on, with the batch of this one.
+            ValueError: The batch is none, or the loss of a micro-batch is not finite.
             equipoise.compression.CodecError: A value between stages is not finite.
         """
         self._end = None
@@ -218,8 +220,10 @@ class Pipeline:
             if not self._machine.is_last:
                 held["graph"], held["out"] = made, made.detach()
                 return 0.0
-            held["graph"] = loss(made, held["target"].to(device))
-            return float(held["graph"].detach())
+            mean = held["graph"] = loss(made, held["target"].to(device))
+            if not math.isfinite(mean.detach()):
+                raise ValueError(f"expected a finite loss of each micro-batch, got {float(mean.detach())}")
+            return float(mean.detach())
         graph, given = held.pop("graph"), held.pop("in")
         back = held.pop("back") if "back" in held else graph.new_tensor(float(len(given)))
         torch.autograd.backward([graph], [back.to(graph)])

@@ -71,6 +71,15 @@ def test_a_swarm_is_better_than_one_machine_with_its_share_and_not_worse_than_wi
 
 @pytest.mark.slow
 @pytest.mark.timeout(SECONDS)
+def test_a_pipeline_of_six_peers_learns_as_one_machine_with_the_whole_model() -> None:
+    found = run("pipeline.py", "--small", "--peers", "6")
+    print(found)
+    assert found["digests"] == 4, "peers of one stage hold equal parameters"
+    assert found["loss"] == pytest.approx(found["loss_alone"], abs=NOISE)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(SECONDS)
 def test_members_of_a_population_are_better_than_most_machines_with_a_rate_of_their_own() -> None:
     found = run("population.py", "--small", "--peers", "4")
     assert found["copies"] > 0
