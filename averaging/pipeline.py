@@ -411,14 +411,15 @@ class Stage:
 
     def _hear_forward(self, peer: str, note: Forward, whole: bool, item: Item | None) -> None:
         mark = (note.epoch, note.id)
-        allowed = self._update.promised.get(note.id, peer) if note.epoch == self.epoch else peer
-        if note.epoch < self.epoch or note.life != self._life or allowed != peer:
+        if note.epoch < self.epoch or note.life != self._life:
             return
         if item is not None:
             item.source = peer
             if item.phase == "counted":
                 self._answer(mark, item)
-        elif whole and len(self._items) < MAX_BATCHES:
+            return
+        promised = self._update.promised.get(note.id, peer) if note.epoch == self.epoch else peer
+        if whole and promised == peer and len(self._items) < MAX_BATCHES:
             self._items[mark] = Item(note.size, peer, note.again)
             self._actions.append(Keep(mark))
 

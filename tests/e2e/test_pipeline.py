@@ -159,7 +159,7 @@ def test_four_stages_of_six_peers_train_as_one_process_does(swarm: Swarm, codec:
     def script(index: int) -> tuple[list[float], Pipeline]:
         with connect(places[index].home) as client, client.join("six", [torch.zeros(1)], codec="fp32") as run:
             pipe = Pipeline(run, parts(4), 4, codec, stage=SIX[index], optimizer=sgd)
-            start.wait(60.0)
+            start.wait(150.0)
             losses = [pipe.step(*batch(step, index), mean_squares) for step in range(steps)]
             pipe.finish()
             return losses, pipe
