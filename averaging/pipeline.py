@@ -238,11 +238,14 @@ class Update:
     """The update that a peer works for.
 
     Attributes:
+        epoch: Its number; -1 before the peer has the stage's parameters.
+        begun: Whether the script has asked for it.
+        moved_at: When something of it has happened last.
         counted: Samples by micro-batch.
         given: The micro-batches that the stage before has closed.
         promised: The only peers that may send a micro-batch.
         whole: The micro-batches that this stage closes.
-        share: This peer's part of them, from 0 to 1; None while some are missing.
+        share: The weight of this peer's gradients, which are to be averaged now; None while they are not.
         told: The micro-batches that are lost, if any.
         closed: Those of the update before, if this peer knows them.
         speed: Samples that it has computed in a second.
@@ -270,6 +273,7 @@ class Stage:
         at: The stage.
         stands: What the others have told of themselves.
         members: The other live peers.
+        update: The update that this peer works for.
     """
 
     deadline = math.inf  # It looks at the time with each `Looked`.
@@ -284,29 +288,14 @@ class Stage:
         self._seen_at: dict[int, float] = {}
         self._paces: dict[str, tuple[float, float]] = {}
         self._items: dict[Mark, Item] = {}
-        self._update = Update(-1)
+        self.update = Update(-1)
         self._retries: list[tuple[float, Send]] = []
         self._actions: list[Action] = []
 
     @property
-    def epoch(self) -> int:
-        """The update that this peer works for; -1 before it has begun."""
-        return self._update.epoch
-
-    @property
-    def begun(self) -> bool:
-        """Whether an update is under way."""
-        return self._update.begun
-
-    @property
-    def share(self) -> float | None:
-        """The weight with which this peer's gradients are to be averaged now; None while they are not."""
-        return self._update.share
-
-    @property
     def samples(self) -> int:
         """Samples behind this peer's gradients."""
-        return sum(self._update.counted.values())
+        return sum(self.update.counted.values())
 
     @property
     def is_last(self) -> bool:
@@ -319,19 +308,14 @@ class Stage:
         return tuple(self._of_stage(self.at, -1))
 
     @property
-    def stages(self) -> dict[str, int]:
-        """The stages of the other peers, as told; -1 for those without one."""
-        return {peer: stand.stage for peer, stand in self.stands.items()}
-
-    @property
     def passed_on(self) -> bool:
         """Whether the next stage has made all updates that this one has."""
-        return self.is_last or self._next >= self.epoch
+        return self.is_last or self._next >= self.update.epoch
 
     @property
     def job(self) -> Job | None:
         """What to compute next."""
-        update = self._update
+        update = self.update
         if not update.begun or update.share is not None:
             return None
         ours = [(mark, item) for mark, item in self._items.items() if mark[0] == update.epoch]
@@ -351,7 +335,7 @@ class Stage:
             case Looked(members):
                 self._look(members)
             case Computed(job, loss, seconds):
-                self._update.seconds += seconds
+                self.update.seconds += seconds
                 self._computed(job, loss, now)
             case Updated(epoch):
                 self._updated(epoch, now)
@@ -364,9 +348,9 @@ class Stage:
     # ---- taking in ----
 
     def _begin(self, epoch: int, sizes: tuple[int, ...], now: float) -> None:
-        if epoch != self.epoch:
+        if epoch != self.update.epoch:
             self._updated(epoch, now)
-        self._update.begun, self._update.moved_at = True, now
+        self.update.begun, self.update.moved_at = True, now
         self._seen_at = dict.fromkeys(range(self._of), now)
         for index, size in enumerate(sizes if self.at == 0 else ()):
             self._items[epoch, f"{self.me}/{index}"] = Item(size, "")
@@ -393,15 +377,15 @@ class Stage:
                     self._actions.append(Keep(mark))
                     self._measure(peer, item, now)
             case Ask() if stage == self.at - 1:
-                if item is None and note.epoch == self.epoch:
-                    self._update.promised[note.id] = peer
+                if item is None and note.epoch == self.update.epoch:
+                    self.update.promised[note.id] = peer
                 self._send(peer, Answer(*mark, seen=item is not None))
             case Answer(seen=seen) if item is not None and item.waits is not None and peer in item.waits:
                 item.waits.discard(peer)
                 if seen:
                     item.waits.clear()
                     self._pass_on(mark, item, peer, now, bare=True)
-        self._update.moved_at = now if note.epoch == self.epoch else self._update.moved_at
+        self.update.moved_at = now if note.epoch == self.update.epoch else self.update.moved_at
 
     def _hear_stand(self, peer: str, note: Stand) -> None:
         before, self.stands[peer] = self.stands.get(peer), note
@@ -411,20 +395,20 @@ class Stage:
 
     def _hear_forward(self, peer: str, note: Forward, whole: bool, item: Item | None) -> None:
         mark = (note.epoch, note.id)
-        if note.epoch < self.epoch or note.life != self._life:
+        if note.epoch < self.update.epoch or note.life != self._life:
             return
         if item is not None:
             item.source = peer
             if item.phase == "counted":
                 self._answer(mark, item)
             return
-        promised = self._update.promised.get(note.id, peer) if note.epoch == self.epoch else peer
+        promised = self.update.promised.get(note.id, peer) if note.epoch == self.update.epoch else peer
         if whole and promised == peer and len(self._items) < MAX_BATCHES:
             self._items[mark] = Item(note.size, peer, note.again)
             self._actions.append(Keep(mark))
 
     def _computed(self, job: Job, loss: float, now: float) -> None:
-        item, update = self._items[job.mark], self._update
+        item, update = self._items[job.mark], self.update
         update.moved_at = now
         if job.forward:
             item.phase, item.loss = ("back", loss) if self.is_last else ("away", item.loss)
@@ -436,10 +420,10 @@ class Stage:
             self._answer(job.mark, item)
 
     def _updated(self, epoch: int, now: float) -> None:
-        before, samples = self._update, self.samples
+        before, samples = self.update, self.samples
         closed = before.whole if epoch == before.epoch + 1 else None
         speed = float(f"{samples / before.seconds:.1g}") if samples and before.seconds else before.speed
-        self._update = Update(epoch, moved_at=now, closed=closed, speed=speed)
+        self.update = Update(epoch, moved_at=now, closed=closed, speed=speed)
         for mark, item in list(self._items.items()):
             of_next = item.phase == "counted" and mark[1] in (closed or ()) and not self.is_last
             if mark[0] < epoch and not of_next:
@@ -480,7 +464,7 @@ class Stage:
         """Send on what has been computed, and forget what the next stage has no use for any more."""
         ahead, done = self._of_stage(self.at + 1, 0), self._next
         for mark, item in list(self._items.items()):
-            if mark[0] < min(done, self.epoch):
+            if mark[0] < min(done, self.update.epoch):
                 self._forget(mark)
             if item.phase not in ("away", "counted") or item.target or mark[0] < done or not ahead:
                 continue
@@ -511,12 +495,12 @@ class Stage:
 
     def _judge(self, now: float) -> None:
         """See whether this stage has all of the update."""
-        update = self._update
-        for one in self._of_stage(self.at - 1, self.epoch + 1).values():
-            if update.given is None and one.epoch == self.epoch + 1:
+        update = self.update
+        for one in self._of_stage(self.at - 1, self.update.epoch + 1).values():
+            if update.given is None and one.epoch == self.update.epoch + 1:
                 update.given = one.closed
-        for one in self._of_stage(self.at, self.epoch).values():
-            if update.closed is None and one.epoch == self.epoch:
+        for one in self._of_stage(self.at, self.update.epoch).values():
+            if update.closed is None and one.epoch == self.update.epoch:
                 update.closed = one.closed
         whole = self._whole(now) if update.begun else None
         if whole is None:
@@ -527,19 +511,24 @@ class Stage:
 
     def _whole(self, now: float) -> Mapping[str, int] | None:
         """The micro-batches that this stage has counted, if they are all and each once; else None."""
-        update = self._update
-        others = self._of_stage(self.at, self.epoch - 1)
+        update = self.update
+        others = self._of_stage(self.at, self.update.epoch - 1)
         union = update.counted | {
-            id: size for one in others.values() if one.epoch == self.epoch for id, size in one.counted.items()
+            id: size
+            for one in others.values()
+            if one.epoch == self.update.epoch
+            for id, size in one.counted.items()
         }
         if self.at == 0:
-            late = any(one.epoch != self.epoch or not one.counted for one in others.values())
+            late = any(one.epoch != self.update.epoch or not one.counted for one in others.values())
             return None if late or not self._counts_all else union
-        stuck = now >= update.moved_at + LOST_SECONDS and bool(self._of_stage(self.at - 1, self.epoch + 1))
+        stuck = now >= update.moved_at + LOST_SECONDS and bool(
+            self._of_stage(self.at - 1, self.update.epoch + 1)
+        )
         if update.given is None and not stuck:
             return None
         given = union if update.given is None else update.given
-        here = [(peer, one.counted) for peer, one in others.items() if one.epoch == self.epoch]
+        here = [(peer, one.counted) for peer, one in others.items() if one.epoch == self.update.epoch]
         twice = [peer for peer, counted in here if counted.keys() & update.counted.keys()]
         if update.counted.keys() - given.keys() or any(peer < self.me for peer in twice):
             self._drop(now)
@@ -555,13 +544,15 @@ class Stage:
     @property
     def _counts_all(self) -> bool:
         """Whether this peer of stage 0 has counted its whole batch."""
-        return all(item.phase == "counted" for mark, item in self._items.items() if mark[0] == self.epoch)
+        return all(
+            item.phase == "counted" for mark, item in self._items.items() if mark[0] == self.update.epoch
+        )
 
     def _drop(self, now: float) -> None:
         """Begin a new life without the gradients of this update, and without all that this peer was sent."""
-        self._update.counted, self._update.losses, self._update.moved_at = {}, 0.0, now
+        self.update.counted, self.update.losses, self.update.moved_at = {}, 0.0, now
         self._life += 1
-        for mark in [mark for mark in self._items if mark[0] >= self.epoch]:
+        for mark in [mark for mark in self._items if mark[0] >= self.update.epoch]:
             self._forget(mark)
         self._actions.append(Drop())
 
@@ -576,10 +567,10 @@ class Stage:
     def _require_stages(self, now: float) -> None:
         """Give up when a stage has had no peer for too long."""
         for stage in range(self._of):
-            if stage == self.at or self._of_stage(stage, -1) or not self._update.begun:
+            if stage == self.at or self._of_stage(stage, -1) or not self.update.begun:
                 self._seen_at[stage] = now
         empty = [str(stage) for stage, at in sorted(self._seen_at.items()) if now >= at + NOBODY_SECONDS]
-        if empty and self._update.begun:
+        if empty and self.update.begun:
             self._actions.append(Fail(f"no peer holds stage {' or '.join(empty)}"))
             self._seen_at = dict.fromkeys(range(self._of), now)
 
@@ -601,7 +592,7 @@ class Stage:
 
     def _stand_for(self, peer: str) -> Stand:
         """What to tell a peer: micro-batches to whom they matter, and to peers of far stages no number of an update."""
-        update, stage = self._update, self.stands[peer].stage if peer in self.stands else -2
+        update, stage = self.update, self.stands[peer].stage if peer in self.stands else -2
         settled = self._counts_all if self.at == 0 else update.given is not None
         return Stand(
             self.at,

@@ -156,7 +156,7 @@ class Pipeline:
         """
         self._end = None
         while self._end is None:
-            if not self._machine.begun and self._is_ready:
+            if not self._machine.update.begun and self._is_ready:
                 self._begin(inputs, targets)
             if (job := self._machine.job) is not None:
                 since = self._run.core.clock()
@@ -193,9 +193,9 @@ class Pipeline:
     @property
     def _is_ready(self) -> bool:
         """Whether this peer holds the stage's parameters: those of its siblings, or its own if it has none."""
-        alone = self._settled and -1 not in self._machine.stages.values()
+        alone = self._settled and all(one.stage >= 0 for one in self._machine.stands.values())
         alone = alone and not self._machine.siblings and not self.optimizer.member.has_company()
-        return self._machine.epoch >= 0 or self.optimizer.member.in_step or alone
+        return self._machine.update.epoch >= 0 or self.optimizer.member.in_step or alone
 
     def _begin(self, inputs: torch.Tensor | None, targets: torch.Tensor | None) -> None:
         epoch, parts = self.optimizer.epoch, list[tuple[torch.Tensor, torch.Tensor]]()
@@ -237,11 +237,11 @@ class Pipeline:
             self._hear(message)
             wait = 0.0
         now = self._run.core.clock()
-        if now >= self._looked_at + LOOK_SECONDS or self._machine.share is not None:
+        if now >= self._looked_at + LOOK_SECONDS or self._machine.update.share is not None:
             self._looked_at = now
             members = frozenset(self._run.members) - {self._run.peer}
             self._driver.tell(pipeline.Looked(members))
-            seen = members, self._machine.stages
+            seen = members, {peer: stand.stage for peer, stand in self._machine.stands.items()}
             self._seen = self._seen if self._seen[1] == seen else (now, seen)
             ended = [one for one in self._sent if one[0].done()]
             self._sent = [one for one in self._sent if one not in ended]
@@ -287,7 +287,7 @@ class Pipeline:
 
     def _turn_round(self) -> None:
         """Let the stage's round be what the machine wants, and tell it of an update."""
-        member, share = self.optimizer.member, self._machine.share
+        member, share = self.optimizer.member, self._machine.update.share
         company = member.has_company()
         member.serve()
         if not member.in_step and company:
@@ -298,7 +298,7 @@ class Pipeline:
             member.wait(WAIT_SECONDS)
         elif share is not None and (company or not self._machine.siblings):
             self._give(share)
-        if self.optimizer.epoch != self._machine.epoch >= 0:
+        if self.optimizer.epoch != self._machine.update.epoch >= 0:
             self.optimizer.zero_grad()
             self._driver.tell(pipeline.Updated(self.optimizer.epoch))
 

@@ -160,7 +160,7 @@ class World:
     def meet(self) -> None:
         """Make the rounds that are due: all live peers of a stage offer shares that sum to 1."""
         for at in range(self.stages):
-            shares = {one.name: one.stage.share for one in self.live(at)}
+            shares = {one.name: one.stage.update.share for one in self.live(at)}
             given = [share for share in shares.values() if share is not None]
             whole = len(given) == len(shares) and given and abs(sum(given) - 1) < 1e-6
             if not whole:
@@ -180,7 +180,7 @@ class World:
         assert set(counted.values()) <= {1}, "each is counted once"
         self.closed[at].append(frozenset(counted))
         self.epochs[at] += 1
-        if at and not self.told and not any(one.stage._update.told for one in peers):
+        if at and not self.told and not any(one.stage.update.told for one in peers):
             assert self.closed[at][-1] == self.closed[at - 1][self.epochs[at] - 1], "and in all stages"
         for one in peers:
             one.tell(pipeline.Updated(self.epochs[at]))
@@ -235,10 +235,13 @@ def test_no_micro_batch_is_lost_or_counted_twice_while_peers_die(seed: int) -> N
     assert not world.told
 
 
+@pytest.mark.parametrize("replicas", [(2, 2, 2), (1, 2, 1, 2)], ids=str)
 @pytest.mark.parametrize("seed", range(3))
-def test_what_two_deaths_in_one_update_have_lost_is_told(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipeline, "LOST_SECONDS", 3.0)
-    world = deaths(seed, every=0.5)
+def test_what_two_deaths_in_one_update_have_lost_is_told(
+    seed: int, replicas: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pipeline, "LOST_SECONDS", 5.0)
+    world = deaths(seed, replicas, every=1.0)
     assert min(world.epochs) == 12, world.failed
     assert all("micro-batches are lost" in told for told in world.told)
 
