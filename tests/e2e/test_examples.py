@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -67,6 +68,35 @@ def test_a_swarm_is_better_than_one_machine_with_its_share_and_not_worse_than_wi
     assert found["digest"], "the peers hold different parameters"
     assert found["loss"] < found["loss_alone_with_its_share"]
     assert found["loss"] < found["loss_alone_with_all_data"] + NOISE
+
+
+def ring(folder: Path) -> str:
+    """A graph of a ring: each of 40 entities has one that is next, and one that is opposite."""
+    triples = [f"{at}\tnext\t{(at + 1) % 40}" for at in range(40)]
+    triples += [f"{at}\topposite\t{(at + 20) % 40}" for at in range(40)]
+    for name, lines in (("train", triples), ("valid", triples[:1]), ("test", triples[::8])):
+        (folder / f"{name}.txt").write_text("\n".join(lines))
+    return str(folder)
+
+
+def test_embeddings_of_a_graph_learn_alone(tmp_path: Path) -> None:
+    found = run("transe.py", "--graph", ring(tmp_path), "--alone", "--epochs", "40")
+    assert found["points"][0][1] > 0.5 > found["points"][-1][1], "misses in the first ten"
+    assert found["hits"] > 0.5
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(SECONDS)
+@pytest.mark.parametrize("staleness", ["0", "4", "inf"])
+def test_embeddings_of_a_graph_in_shared_tables(tmp_path: Path, staleness: str) -> None:
+    """Of UMLS where PyKEEN is installed, else of a small graph: about as well as in one process."""
+    umls = importlib.util.find_spec("pykeen") is not None
+    which = ("--graph", "umls" if umls else ring(tmp_path), "--epochs", "30" if umls else "60")
+    found = run("transe.py", *which, "--peers", "4", "--staleness", staleness)
+    print(found)
+    for measure, points in (("hits", 2 if umls else 20), ("mrr", 10 if umls else 20)):
+        beside = found.get(f"{measure}_pykeen", found[f"{measure}_alone"])
+        assert found[measure] > beside - points / 100, measure
 
 
 @pytest.mark.slow
