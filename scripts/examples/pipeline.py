@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 
 import torch
-from local_swarm import Point, Result, Train, answer, children, digest, main, told_of, trained_together
+from local_swarm import Point, Result, Train, answer, children, digest, main, trained_together
 from torch.nn.functional import cross_entropy
 
 from equipoise.peer import Peer
@@ -115,9 +115,12 @@ def run_pipeline(train: Train, options: argparse.Namespace) -> int:
         "seconds_alone": alone.end.seconds,
         "digests": len({one.digest for one in together}),
     }
-    rows = {f"{count} peers together": together[0], "alone, whole model": alone}
-    print(json.dumps(found) if options.json else "\n".join(told_of(*row) for row in rows.items()))
-    return 0 if found["digests"] == STAGES else 1
+    rows = {f"{count} peers together": together[0].end, "alone, whole model": alone.end}
+    told = [f"{name:20} loss {end.loss:.4f}  {end.seconds:6.1f} s" for name, end in rows.items()]
+    alike = found["digests"] == STAGES
+    told.append("peers of a stage hold equal parameters" if alike else "PEERS OF A STAGE DIFFER")
+    print(json.dumps(found) if options.json else "\n".join(told))
+    return 0 if alike else 1
 
 
 def add(parser: argparse.ArgumentParser) -> None:
