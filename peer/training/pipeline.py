@@ -280,8 +280,8 @@ class Pipeline:
                 self._held.pop(mark, None)
             case pipeline.Drop():
                 self.optimizer.zero_grad()
-                told = "run %s: another peer of stage %d has counted what this one had: it begins this update again"
-                log.warning(told, self._run.name, self.stage)
+                told = "another peer has counted the same, or one of stage 0 has gone: it begins this update again"
+                log.warning("run %s, stage %d: %s", self._run.name, self.stage, told)
             case pipeline.Finish() | pipeline.Fail():
                 self._end = action
 
