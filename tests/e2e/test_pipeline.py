@@ -25,9 +25,12 @@ PEERS = 3
 SAMPLES, WIDTH = 12, 8
 
 
+_drawing = threading.Lock()
+
+
 def parts(count: int) -> list[torch.nn.Module]:
-    """A model in so many parts, the same each time."""
-    with torch.random.fork_rng(devices=[]):
+    """A model in so many parts, the same each time, also where several threads ask: they share torch's generator."""
+    with _drawing, torch.random.fork_rng(devices=[]):
         torch.manual_seed(7)
         ends = [torch.nn.Linear(WIDTH, WIDTH) for _ in range(count)]
         return [*(torch.nn.Sequential(one, torch.nn.Tanh()) for one in ends[:-1]), ends[-1]]
