@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from e2e.learners import daemons
+from e2e.learners import LISTEN, daemons
 from e2e.swarm import DaemonProcess, Swarm
 from e2e.threads import begin, settle, together
 from equipoise.averaging import pipeline as machine
@@ -221,7 +221,7 @@ def test_with_a_replica_killed_every_ten_seconds_nothing_is_lost_or_counted_twic
             victim = chance.choice(able)
             stage, kills = places.pop(victim), kills + 1
             victim.kill()
-            (place,) = daemons(swarm, 1)
+            place = swarm.daemon(join=[next(iter(places)).address], args=LISTEN)
             places[place] = stage
             scripts.append(begin(script, place, stage, name, over))
         settle(scripts, 240.0)
