@@ -46,8 +46,8 @@ class Note(NamedTuple):
 class _Shard:
     """A shard: it was whole in a `view`, has counted `version` pushes, and of each worker has `seen` those to a number.
 
-    Of each peer that this one feeds, `has` is the version, as it said, or -1 where it needs the state. By the asker and
-    its number, `answers` wait for all copies to have a version.
+    Of each peer that this one feeds, `has` is the version, as it said, or -1 where it needs the state. By the asker,
+    and whether it pushes, `answers` wait for all copies to have a version: a peer waits for one of each at a time.
     """
 
     store: RowStore
@@ -55,7 +55,7 @@ class _Shard:
     version: int = 0
     seen: LruDict[str, int] = field(default_factory=lambda: LruDict(MAX_ITEMS))
     has: dict[str, int] = field(default_factory=dict)
-    answers: dict[tuple[str, int], tuple[int, Send]] = field(default_factory=dict)
+    answers: dict[tuple[str, bool], tuple[int, Send]] = field(default_factory=dict)
 
     def apply(self, worker: str, number: int, push: Payload) -> None:
         """Count a push."""
@@ -123,7 +123,7 @@ class Keeper:
         return Send(to, State(shard, one.version, tuple(one.seen.items())), one.store.dump())
 
     def got(self, sender: str, worker: str, item: Item, payload: Payload, slowest: int) -> list[Send | Note]:
-        """Take in an item of the view; `worker` names the sender's script, `slowest` is the clock of the slowest."""
+        """Take in an item of the view; `worker` names the sender's script, `slowest` is the slowest's clock."""
         shard: int = getattr(item, "shard", -1)
         if (one := self._shards.get(shard)) is None:
             return []
@@ -163,8 +163,8 @@ class Keeper:
             answer = Answer(item.shard, item.number, one.version)
             copy = Copy(item.shard, one.version, worker, item.number)
             sends = [Send(peer, copy, payload) for peer, version in one.has.items() if version >= 0]
-        # A question that is repeated has one answer.
-        one.answers.setdefault((sender, item.number), (one.version, Send(sender, answer, rows)))
+        # A question that is repeated, or given up for the next one, has one answer.
+        one.answers[sender, item.base >= 0] = one.version, Send(sender, answer, rows)
         return sends
 
     def _copy(self, one: _Shard, feeder: str, item: Copy, payload: Payload) -> list[Send]:

@@ -21,7 +21,7 @@ MAX_ITEMS = 4096
 MAX_EARLIER = 32
 """Most sets of members that a peer enters after a view that was active, while no further one is."""
 
-Members = Annotated[tuple[PeerName, ...], msgspec.Meta(max_length=MAX_GROUP_SIZE)]
+Members = Annotated[tuple[PeerName, ...], msgspec.Meta(min_length=1, max_length=MAX_GROUP_SIZE)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 Number = Annotated[int, msgspec.Meta(ge=-1, le=2**53)]
 Index = Annotated[int, msgspec.Meta(ge=0, lt=SHARDS)]

@@ -96,8 +96,8 @@ class Node:
 
     @property
     def is_through(self) -> bool:
-        """Whether all that this peer has pushed is settled, and all others are as far."""
-        return self.slowest >= self.clock and not self._pushes
+        """Whether all that this peer has pushed is settled, and all others are as far or out of reach."""
+        return not self._pushes and (self.slowest >= self.clock or not self.views.active)
 
     @property
     def told(self) -> str:
@@ -110,17 +110,17 @@ class Node:
         return (self.views.refused or self.views.objection or told) + (late if slow else "")
 
     def enter(self, view: View) -> list[Does]:
-        """A round has named a view with this peer in it: enter it."""
+        """A round has named a view: enter it, unless the round left this peer out."""
         clock, keeper = self.clocks.get(self._me, 0), self._keeper
-        if not self.views.enter(view, clock, keeper.held, keeper.known):
+        if self._me not in view.members or not self.views.enter(view, clock, keeper.held, keeper.known):
             return []
         self.there, self._wakes = set(), 0
         return self._say()
 
     def pull(self, number: int, parts: Parts, now: float) -> list[Does]:
-        """Ask for rows; the pull before has ended."""
-        self._pull = _Asked(number, dict(parts), now, self.clock)
-        return self._ask()
+        """Ask for rows; a pull before that has not ended is given up."""
+        before, self._pull = self._pull, _Asked(number, dict(parts), now, self.clock)
+        return [*([Done(before.number, {}, "another pull took its place")] if before else ()), *self._ask()]
 
     def push(self, number: int, parts: Parts, now: float) -> list[Does]:
         """Give gradients for the rows of the last pull; numbers rise."""
@@ -153,7 +153,7 @@ class Node:
     def _expired(self, now: float, objection: str) -> list[Done]:
         limit, ended = self._strategy.timeout, list[Done]()
         if self._pull is not None and now - self._pull.began >= limit:
-            waited = f"a pull waited {limit:g} s for {objection or self._missing(self._pull)}"
+            waited = f"a pull waited {limit:g} s: {objection or self._missing(self._pull)}"
             ended.append(Done(self._pull.number, {}, waited))
             self._pull = None
         while self._pushes and now - self._pushes[0].began >= limit:
@@ -166,9 +166,9 @@ class Node:
         if self._waits(pull):
             behind = min(self.clocks, key=lambda peer: (self.clocks[peer], peer))
             at = self.clocks[behind]
-            return f"..{behind[-SHOWN_CHARS:]}, which is at clock {at}, and this peer at {self.clock}"
+            return f"..{behind[-SHOWN_CHARS:]} is at clock {at}, and this peer at {self.clock}"
         owners = {self.views.view.holders(shard)[0][-SHOWN_CHARS:] for shard in pull.parts}
-        return f"rows of ..{', ..'.join(sorted(owners))}"
+        return f"rows of ..{', ..'.join(sorted(owners))} have not come"
 
     def got(self, sender: str, script: str, view: str, item: Item, payload: Payload) -> list[Does]:
         """A peer's script has sent an item in its view."""
@@ -181,7 +181,7 @@ class Node:
         if isinstance(item, Answer):
             return self._answered(sender, item, payload)
         if not isinstance(item, Clock):
-            return [*self._keeper.got(sender, script, item, payload, self.slowest)]
+            return [*self._keeper.got(sender, f"{sender}/{script}", item, payload, self.slowest)]
         begins = not self.is_ready
         self.there.add(sender)
         self.clocks[sender] = max(self.clocks[sender], item.clock)

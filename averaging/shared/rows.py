@@ -86,17 +86,23 @@ class RowStore:
     def apply(self, push: Payload) -> None:
         """Make the optimizer's step with gradients, fp32 [k, width], of ids, int64 [k]."""
         given = {name: self._ids(name, push) for name in self._kept if IDS + name in push}
+        if push.keys() != {part + name for name in given for part in (IDS, GRADIENTS)}:
+            raise ValueError("expected ids and gradients of some tables, and nothing else")
+        moved = {name: self._moved(name, ids, push[GRADIENTS + name]) for name, ids in given.items()}
         for name, ids in given.items():
-            gradient, shape = push.get(GRADIENTS + name), (len(ids), self._kept[name][0].shape[1])
-            if gradient is None or (gradient.dtype, gradient.shape) != (torch.float32, shape):
-                raise ValueError(f"expected gradients {list(shape)} of table {name!r}, in fp32")
-            if not gradient.isfinite().all():
-                raise ValueError(f"expected finite gradients of table {name!r}")
-        for name, ids in given.items():
-            rows, *states = moved = [one[ids] for one in self._kept[name]]
-            self._step(rows, push[GRADIENTS + name], states)
-            for one, new in zip(self._kept[name], moved, strict=True):
+            for one, new in zip(self._kept[name], moved[name], strict=True):
                 one[ids] = new
+
+    def _moved(self, name: str, ids: torch.Tensor, gradient: torch.Tensor) -> list[torch.Tensor]:
+        """Return the values of some rows, and their states, after a step."""
+        shape = (len(ids), self._kept[name][0].shape[1])
+        if (gradient.dtype, gradient.shape) != (torch.float32, shape):
+            raise ValueError(f"expected gradients {list(shape)} of table {name!r}, in fp32")
+        rows, *states = moved = [one[ids] for one in self._kept[name]]
+        self._step(rows, gradient, states)
+        if not all(one.isfinite().all() for one in moved):
+            raise ValueError(f"expected finite gradients of table {name!r}, which leave its rows finite")
+        return moved
 
     def read(self, pull: Payload) -> Payload:
         """Return rows, fp32 [k, width], of ids, int64 [k]."""

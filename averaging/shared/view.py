@@ -107,7 +107,8 @@ class Views:
         last = self.view.number if self.active else self.mine.last
         self.mine = Entered(last, self.mine.first or view.number, self._earlier, clock, held, known)
         self.view, self.active, self.patient = view, False, True
-        self.entered = {peer: one for peer, (name, one) in self._early.items() if name == view.name}
+        early = [(peer, one) for peer, (name, one) in self._early.items() if name == view.name]
+        self.entered = {peer: one for peer, one in early if peer in view.members}
         if all(one.members != view.members for one in self._earlier):
             self._earlier += (view,)
         return True

@@ -11,6 +11,7 @@ tables.clock()
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import itertools
 import logging
 import threading
@@ -48,13 +49,15 @@ PATIENCE_SECONDS = 3.0
 """Time after a round before the same peers hold another one: a peer may be gone, or have not entered the view."""
 
 MAX_TOGETHER = 16
-"""Most messages that are answered together: where many come, fewer and longer ones go."""
+"""Most messages that are answered together, and most items in one: where many come, fewer and longer ones go."""
 
 MAX_PUSHES = 64
 """Most pushes that are not settled: the next one waits."""
 
 MAX_SHARD_BYTES = 64 * 2**20
 """Largest shard with its optimizer's state, which is in one message; and size beyond which a message ends."""
+
+LEFT = "this script has left the run"
 
 End = concurrent.futures.Future[Parts]
 
@@ -82,10 +85,14 @@ class Serving:
     def ask(self, how: Callable[[int, Parts, float], list[Does]], parts: Parts) -> End:
         """Begin a pull or a push of the node; return its end."""
         end = End()
+        end.set_running_or_notify_cancel()  # It can be cancelled no more.
         with self.lock:
             number = next(self._numbers)
             self._asked[number] = end
-            self.do(how(number, parts, time.monotonic()) if parts else [Done(number, {})])
+            if self._over.is_set():
+                self.do([Done(number, {}, LEFT)])
+            else:
+                self.do(how(number, parts, time.monotonic()) if parts else [Done(number, {})])
         return end
 
     def do(self, actions: Sequence[Does], again: bool = False) -> None:
@@ -114,14 +121,12 @@ class Serving:
     def finish(self) -> None:
         """Serve until all that this peer pushed is settled and the others are as far, or for the strategy's timeout."""
         until, link = time.monotonic() + self._timeout, self._run.core.link
-        while self.node.views.active and not self.node.is_through and time.monotonic() < until:
+        while not self.node.is_through and time.monotonic() < until:
             if link.lost is not None or self._over.wait(LOOK_SECONDS):
                 break
         self._over.set()
         self._branch.leave()
         self._thread.join(ROUND_SECONDS)
-        with self.lock:
-            self.do([Done(number, {}, "this script has left the run", True) for number in self._asked])
 
     def _send(self, to: str, sends: Sequence[Send]) -> None:
         """Send items in few messages. The node says again what is refused here, or lost."""
@@ -129,28 +134,39 @@ class Serving:
         for send in sends:
             batch.append(send)
             size += sum(one.nbytes for one in send.payload.values())
-            if size > MAX_SHARD_BYTES or send is sends[-1]:
-                self._run.core.channels.send(
+            if size > MAX_SHARD_BYTES or len(batch) == MAX_TOGETHER or send is sends[-1]:
+                self._last[to] = self._run.core.channels.send(
                     to, TOPIC, *packed(self.node.views.view.name, [one[1:] for one in batch])
                 )
                 size, batch = 0, []
 
     def _serve(self) -> None:
-        while not self._over.is_set():
-            try:
-                come, receive = list[Message](), self._run.core.channels.receive
-                while len(come) < MAX_TOGETHER and (one := receive(TOPIC, 0.0 if come else LOOK_SECONDS)):
-                    come.append(one)
+        try:
+            while not self._over.is_set() and not self._run.core.left:
+                come = self._come()
                 with self.lock:
                     self.do([does for message in come for does in self._take(message)])
                     if self.node.deadline <= time.monotonic():
                         self.do(self.node.woke(time.monotonic()), again=True)
                 if time.monotonic() - self._looked >= LOOK_SECONDS:
-                    self._meet(self._run.members)
                     self._looked = time.monotonic()
-            except (EquipoiseError, ImageError) as error:
-                log.debug("run %s: %s", self._run.name, error)
-                self._over.wait(LOOK_SECONDS)
+                    with contextlib.suppress(EquipoiseError):  # The daemon has gone, and another may come.
+                        self._meet(self._run.members)
+        finally:
+            self._over.set()
+            with self.lock:
+                self.do([Done(number, {}, LEFT, True) for number in self._asked])
+
+    def _come(self) -> list[Message]:
+        """Return the messages that have come; some of them where a further one is broken, or the daemon has gone."""
+        come, receive = list[Message](), self._run.core.channels.receive
+        try:
+            while len(come) < MAX_TOGETHER and (one := receive(TOPIC, 0.0 if come else LOOK_SECONDS)):
+                come.append(one)
+        except (EquipoiseError, ImageError) as error:
+            log.debug("run %s: %s", self._run.name, error)
+            self._over.wait(0.0 if come else LOOK_SECONDS)
+        return come
 
     def _take(self, message: Message) -> list[Does]:
         try:
@@ -167,9 +183,9 @@ class Serving:
         views = self.node.views
         same = views.active and views.view.members == members
         if self._round is not None and self._round.done():
-            outcome, self._round = self._round.result(), None
+            ended, self._round = self._round, None
             self._called, self._tried = False, time.monotonic()
-            self._met = self._tried
+            outcome, self._met = ended.result(), self._tried
             there = tuple(sorted(outcome.contributors))
             if outcome.ok and (views.view.number or there == members):  # The first view has all live peers.
                 self._enter(View(outcome.round, there))
@@ -316,7 +332,7 @@ class Shared:
         if name not in self._tables:
             raise ValueError(f"expected one of the tables {', '.join(self._tables)}, got {name!r}")
         count = len(self._tables[name])
-        given = torch.arange(count) if ids is None else ids.cpu()
+        given = torch.arange(count) if ids is None else torch.as_tensor(ids).cpu()
         if given.dtype != torch.int64 or given.dim() != 1 or not ((given >= 0) & (given < count)).all():
             raise ValueError(f"expected ids of table {name!r}, int64 below {count}")
         keys, places = torch.unique(given % SHARDS * count + given // SHARDS, return_inverse=True)
@@ -327,8 +343,15 @@ class Shared:
         self, name: str, places: torch.Tensor, shards: tuple[torch.Tensor, ...], got: Parts, dense: bool
     ) -> _Rows:
         like, width = self._tensors[name], self._tables[name].shape[1]
-        found = [got[at][ROWS + name] for at, rows in enumerate(shards) if len(rows)]
-        values = torch.cat(found or [torch.empty(0, width)])[places].view(len(places), *like.shape[1:])
+        found = {at: got[at].get(ROWS + name, torch.empty(0)) for at, rows in enumerate(shards) if len(rows)}
+        for at, rows in found.items():
+            if (rows.dtype, rows.shape) != (torch.float32, (len(shards[at]), width)):
+                raise Refused(
+                    f"the owner of shard {at} sent {list(rows.shape)} values for {len(shards[at])} rows"
+                )
+        values = torch.cat([*found.values(), torch.empty(0, width)])[places].view(
+            len(places), *like.shape[1:]
+        )
         if dense:
             with torch.no_grad():
                 return _Rows(like.copy_(values.view(like.shape)), places, shards)

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from equipoise.averaging.shared.keeper import Note, Send
-from equipoise.averaging.shared.messages import SHARDS, Entered, Item
+from equipoise.averaging.shared.messages import SHARDS, Answer, Ask, Clock, Entered, Item
 from equipoise.averaging.shared.node import RETRY_SECONDS, SLOW_CLOCKS, Done, Node
-from equipoise.averaging.shared.rows import RowStore, packed, unpacked
+from equipoise.averaging.shared.rows import OPTIMIZERS, RowStore, packed, unpacked
 from equipoise.averaging.shared.view import View
 from equipoise.averaging.strategy import SharedTables, parse_strategy
 
@@ -309,13 +309,70 @@ def test_a_pull_that_waits_too_long_names_whom_it_waited_for() -> None:
     world = World(1, 2, "shared:staleness=0,timeout=5", pushes=9, slow=100.0)
     world.hold(list(world.peers))
     world.run(20.0)
-    assert (
-        "a pull waited 5 s for ..peer0, which is at clock 0, and this peer at 1"
-        in world.peers["peer1"].failed
-    )
+    assert "a pull waited 5 s: ..peer0 is at clock 0, and this peer at 1" in world.peers["peer1"].failed
     del world.peers["peer0"]
     world.run(40.0)
     world.round += 1
     world.peers["peer1"].do(world.peers["peer1"].node.enter(View(world.round, ("peer1",))))
     world.run(60.0)
     assert any("1 of the 2 peers of view 1 are there" in told for told in world.peers["peer1"].failed)
+
+
+def empty(shard: int) -> RowStore:
+    """A shard without tables."""
+    return RowStore({}, shard, OPTIMIZERS.parse("sgd"))
+
+
+def owner(copies: int) -> tuple[Node, str, int]:
+    """A peer in an active view of two, the view's name, and a shard that it owns."""
+    strategy = parse_strategy(f"shared:copies={copies}")
+    assert isinstance(strategy, SharedTables)
+    node, view = Node("a", strategy, empty), View(1, ("a", "b"))
+    node.enter(view)
+    node.got("a", "", view.name, node.views.mine, {})
+    node.got("b", "", view.name, Entered(first=1), {})
+    node.got("b", "", view.name, Clock(0), {})
+    return node, view.name, next(shard for shard in range(SHARDS) if view.holders(shard)[0] == "a")
+
+
+def test_a_peer_cannot_use_up_the_numbers_of_another_ones_pushes() -> None:
+    node, view, shard = owner(copies=1)
+    node.got("b", "script", view, Ask(shard, 2**53, 0), {})
+    node.got("a", "script", view, Ask(shard, 1, 0), {})
+    (done,) = node.got("a", "script", view, Ask(shard, 1, -1), {})
+    assert isinstance(done, Send)
+    assert done.item == Answer(shard, 1, 2)
+
+
+def test_a_peer_has_at_most_one_pull_and_one_push_that_wait_for_copies() -> None:
+    node, view, shard = owner(copies=2)
+    for number in range(1, 100):
+        node.got("b", "script", view, Ask(shard, number, -number % 2 - 1), {})
+    assert len(node._keeper._shards[shard].answers) <= 2
+
+
+def test_a_pull_that_another_one_follows_is_given_up() -> None:
+    node, _, _ = owner(copies=1)
+    node.pull(1, {0: {}}, 0.0)
+    done = node.pull(2, {0: {}}, 0.0)[0]
+    assert isinstance(done, Done)
+    assert (done.number, done.reason) == (1, "another pull took its place")
+
+
+def test_a_view_of_others_is_not_entered() -> None:
+    strategy = parse_strategy("shared")
+    assert isinstance(strategy, SharedTables)
+    node = Node("a", strategy, empty)
+    assert node.enter(View(2, ("b", "c"))) == []
+    assert node.views.view.number == 0
+
+
+def test_a_peer_that_is_outside_of_views_waits_for_its_pushes_alone() -> None:
+    strategy = parse_strategy("shared:timeout=5")
+    assert isinstance(strategy, SharedTables)
+    node = Node("a", strategy, empty)
+    node.push(1, {0: {}}, 0.0)
+    node.tick()
+    assert not node.is_through
+    node.woke(5.0)
+    assert node.is_through

@@ -62,7 +62,9 @@ def test_a_state_that_was_loaded_goes_on_as_the_other_one() -> None:
         ({"ids/x": torch.tensor([0], dtype=torch.int32)}, "rising ids"),
         ({"ids/x": torch.tensor([3])}, "ids of table 'x' below 3"),
         ({"ids/x": torch.tensor([-1])}, "ids of table 'x' below 3"),
-        ({"ids/x": torch.tensor([0])}, r"gradients \[1, 2\]"),
+        ({"ids/x": torch.tensor([0])}, "nothing else"),
+        ({"gradients/x": torch.ones(1, 2)}, "nothing else"),
+        ({"ids/x": torch.tensor([0]), "gradients/x": torch.ones(1, 2), "y": torch.ones(1)}, "nothing else"),
         ({"ids/x": torch.tensor([0]), "gradients/x": torch.ones(1, 3)}, r"gradients \[1, 2\]"),
         ({"ids/x": torch.tensor([0]), "gradients/x": torch.ones(1, 2).double()}, "fp32"),
         ({"ids/x": torch.tensor([0]), "gradients/x": torch.full((1, 2), torch.inf)}, "finite gradients"),
@@ -75,6 +77,14 @@ def test_what_does_not_fit_changes_nothing(push: dict[str, torch.Tensor], told: 
     with pytest.raises(ValueError, match="shape"):
         store.load({"rows/x": torch.zeros(4, 2)})
     assert not store.dump()["rows/x"].any()
+
+
+def test_a_push_that_would_leave_a_row_infinite_changes_no_table() -> None:
+    store = RowStore({"x": torch.ones(16, 2), "y": torch.ones(16, 2)}, 0, OPTIMIZERS.parse("adagrad"))
+    ids = {"ids/x": torch.tensor([0]), "ids/y": torch.tensor([0])}
+    with pytest.raises(ValueError, match="finite gradients of table 'y'"):
+        store.apply(ids | {"gradients/x": torch.ones(1, 2), "gradients/y": torch.full((1, 2), 1e30)})
+    assert (store.dump()["rows/x"] == 1.0).all()
 
 
 def test_items_come_out_of_a_message_as_they_went_in() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from equipoise.averaging.shared.messages import SHARDS, Entered
+import pytest
+
+from equipoise.averaging.shared.messages import SHARDS, Entered, read
 from equipoise.averaging.shared.view import View, Views
 
 
@@ -92,6 +94,19 @@ def test_what_a_peer_says_before_this_one_enters_counts() -> None:
     assert one.objection == "view 3, which ..a did not enter yet"
     one.heard("a", view.name, one.mine)
     assert one.begin()
+
+
+def test_a_peer_that_is_no_member_is_not_heard() -> None:
+    one, view = Views(copies=2), View(3, ("a", "b"))
+    one.heard("c", view.name, Entered(first=3))
+    one.enter(view, 0, (), ())
+    assert one.entered == {}
+
+
+def test_a_view_of_nobody_is_no_view() -> None:
+    item = ("Entered", 0, 1, [(1, [])])
+    with pytest.raises(ValueError, match="length >= 1"):
+        read({"view": "3.01234567", "items": [item], "lengths": {}})
 
 
 def test_holders_follow_from_members_and_a_peer_that_goes_moves_only_what_it_held() -> None:

@@ -16,8 +16,10 @@ import torch
 
 from e2e.swarm import eventually
 from equipoise.averaging.outcome import Outcome
+from equipoise.averaging.shared.rows import RowStore
 from equipoise.averaging.strategy import parse_strategy
 from equipoise.peer import Lost, Refused, Run
+from equipoise.peer.errors import DaemonLost
 from equipoise.peer.training import Shared
 
 ROWS = 40
@@ -36,12 +38,19 @@ class Round:
         return self.outcome
 
 
+def failed() -> Outcome:
+    raise Refused("the daemon did not begin it")
+
+
 class Net:
     """The messages and the rounds of some peers."""
 
     def __init__(self) -> None:
         self.queues: defaultdict[str, queue.Queue[Any]] = defaultdict(queue.Queue)
         self.live: list[str] = []
+        self.lost: set[str] = set()
+        self.sent, self.under_way = 0, False
+        self.failing: set[str] = set()
         self.lock = threading.Lock()
         self.waiting: dict[str, Round] = {}
         self.count = 0
@@ -50,6 +59,9 @@ class Net:
     def run(self, peer: str, tensors: dict[str, torch.Tensor], spec: str) -> Run:
         def average(timeout: float, wait: bool) -> Round:
             assert not wait
+            if peer in self.failing:
+                self.failing.remove(peer)
+                return cast(Round, SimpleNamespace(done=lambda: True, result=failed))
             with self.lock:
                 mine = Round()
                 if peer not in self.live:
@@ -64,17 +76,21 @@ class Net:
                     self.waiting = {}
             return mine
 
-        def send(to: str, topic: str, tensors: Any, codec: str, fields: Any) -> None:
+        def send(to: str, topic: str, tensors: Any, codec: str, fields: Any) -> Any:
             copies = {name: one.clone() for name, one in tensors.items()}
             told = json.loads(json.dumps(fields))
             self.queues[to].put(SimpleNamespace(sender=peer, script=f"{peer}'s", tensors=copies, fields=told))
+            self.sent += 1
+            return SimpleNamespace(done=lambda: not self.under_way)
 
         def receive(topic: str, timeout: float) -> Any:
+            if peer in self.lost:
+                raise DaemonLost("the daemon has gone")
             try:
                 message = self.queues[peer].get(timeout=timeout)
             except queue.Empty:
                 return None
-            return message if peer in self.live else None
+            return message if peer in self.live and peer not in self.lost else None
 
         script = SimpleNamespace(hex=lambda: f"{peer}'s")
         core = SimpleNamespace(
@@ -85,6 +101,7 @@ class Net:
             branch=lambda name, *_, **__: SimpleNamespace(name=name, average=average, leave=lambda: None),
             finishing=[],
             link=SimpleNamespace(lost=None),
+            left=False,
             trained_by="",
             tell=lambda _, line: self.told.update({peer: line}),
             undone_on_failure=contextlib.nullcontext,
@@ -170,9 +187,7 @@ def test_what_does_not_fit_is_refused(net: Net) -> None:
     with pytest.raises(Refused, match="expected finite gradients"):
         tables[0].push().result(30.0)
     tables[0].clock()
-    with pytest.raises(
-        Refused, match=r"a pull waited 2 s for \.\.peer1, which is at clock 0, and this peer at 1"
-    ):
+    with pytest.raises(Refused, match=r"a pull waited 2 s: \.\.peer1 is at clock 0, and this peer at 1"):
         tables[0].pull(x=torch.tensor([0]))
     leave(tables)
 
@@ -198,4 +213,60 @@ def test_a_dense_module_moves_as_a_whole(net: Net) -> None:
         table.pull()
     for one, other in zip(modules[0].parameters(), modules[1].parameters(), strict=True):
         assert torch.equal(one, other)
+    leave(tables)
+
+
+def test_ids_may_be_a_list_and_a_push_cannot_be_cancelled(net: Net) -> None:
+    tables = sharing(net, 2, "shared:staleness=inf")
+    rows = tables[0].pull(x=[1, 3])  # type: ignore[arg-type]
+    rows["x"].sum().backward()
+    pushed = tables[0].push()
+    assert not pushed.cancel()
+    pushed.result(30.0)
+    leave(tables)
+
+
+def test_a_script_that_has_left_is_told_so(net: Net) -> None:
+    tables = sharing(net, 2, "shared:staleness=inf")
+    leave(tables)
+    with pytest.raises(Refused, match="this script has left the run"):
+        tables[0].pull(x=torch.tensor([1]))
+
+
+def test_a_pull_ends_where_the_daemon_has_gone(net: Net) -> None:
+    tables = sharing(net, 2, "shared:staleness=inf,timeout=1")
+    net.lost.update(("peer0", "peer1"))
+    with pytest.raises(Refused, match=r"a pull waited 1 s: rows of .*peer. have not come"):
+        tables[0].pull(x=torch.arange(ROWS))
+    leave(tables)
+
+
+def test_a_round_that_no_daemon_began_is_followed_by_another(net: Net) -> None:
+    net.failing.update(("peer0", "peer1"))
+    leave(sharing(net, 2, "shared:staleness=inf"))
+
+
+def test_rows_that_were_not_asked_for_are_refused(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
+    tables = sharing(net, 2, "shared:staleness=inf")
+    monkeypatch.setattr(RowStore, "read", lambda self, pull: {})
+    with pytest.raises(Refused, match=r"the owner of shard 1 sent \[0\] values for 1 rows"):
+        tables[0].pull(x=torch.tensor([1]))
+    leave(tables)
+
+
+def test_nothing_is_said_again_while_the_last_message_is_under_way(net: Net) -> None:
+    net.under_way = True
+    tables = sharing(net, 2, "shared:staleness=inf")
+
+    def wake() -> None:
+        for table in tables:
+            node = table._serving.node
+            eventually(
+                lambda at=node.deadline, node=node: node.deadline > at, "the next time to say all again"
+            )
+
+    wake()
+    before = net.sent
+    wake()
+    assert net.sent == before
     leave(tables)
