@@ -142,27 +142,24 @@ class Keeper:
                 case State() if sender == feeder:
                     sends = self._stated(one, feeder, item, payload)
         except ValueError as error:
+            if isinstance(item, Ask):
+                return [Send(sender, Answer(shard, item.number, one.version, str(error)[:250]))]
             return [Note(f"..{sender[-SHOWN_CHARS:]} sent what does not fit: {error}")]
         return [*sends, *one.released()]
 
     def _asked(
         self, one: _Shard, sender: str, worker: str, item: Ask, payload: Payload, slowest: int
     ) -> list[Send]:
-        rows, sends, answer = NOTHING, list[Send](), Answer(item.shard, item.number, one.version)
+        rows, sends = NOTHING, list[Send]()
         if item.base < 0:
             rows = one.store.read(payload)
         elif item.number > one.seen.get(worker, 0):
-            try:
-                if slowest - item.base > self._staleness:
-                    raise ValueError(
-                        f"its rows are of clock {item.base}, and the slowest peer is at {slowest}"
-                    )
-                one.apply(worker, item.number, payload)
-            except ValueError as error:
-                return [Send(sender, Answer(item.shard, item.number, one.version, str(error)[:250]))]
-            answer = Answer(item.shard, item.number, one.version)
+            if slowest - item.base > self._staleness:
+                raise ValueError(f"its rows are of clock {item.base}, and the slowest peer is at {slowest}")
+            one.apply(worker, item.number, payload)
             copy = Copy(item.shard, one.version, worker, item.number)
             sends = [Send(peer, copy, payload) for peer, version in one.has.items() if version >= 0]
+        answer = Answer(item.shard, item.number, one.version)
         # A question that is repeated, or given up for the next one, has one answer.
         one.answers[sender, item.base >= 0] = one.version, Send(sender, answer, rows)
         return sends

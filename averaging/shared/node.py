@@ -104,9 +104,7 @@ class Node:
         """A line for the user."""
         view, slow = self.views.view, self._late >= SLOW_CLOCKS
         told = f"view {view.number} of {len(view.members)} peers, clock {self.clock}, slowest {self.slowest}"
-        late = (
-            f"; the others waited for this peer at the end of each of {self._late} clocks: give it less work"
-        )
+        late = f"; the others waited for this peer at the end of each of {self._late} clocks: less work helps"
         return (self.views.refused or self.views.objection or told) + (late if slow else "")
 
     def enter(self, view: View) -> list[Does]:
@@ -141,14 +139,7 @@ class Node:
         self.views.patient = self._wakes * RETRY_SECONDS < self._strategy.timeout
         begun = self._begin() if not self.views.patient else []
         fed = self._keeper.again() if self.is_ready else []
-        return [
-            *ended,
-            *begun,
-            *self._say(),
-            *self._tell(again=True),
-            *fed,
-            *self._ask(again=True),
-        ]
+        return [*ended, *begun, *self._say(), *self._tell(again=True), *fed, *self._ask(again=True)]
 
     def _expired(self, now: float, objection: str) -> list[Done]:
         limit, ended = self._strategy.timeout, list[Done]()
@@ -237,17 +228,14 @@ class Node:
 
     def _ask(self, again: bool = False) -> list[Does]:
         """Send the pull, once it waits for slower peers no longer, and the first push; or again."""
-        asked = [
-            *([self._pull] if self._pull and not self._waits(self._pull) else ()),
-            *list(self._pushes)[:1],
-        ]
-        sends, view = list[Does](), self.views.view
+        pull, sends, view = self._pull, list[Does](), self.views.view
+        asked = [*([pull] if pull and not self._waits(pull) else ()), *list(self._pushes)[:1]]
         for one in asked if self.is_ready else ():
             if again or not one.sent:
                 self.base = self.slowest if one.base < 0 and not one.sent else self.base
                 one.sent = True
-                items = [(Ask(shard, one.number, one.base), payload) for shard, payload in one.parts.items()]
-                sends += [Send(view.holders(item.shard)[0], item, payload) for item, payload in items]
+                for shard, payload in one.parts.items():
+                    sends.append(Send(view.holders(shard)[0], Ask(shard, one.number, one.base), payload))
         return sends
 
     def _waits(self, pull: _Asked) -> bool:

@@ -129,7 +129,7 @@ class Views:
 
     @property
     def objection(self) -> str:
-        """Why the view is not active; empty if it is.
+        """Why the view is not active; empty if it is. Finds out what is `lost`.
 
         A script that was started again after an earlier view counts for none of its members.
         """
@@ -141,10 +141,8 @@ class Views:
         for entered in self.entered.values():
             self.lost |= {at for at, known in enumerate(entered.known) if found[at] < known}
         for number, members in sorted({one for entered in self.entered.values() for one in entered.earlier}):
-            view, stay = (
-                View(number, members),
-                {peer for peer, one in self.entered.items() if one.first <= number},
-            )
+            view = View(number, members)
+            stay = {peer for peer, one in self.entered.items() if one.first <= number}
             if lack := view.lacks(stay.intersection(members)):
                 return lack
             self.lost |= {at for at in range(SHARDS) if stay.isdisjoint(view.holders(at, self._copies))}

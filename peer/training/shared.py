@@ -1,11 +1,15 @@
 """`Shared`: tables whose rows the peers of a run hold for each other, with bounded staleness.
 
+`equipoise.averaging.shared` decides who holds what, and when a push counts. This module sends, in a thread of its own.
+
+```
 run = peer.join("graph", {"entities": E, "relations": R}, strategy="shared:staleness=4")
-tables = Shared(run, optimizer="adagrad:lr=0.1")
-rows = tables.pull(entities=ids)
+shared = Shared(run, optimizer="adagrad:lr=0.1")
+rows = shared.pull(entities=ids)
 loss(rows["entities"]).backward()
-tables.push()
-tables.clock()
+shared.push()
+shared.clock()
+```
 """
 
 from __future__ import annotations
@@ -187,8 +191,11 @@ class Serving:
             self._called, self._tried = False, time.monotonic()
             outcome, self._met = ended.result(), self._tried
             there = tuple(sorted(outcome.contributors))
-            if outcome.ok and (views.view.number or there == members):  # The first view has all live peers.
+            absent = ", ".join(f"..{peer[-SHOWN_CHARS:]}" for peer in members if peer not in there)
+            if outcome.ok and (views.view.number or not absent):
                 self._enter(View(outcome.round, there))
+            elif outcome.ok:
+                views.refused = f"the first view has all live peers, and {absent} took no part in its round"
         elif self._round is None and (self._called or (not same and self._is_due(members))):
             # A newcomer to a whole view answers this call by its own: messages then go both ways before the view ends.
             whole = views.active and {*views.view.members} <= {*members} and not self._called
@@ -282,7 +289,8 @@ class Shared:
             By table, [k, ...]: leaf tensors, whose gradients `push` sends.
 
         Raises:
-            Refused: They have not come within the strategy's timeout; names whom this peer waited for.
+            Refused: They have not come within the strategy's timeout; names the peers that this one waited for. Or the
+                owner sent other rows, or this script has left the run.
             ValueError: There is no such table or row.
         """
         asked = {name: self._placed(name, ids.get(name)) for name in ids or self._tables}
@@ -299,8 +307,9 @@ class Shared:
         """Send the gradients of the rows that were pulled last; returns at once unless 64 pushes are under way.
 
         Returns:
-            Its end: all holders of the rows have counted it. Raises `Refused`, with the reason, where rows have not
-            counted it, or `Lost` if nobody can say; the log has a line of that, too.
+            Its end, whose `result(timeout)` returns once all holders of the rows have counted it. It raises `Refused`,
+            with the reason, where rows have not counted it, as they are too old, or the gradient is not finite; or
+            `Lost` if nobody can say. The log has a line of that, too. Without gradients it has ended.
         """
         parts: dict[int, dict[str, torch.Tensor]] = defaultdict(dict)
         for name, (leaf, places, shards) in self._rows.items():
@@ -322,7 +331,13 @@ class Shared:
             self._serving.do(self._serving.node.tick())
 
     def version(self, table: str) -> int:
-        """Number of pushes that the shards have counted, as far as this peer has pulled or pushed rows of them."""
+        """Version of the rows of all tables: it never goes back.
+
+        A push adds 1 for each of the 16 shards that its rows are of. Only what this peer's pulls and pushes saw counts.
+
+        Raises:
+            ValueError: There is no such table.
+        """
         if table not in self._tables:
             raise ValueError(f"expected one of the tables {', '.join(self._tables)}, got {table!r}")
         return sum(self._serving.node.versions)

@@ -13,6 +13,7 @@ from random import Random
 from typing import Any
 
 import pytest
+import torch
 
 from equipoise.averaging.shared.keeper import Note, Send
 from equipoise.averaging.shared.messages import SHARDS, Answer, Ask, Clock, Entered, Item
@@ -349,6 +350,14 @@ def test_a_peer_has_at_most_one_pull_and_one_push_that_wait_for_copies() -> None
     for number in range(1, 100):
         node.got("b", "script", view, Ask(shard, number, -number % 2 - 1), {})
     assert len(node._keeper._shards[shard].answers) <= 2
+
+
+def test_what_was_asked_wrongly_is_answered() -> None:
+    node, view, shard = owner(copies=1)
+    bad = {"ids/x": torch.tensor([0])}
+    (sent,) = node.got("b", "script", view, Ask(shard, 1, 0), bad)
+    assert isinstance(sent, Send)
+    assert sent.item == Answer(shard, 1, 0, "expected ids and gradients of some tables, and nothing else")
 
 
 def test_a_pull_that_another_one_follows_is_given_up() -> None:

@@ -49,6 +49,7 @@ class Net:
         self.queues: defaultdict[str, queue.Queue[Any]] = defaultdict(queue.Queue)
         self.live: list[str] = []
         self.lost: set[str] = set()
+        self.silent: set[str] = set()
         self.sent, self.under_way = 0, False
         self.failing: set[str] = set()
         self.lock = threading.Lock()
@@ -67,7 +68,7 @@ class Net:
                 if peer not in self.live:
                     return mine
                 self.waiting[peer] = mine
-                if self.waiting.keys() >= set(self.live):
+                if self.waiting.keys() >= {*self.live} - self.silent:
                     self.count += 1
                     weights = dict.fromkeys(sorted(self.waiting), 1.0)
                     outcome = Outcome(ok=True, reason="", round=self.count, contributors=weights)
@@ -270,3 +271,12 @@ def test_nothing_is_said_again_while_the_last_message_is_under_way(net: Net) -> 
     wake()
     assert net.sent == before
     leave(tables)
+
+
+def test_a_peer_without_shared_tables_that_keeps_the_first_view_from_all_is_named(net: Net) -> None:
+    net.run("silent", {}, "shared")
+    net.silent.add("silent")
+    table = Shared(net.run("peer0", {"x": torch.zeros(ROWS, 3)}, "shared"))
+    told = "the first view has all live peers, and ..silent took no part in its round"
+    eventually(lambda: net.told.get("peer0") == told, "its name")
+    leave([table])
