@@ -26,6 +26,7 @@ from equipoise.averaging.shared.view import View, latest
 from equipoise.limits import LruDict
 
 NOTHING: Payload = MappingProxyType({})
+NEEDS, SENT = -2, -1
 
 
 class Send(NamedTuple):
@@ -46,8 +47,9 @@ class Note(NamedTuple):
 class _Shard:
     """A shard: it was whole in a `view`, has counted `version` pushes, and of each worker has `seen` those to a number.
 
-    Of each peer that this one feeds, `has` is the version, as it said, or -1 where it needs the state. By the asker,
-    and whether it pushes, `answers` wait for all copies to have a version: a peer waits for one of each at a time.
+    Of each peer that this one feeds, `has` is the version, as it said; NEEDS before the state was sent to it, and then
+    SENT. By the asker, and whether it pushes, `answers` wait for all copies to have a version: a peer waits for one of
+    each at a time.
     """
 
     store: RowStore
@@ -100,9 +102,9 @@ class Keeper:
             return
         one = self._shards[shard] = self._shards.get(shard) or _Shard(self._new(shard))
         one.answers.clear()
-        one.has = {owner: -1} if me == source else {}
+        one.has = {owner: NEEDS} if me == source else {}
         if me == owner:
-            one.has = {peer: version if peer in having else -1 for peer in copies}
+            one.has = {peer: version if peer in having else NEEDS for peer in copies}
         if me in having and me in (owner, *copies):
             one.view = self._view.number
 
@@ -112,14 +114,14 @@ class Keeper:
 
     def _feed(self, shard: int) -> list[Send]:
         one = self._shards[shard]
-        lag = [(to, at) for to, at in one.has.items() if at < 0 or at < one.version]
         if self._me == self._view.holders(shard)[0] and one.view != self._view.number:
             return []
-        return [self._state(shard, to) if at < 0 else Send(to, Copy(shard, one.version)) for to, at in lag]
+        lag, ask = [(to, at) for to, at in one.has.items() if at < one.version], Copy(shard, one.version)
+        return [self._state(shard, to) if at == NEEDS else Send(to, ask) for to, at in lag]
 
     def _state(self, shard: int, to: str) -> Send:
         one = self._shards[shard]
-        one.has[to] = max(one.has[to], 0)  # From now on it gets pushes, which follow the state.
+        one.has[to] = max(one.has[to], SENT)  # From now on it gets pushes, which follow the state.
         return Send(to, State(shard, one.version, tuple(one.seen.items())), one.store.dump())
 
     def got(self, sender: str, worker: str, item: Item, payload: Payload, slowest: int) -> list[Send | Note]:
@@ -158,7 +160,7 @@ class Keeper:
                 raise ValueError(f"its rows are of clock {item.base}, and the slowest peer is at {slowest}")
             one.apply(worker, item.number, payload)
             copy = Copy(item.shard, one.version, worker, item.number)
-            sends = [Send(peer, copy, payload) for peer, version in one.has.items() if version >= 0]
+            sends = [Send(peer, copy, payload) for peer, version in one.has.items() if version != NEEDS]
         answer = Answer(item.shard, item.number, one.version)
         # A question that is repeated, or given up for the next one, has one answer.
         one.answers[sender, item.base >= 0] = one.version, Send(sender, answer, rows)

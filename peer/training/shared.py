@@ -299,6 +299,7 @@ class Shared:
             for shard, rows in enumerate(shards):
                 if len(rows):
                     parts[shard][IDS + name] = rows
+        self._rows = {}  # Where the pull fails: rows of one before would pass as its own.
         got = self._serving.ask(self._serving.node.pull, parts).result()
         self._rows = {name: self._read(name, *one, got, dense=not ids) for name, one in asked.items()}
         return {name: one.leaf for name, one in self._rows.items()}

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from equipoise.averaging.shared.keeper import Note, Send
-from equipoise.averaging.shared.messages import SHARDS, Answer, Ask, Clock, Entered, Item
+from equipoise.averaging.shared.messages import SHARDS, Answer, Ask, Clock, Entered, Has, Item
 from equipoise.averaging.shared.node import RETRY_SECONDS, SLOW_CLOCKS, Done, Node
 from equipoise.averaging.shared.rows import OPTIMIZERS, RowStore, packed, unpacked
 from equipoise.averaging.shared.view import View
@@ -350,6 +350,14 @@ def test_a_peer_has_at_most_one_pull_and_one_push_that_wait_for_copies() -> None
     for number in range(1, 100):
         node.got("b", "script", view, Ask(shard, number, -number % 2 - 1), {})
     assert len(node._keeper._shards[shard].answers) <= 2
+
+
+def test_nobody_reads_first_values_that_no_copy_has() -> None:
+    node, view, shard = owner(copies=2)
+    assert node.got("b", "script", view, Ask(shard, 1, -1), {}) == []
+    (sent,) = node.got("b", "script", view, Has(shard, 0), {})
+    assert isinstance(sent, Send)
+    assert sent.item == Answer(shard, 1, 0)
 
 
 def test_what_was_asked_wrongly_is_answered() -> None:

@@ -249,9 +249,12 @@ def test_a_round_that_no_daemon_began_is_followed_by_another(net: Net) -> None:
 
 def test_rows_that_were_not_asked_for_are_refused(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
     tables = sharing(net, 2, "shared:staleness=inf")
+    tables[0].pull(x=torch.tensor([1]))["x"].sum().backward()
     monkeypatch.setattr(RowStore, "read", lambda self, pull: {})
     with pytest.raises(Refused, match=r"the owner of shard 1 sent \[0\] values for 1 rows"):
         tables[0].pull(x=torch.tensor([1]))
+    tables[0].push().result(30.0)
+    assert tables[0].version("x") == 0, "rows of the pull before pass as rows of this one"
     leave(tables)
 
 
