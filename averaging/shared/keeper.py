@@ -27,6 +27,7 @@ from equipoise.limits import LruDict
 
 NOTHING: Payload = MappingProxyType({})
 NEEDS, SENT = -2, -1
+"""Before the version of a peer: it has no state of the shard; it was sent one, and has not said that it has it."""
 
 
 class Send(NamedTuple):

@@ -93,10 +93,9 @@ class Serving:
         with self.lock:
             number = next(self._numbers)
             self._asked[number] = end
-            if self._over.is_set():
-                self.do([Done(number, {}, LEFT)])
-            else:
-                self.do(how(number, parts, time.monotonic()) if parts else [Done(number, {})])
+            over = self._over.is_set()
+            ended = [Done(number, {}, LEFT if over else "")]
+            self.do(ended if over or not parts else how(number, parts, time.monotonic()))
         return end
 
     def do(self, actions: Sequence[Does], again: bool = False) -> None:
@@ -192,9 +191,9 @@ class Serving:
             outcome, self._met = ended.result(), self._tried
             there = tuple(sorted(outcome.contributors))
             absent = ", ".join(f"..{peer[-SHOWN_CHARS:]}" for peer in members if peer not in there)
-            if outcome.ok and (views.view.number or not absent):
+            if outcome.ok and (views.view.number or there == members):
                 self._enter(View(outcome.round, there))
-            elif outcome.ok:
+            elif outcome.ok and absent:
                 views.refused = f"the first view has all live peers, and {absent} took no part in its round"
         elif self._round is None and (self._called or (not same and self._is_due(members))):
             # A newcomer to a whole view answers this call by its own: messages then go both ways before the view ends.
