@@ -39,6 +39,7 @@ class Entered(msgspec.Struct, frozen=True, tag=True, array_like=True):
         clock: Its clock, 0 for a newcomer.
         held: Its shards, each with the number of the view in which it was whole, and its version there.
         known: The latest (view, version) of each shard when the last view began.
+        left: Peers that have left, as `Left` tells, each with the number of its last view.
     """
 
     last: Count = 0
@@ -47,6 +48,11 @@ class Entered(msgspec.Struct, frozen=True, tag=True, array_like=True):
     clock: Count = 0
     held: Annotated[tuple[tuple[Index, Count, Count], ...], msgspec.Meta(max_length=SHARDS)] = ()
     known: Annotated[tuple[tuple[Count, Count], ...], msgspec.Meta(max_length=SHARDS)] = ()
+    left: Annotated[tuple[tuple[PeerName, Count], ...], msgspec.Meta(max_length=MAX_GROUP_SIZE)] = ()
+
+
+class Left(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The sender's script ends: it serves no more, and enters no later view."""
 
 
 class Clock(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -96,7 +102,7 @@ class State(msgspec.Struct, frozen=True, tag=True, array_like=True):
     seen: Annotated[tuple[tuple[Name, Count], ...], msgspec.Meta(max_length=MAX_ITEMS)]
 
 
-Item = Entered | Clock | Ask | Answer | Copy | Has | State
+Item = Entered | Left | Clock | Ask | Answer | Copy | Has | State
 
 
 class Message(msgspec.Struct, frozen=True):

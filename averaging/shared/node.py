@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from equipoise.averaging.outcome import SHOWN_CHARS
 from equipoise.averaging.shared.keeper import Keeper, Note, Send
-from equipoise.averaging.shared.messages import SHARDS, Answer, Ask, Clock, Entered, Item
+from equipoise.averaging.shared.messages import SHARDS, Answer, Ask, Clock, Entered, Item, Left
 from equipoise.averaging.shared.rows import Payload, RowStore
 from equipoise.averaging.shared.view import View, Views
 from equipoise.averaging.strategy import SharedTables
@@ -141,6 +141,10 @@ class Node:
         fed = self._keeper.again() if self.is_ready else []
         return [*ended, *begun, *self._say(), *self._tell(again=True), *fed, *self._ask(again=True)]
 
+    def leave(self) -> list[Does]:
+        """Tell the others that they need not wait for this peer; nothing of it is served after this."""
+        return [Send(peer, Left()) for peer in sorted(self.views.mates - {self._me})]
+
     def _expired(self, now: float, objection: str) -> list[Done]:
         limit, ended = self._strategy.timeout, list[Done]()
         if self._pull is not None and now - self._pull.began >= limit:
@@ -166,6 +170,9 @@ class Node:
         views = self.views
         if isinstance(item, Entered):
             views.heard(sender, view, item)
+            return self._begin()
+        if isinstance(item, Left):
+            views.note_left(sender, int(view.partition(".")[0]))
             return self._begin()
         if view != views.view.name or not views.active or sender not in views.view.members:
             return []

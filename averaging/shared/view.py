@@ -6,7 +6,8 @@ from each earlier view that may be active: the last that was active at a member,
 since (dynamic voting: Yeger Lotem, Keidar and Dolev, "Dynamic voting for consistent primary components", 1997). It
 goes on from a view if it has more than half of its members, or half with that of the smallest PeerID (dynamic linear
 voting: Jajodia and Mutchler, "Dynamic voting algorithms for maintaining the consistency of a replicated database",
-1990). A peer enters views of rising numbers only. So two views that go on from one view share a member, which entered
+1990). Members that have left, as they said themselves, do not count: they are on neither side. A peer enters views of
+rising numbers only. So two views that go on from one view share a member, which entered
 one of them first, and the other is active only if it goes on from that one.
 
 ```
@@ -21,6 +22,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Collection, Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 from equipoise.averaging.draw import draw
@@ -48,12 +50,19 @@ class View(NamedTuple):
         """
         return _ranked(self.members, shard)[:copies]
 
-    def lacks(self, stay: Collection[str]) -> str:
-        """Say why those that stay of its members cannot go on from it; empty if they can."""
-        half, first = len(self.members) / 2, min(self.members)
-        if len(stay) > half or (len(stay) == half and first in stay):
+    def lacks(self, stay: Collection[str], left: Mapping[str, int] = MappingProxyType({})) -> str:
+        """Say why those that stay of its members cannot go on from it; empty if they can.
+
+        Args:
+            stay: PeerIDs.
+            left: PeerID -> the number of the last view of a peer that has left.
+        """
+        bound = [peer for peer in self.members if left.get(peer, -1) < self.number]
+        stay = {*stay}.intersection(bound)
+        half, first = len(bound) / 2, min(bound, default="")
+        if len(stay) > half or (len(stay) == half and (not half or first in stay)):
             return ""
-        told = f"{len(stay)} of the {len(self.members)} peers of view {self.number} are there"
+        told = f"{len(stay)} of the {len(bound)} peers of view {self.number} are there"
         return f"{told}, and go on only as more than half, or as half with ..{first[-SHOWN_CHARS:]}"
 
 
@@ -79,12 +88,14 @@ class Views:
         refused: Why this peer has not entered the view that the last round named; empty if it has.
         patient: Whether the view waits for a holder of each shard.
         lost: Shards whose holders the view does not have.
+        left: The peers that have left, each with the number of its last view.
     """
 
     def __init__(self, copies: int) -> None:
         self.view, self.mine, self.active, self.refused = View(0, ()), Entered(), False, ""
         self.patient, self.lost, self._copies = True, set[int](), copies
         self.entered: dict[str, Entered] = {}
+        self.left = LruDict[str, int](MAX_GROUP_SIZE)
         self._early: LruDict[str, tuple[str, Entered]] = LruDict(MAX_GROUP_SIZE)
         self._earlier: tuple[View, ...] = ()
 
@@ -98,14 +109,15 @@ class Views:
         """Enter a later view, unless it never can be active and would only bind later ones."""
         if view.number <= self.view.number:
             return False
-        lacks = [one.lacks({*view.members} & {*one.members}) for one in self._earlier]
+        lacks = [one.lacks(view.members, self.left) for one in self._earlier]
         if len(lacks) == MAX_EARLIER:
             lacks.append(f"{MAX_EARLIER} sets of peers in a row came to no agreement")
         self.refused = next(filter(None, lacks), "")
         if self.refused:
             return False
         last = self.view.number if self.active else self.mine.last
-        self.mine = Entered(last, self.mine.first or view.number, self._earlier, clock, held, known)
+        first, left = self.mine.first or view.number, tuple(self.left.items())
+        self.mine = Entered(last, first, self._earlier, clock, held, known, left)
         self.view, self.active, self.patient = view, False, True
         early = [(peer, one) for peer, (name, one) in self._early.items() if name == view.name]
         self.entered = {peer: one for peer, one in early if peer in view.members}
@@ -115,10 +127,21 @@ class Views:
 
     def heard(self, peer: str, name: str, entered: Entered) -> None:
         """Note that a peer has entered a view, maybe before this one."""
+        for one, number in entered.left:
+            self.note_left(one, number)
         if name != self.view.name:
             self._early[peer] = name, entered
         elif peer in self.view.members:
             self.entered[peer] = entered
+
+    def note_left(self, peer: str, number: int) -> None:
+        """Note that a peer has left, whose last view had that number."""
+        self.left[peer] = max(number, self.left.get(peer, 0))
+
+    @property
+    def mates(self) -> frozenset[str]:
+        """The members of all views that this peer has a say in."""
+        return frozenset(peer for one in (*self._earlier, self.view) for peer in one.members)
 
     def begin(self) -> bool:
         """Return whether the view becomes active."""
@@ -143,7 +166,7 @@ class Views:
         for number, members in sorted({one for entered in self.entered.values() for one in entered.earlier}):
             view = View(number, members)
             stay = {peer for peer, one in self.entered.items() if one.first <= number}
-            if lack := view.lacks(stay.intersection(members)):
+            if lack := view.lacks(stay, self.left):
                 return lack
             self.lost |= {at for at in range(SHARDS) if stay.isdisjoint(view.holders(at, self._copies))}
         return f"a peer that holds shards {sorted(self.lost)}" if self.lost and self.patient else ""

@@ -61,6 +61,9 @@ MAX_PUSHES = 64
 MAX_SHARD_BYTES = 64 * 2**20
 """Largest shard with its optimizer's state, which is in one message; and size beyond which a message ends."""
 
+LEAVE_SECONDS = 2.0
+"""Longest wait until the others have heard that this peer leaves."""
+
 LEFT = "this script has left the run"
 
 End = concurrent.futures.Future[Parts]
@@ -128,8 +131,17 @@ class Serving:
             if link.lost is not None or self._over.wait(LOOK_SECONDS):
                 break
         self._over.set()
-        self._branch.leave()
         self._thread.join(ROUND_SECONDS)
+        with self.lock:
+            self.do(self.node.leave())
+        until = time.monotonic() + LEAVE_SECONDS
+        while (
+            link.lost is None
+            and time.monotonic() < until
+            and not all(one.done() for one in self._last.values())
+        ):
+            time.sleep(LOOK_SECONDS)
+        self._branch.leave()
 
     def _send(self, to: str, sends: Sequence[Send]) -> None:
         """Send items in few messages. The node says again what is refused here, or lost."""

@@ -46,6 +46,30 @@ def test_of_two_halves_that_of_the_smallest_peer_goes_on() -> None:
     assert activate({"a": pair["a"]}, View(2, ("a",))) == [True]
 
 
+def test_members_that_have_left_count_for_neither_side() -> None:
+    peers = views("abcd")
+    activate(peers, View(1, tuple("abcd")))
+    for left in "ab":
+        peers["c"].note_left(left, 1)
+    # One that has not heard it does not go on by itself, and hears it from the others.
+    assert activate({"d": peers["d"]}, View(2, ("d",))) == [False]
+    peers["d"].heard("c", "2.0", Entered(left=(("a", 1), ("b", 1))))
+    there = {name: peers[name] for name in "cd"}
+    assert activate(there, View(3, tuple("cd"))) == [True] * 2
+
+
+def test_one_that_has_left_and_begins_anew_is_a_newcomer() -> None:
+    peers = views("abc")
+    activate(peers, View(1, tuple("abc")))
+    for name in "bc":
+        peers[name].note_left("a", 1)
+    again = {"a": Views(copies=8), "b": peers["b"], "c": peers["c"]}
+    assert activate(again, View(2, tuple("abc"))) == [True] * 3
+    assert activate({"b": peers["b"]}, View(3, ("b",))) == [False], (
+        "one of three, of which none has left since"
+    )
+
+
 def test_a_script_that_was_started_again_counts_for_no_view_before() -> None:
     peers = views("abc")
     activate(peers, View(1, tuple("abc")))

@@ -177,6 +177,17 @@ def test_the_others_go_on_where_one_is_gone(net: Net) -> None:
     leave(tables)
 
 
+def test_peers_that_have_ended_do_not_hold_up_the_others(net: Net) -> None:
+    tables = sharing(net, 4, "shared:staleness=inf,copies=3,timeout=20")
+    ids = torch.arange(ROWS)
+    assert [count_up(one, 1, ids) for one in tables] == [1] * 4
+    leave(tables[:2])  # Half of them, with the smallest PeerID.
+    net.live = ["peer2", "peer3"]
+    for table in tables[2:]:
+        assert (table.pull(x=ids)["x"] == 4.0).all()
+    leave(tables[2:])
+
+
 def test_what_does_not_fit_is_refused(net: Net) -> None:
     tables = sharing(net, 2, "shared:staleness=0,timeout=2")
     with pytest.raises(ValueError, match="expected ids of table 'x', int64 below 40"):
