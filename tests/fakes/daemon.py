@@ -219,6 +219,11 @@ class FakeTransfer:
 
     wanted, standing = None, ""
 
+    @property
+    def donor(self) -> FakeTransfer:
+        """Itself."""
+        return self
+
     def reach(self, epoch: int) -> None:
         """Take note of nothing."""
 
