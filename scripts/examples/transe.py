@@ -27,6 +27,7 @@ from equipoise.peer import Peer
 from equipoise.peer.training import Shared
 
 WIDTH, BATCH, MARGIN, LR = 50, 256, 1.0, 0.1
+"""Values of a row, triples of all peers in a step each, the loss's margin, and the learning rate."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,7 @@ def train(peer: Peer | None, options: argparse.Namespace) -> Ranked:
             run.wait_for(options.of - 1)
         curve.add(run)
         for _ in range(epochs(options)):
-            for triples in torch.split(mine[torch.randperm(len(mine))], BATCH):
+            for triples in torch.split(mine[torch.randperm(len(mine))], BATCH // options.of):
                 wrong = corrupted(triples, found.entities)
                 ends = torch.cat([triples[:, 0], triples[:, 2], wrong[:, 0], wrong[:, 2]])
                 if shared:
