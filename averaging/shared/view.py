@@ -1,6 +1,6 @@
 """Views: the peers that serve, one set after another, and the machine by which a peer enters them.
 
-A round of the run says who is in a view, alike to all its members. Rounds may be held on both sides of a split, so a
+A round of the run names the members of a view, alike to all of them. Rounds may be held on both sides of a split, so a
 round alone makes no view active. A view is active when all its members have entered it, and said so, and it goes on
 from each earlier view that may be active: the last that was active at a member, and those that the member has entered
 since (dynamic voting: Yeger Lotem, Keidar and Dolev, "Dynamic voting for consistent primary components", 1997). It

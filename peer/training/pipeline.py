@@ -151,7 +151,7 @@ class Pipeline:
 
         Raises:
             Refused: A stage has no peer; names it. The next call goes on, with the batch of this one.
-            ValueError: The batch is none, or the loss of a micro-batch is not finite.
+            ValueError: Stage 0 has no batch, or the loss of a micro-batch is not finite.
             equipoise.compression.CodecError: A value between stages is not finite.
         """
         self._end = None
