@@ -111,7 +111,7 @@ class Views:
             return False
         lacks = [one.lacks(view.members, self.left) for one in self._earlier]
         if len(lacks) == MAX_EARLIER:
-            lacks.append(f"{MAX_EARLIER} sets of peers in a row came to no agreement")
+            lacks.append(f"this peer has entered {MAX_EARLIER} views in a row, and no view became active")
         self.refused = next(filter(None, lacks), "")
         if self.refused:
             return False

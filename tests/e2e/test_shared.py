@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from e2e.learners import daemons
+from e2e.learners import count_up, daemons
 from e2e.swarm import DaemonProcess, Swarm, eventually
 from e2e.test_channels import connected
 from equipoise.peer import Client, Lost, Refused, Run
@@ -32,24 +32,6 @@ def sharing(clients: list[Client], name: str, spec: str, optimizer: str = "sgd:l
     members = tuple(sorted(run.peer for run in runs))
     eventually(lambda: all(one.view and one.view.members == members for one in tables), "a view of all")
     return tables
-
-
-def count_up(table: Shared, clocks: int, ids: torch.Tensor) -> int:
-    """Add 1 to rows of `x` in each clock; return how many times that was acknowledged."""
-    pushed = []
-    for _ in range(clocks):
-        rows = table.pull(x=ids)
-        rows["x"].backward(torch.full_like(rows["x"], -1.0))
-        pushed.append(table.push())
-        table.clock()
-    acknowledged = 0
-    for one in pushed:
-        try:
-            one.result(SOON)
-            acknowledged += 1
-        except (Lost, Refused):
-            pass
-    return acknowledged
 
 
 def test_every_push_counts_once_and_all_peers_read_it(places: list[DaemonProcess]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from equipoise.averaging.shared.messages import SHARDS, Entered, read
+from equipoise.averaging.shared.messages import MAX_EARLIER, SHARDS, Entered, read
 from equipoise.averaging.shared.view import View, Views
 
 
@@ -101,6 +101,14 @@ def test_a_view_without_a_holder_of_some_shards_waits_for_one() -> None:
         one.patient = False
         assert one.begin()
         assert one.lost == lost
+
+
+def test_a_peer_that_has_entered_too_many_views_of_which_none_was_active_enters_no_more() -> None:
+    mine = Views(copies=2)
+    for number in range(1, MAX_EARLIER + 1):
+        assert mine.enter(View(number, ("a", "b", "c", f"d{number}")), 0, (), ())
+    assert not mine.enter(View(MAX_EARLIER + 1, ("a", "b", "c")), 0, (), ())
+    assert mine.refused == "this peer has entered 32 views in a row, and no view became active"
 
 
 def test_nobody_enters_a_view_of_a_number_that_is_not_later() -> None:

@@ -14,11 +14,12 @@ from typing import Any, cast
 import pytest
 import torch
 
+from e2e.learners import count_up
 from e2e.swarm import eventually
 from equipoise.averaging.outcome import Outcome
 from equipoise.averaging.shared.rows import RowStore
 from equipoise.averaging.strategy import parse_strategy
-from equipoise.peer import Lost, Refused, Run
+from equipoise.peer import Refused, Run
 from equipoise.peer.errors import DaemonLost
 from equipoise.peer.training import Shared
 
@@ -134,19 +135,6 @@ def sharing(net: Net, count: int, spec: str, optimizer: str = "sgd:lr=1") -> lis
 def leave(tables: list[Shared]) -> None:
     with ThreadPoolExecutor(len(tables)) as pool:
         list(pool.map(lambda one: one.run.core.finishing[0](), tables))
-
-
-def count_up(table: Shared, clocks: int, ids: torch.Tensor) -> int:
-    """Add 1 to rows of `x` in each clock; return how many times that was acknowledged."""
-    pushed = []
-    for _ in range(clocks):
-        rows = table.pull(x=ids)
-        rows["x"].backward(torch.full_like(rows["x"], -1.0))
-        pushed.append(table.push())
-        table.clock()
-    ends = [one.exception(30.0) for one in pushed]
-    assert all(one is None or isinstance(one, Lost | Refused) for one in ends)
-    return ends.count(None)
 
 
 def test_every_push_counts_once_and_all_read_it(net: Net) -> None:
