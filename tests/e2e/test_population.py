@@ -66,6 +66,7 @@ def test_members_have_one_table_and_the_worst_copies_the_best(places: list[Daemo
         beside = [begin(spin, loop, over) for loop in found[1:]]
         before = dict(worst.member.values)
         eventually(worst.step, "a copy")
+        eventually(lambda: all(loop.member.tables for loop in found), "a round of each member")
         over.set()
         settle(beside, 60)
         parent = worst.member.lineage[-1]
