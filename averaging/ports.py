@@ -28,21 +28,19 @@ class FrameRefused(Exception):
     """
 
 
-def parser(kind: Any, name: str) -> Callable[[Buffer], Any]:
-    """Return a function that parses and checks messages of one kind from other peers; `name` is for people.
+def parser(kind: Any, name: str, error: type[Exception] = FrameRefused) -> Callable[[Any], Any]:
+    """Return a function that parses and checks messages of one kind from other processes; `name` is for people.
 
-    It raises `FrameRefused` for bytes that are no such message, or that hold a value out of its bounds.
+    It raises an `error` for bytes that are no such message, or that hold a value out of its bounds.
     """
     decode = msgspec.msgpack.Decoder(kind).decode
 
-    def parse(data: Buffer) -> Any:
+    def parse(data: Any) -> Any:
         try:
             return decode(data)
         # msgspec does not wrap the last two: deep nesting in a skipped field, and bytes that are no valid text.
-        except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-            raise FrameRefused(
-                f"expected {name}, got {len(data)} bytes that do not decode: {error}"
-            ) from error
+        except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as why:
+            raise error(f"expected {name}, got {len(data)} bytes that do not decode: {why}") from why
 
     return parse
 

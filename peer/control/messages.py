@@ -14,6 +14,7 @@ import math
 import operator
 import struct
 import sys
+from collections.abc import Callable
 from typing import Annotated, Any, Generic, Literal, TypeVar, get_args
 
 import msgspec
@@ -26,6 +27,7 @@ from equipoise.averaging.messaging.sender import Added, Notice
 from equipoise.averaging.metrics import Report, Values
 from equipoise.averaging.options import Frozen, RunOptions, Terms
 from equipoise.averaging.outcome import FetchOutcome, Outcome, RunState
+from equipoise.averaging.ports import parser
 from equipoise.averaging.replication.answers import Wish
 from equipoise.averaging.schema import Dtype, Schema
 from equipoise.averaging.state import StateId
@@ -293,21 +295,31 @@ class StopDaemon(Request[None], frozen=True):
     """Stop gracefully; answered before the daemon ends."""
 
 
-_MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""Errors of msgspec for bytes of the wrong form, for text that is not UTF-8, and for values nested too deep."""
-
 _encoder = msgspec.msgpack.Encoder()
-_envelope = msgspec.msgpack.Decoder(tuple[int, msgspec.Raw])
 _requests = {*Request.__subclasses__(), *RunRequest.__subclasses__()} - {RunRequest}
-_request: msgspec.msgpack.Decoder[Request[Any]] = msgspec.msgpack.Decoder(
-    functools.reduce(operator.or_, _requests)
-)
-_reply = msgspec.msgpack.Decoder(tuple[int, str | None, msgspec.Raw])
-_line = msgspec.msgpack.Decoder(str)
-_answers: dict[type, msgspec.msgpack.Decoder[Any]] = {
-    kind: msgspec.msgpack.Decoder(get_args(kind.__orig_bases__[0])[0])  # type: ignore[attr-defined]
+_answers = {
+    kind: parser(get_args(kind.__orig_bases__[0])[0], f"the answer to {kind.__name__}", ControlError)  # type: ignore[attr-defined]
     for kind in _requests
 }
+
+decode_number: Callable[[bytes], tuple[int, msgspec.Raw]] = parser(
+    tuple[int, msgspec.Raw], "a numbered message", ControlError
+)
+"""Take the number of a frame from a client, and the message, which `decode_request` takes; raises ControlError."""
+
+decode_request: Callable[[msgspec.Raw], Request[Any]] = parser(
+    functools.reduce(operator.or_, _requests), "a request that the daemon understands", ControlError
+)
+"""Decode the message of a client; raises ControlError."""
+
+decode_reply: Callable[[bytes], tuple[int, str | None, msgspec.Raw]] = parser(
+    tuple[int, str | None, msgspec.Raw], "a numbered message", ControlError
+)
+"""Take the number of a frame from a daemon, why it refuses, if so, and the answer, which `decode_answer` takes; raises
+ControlError."""
+
+decode_line: Callable[[msgspec.Raw], str] = parser(str, "a line", ControlError)
+"""Decode a line that the daemon has for the script's log; raises ControlError."""
 
 
 def encode(number: int, request: Request[Any]) -> bytes:
@@ -328,51 +340,14 @@ def encode_reply(number: int, answer: object = None, failure: str | None = None)
     return _framed((number, failure and failure[:MAX_TEXT], answer), type(answer).__name__)
 
 
-def decode_number(frame: bytes) -> tuple[int, msgspec.Raw]:
-    """The number of a frame from a client, and the message, which `decode_request` takes.
-
-    Raises:
-        ControlError: The frame is not even numbered.
-    """
-    return _decoded(_envelope, frame, "expected a numbered message")
-
-
-def decode_request(content: msgspec.Raw) -> Request[Any]:
-    """Decode the message of a client.
-
-    Raises:
-        ControlError: The message is unknown or malformed.
-    """
-    return _decoded(_request, content, "the daemon does not understand this")
-
-
-def decode_reply(frame: bytes) -> tuple[int, str | None, msgspec.Raw]:
-    """The number of a frame from a daemon, why it refuses, if so, and the answer, which `decode_answer` takes.
-
-    Raises:
-        ControlError: The frame is not even numbered.
-    """
-    return _decoded(_reply, frame, "expected a numbered message")
-
-
 def decode_answer(request: Request[Answer], content: msgspec.Raw) -> Answer:
     """Decode the daemon's answer to a request.
 
     Raises:
         ControlError: The answer has another type than the request names.
     """
-    problem = f"expected the answer to {type(request).__name__}"
-    answer: Answer = _decoded(_answers[type(request)], content, problem)
+    answer: Answer = _answers[type(request)](content)
     return answer
-
-
-def decode_line(content: msgspec.Raw) -> str:
-    """Decode a line that the daemon has for the script's log.
-
-    Raises:
-        ControlError: It is no text.
-    """
-    return _decoded(_line, content, "expected a line")
 
 
 def _framed(content: object, what: str) -> bytes:
@@ -381,10 +356,3 @@ def _framed(content: object, what: str) -> bytes:
         told = f"a {what} of {len(encoded)} bytes exceeds the control socket's {MAX_FRAME_BYTES}"
         raise ControlError(told, "average fewer tensors: fuse small ones, or shorten their names")
     return LENGTH.pack(len(encoded)) + encoded
-
-
-def _decoded(decoder: msgspec.msgpack.Decoder[Answer], content: bytes | msgspec.Raw, problem: str) -> Answer:
-    try:
-        return decoder.decode(content)
-    except _MALFORMED as error:
-        raise ControlError(f"{problem}: {error}") from error
