@@ -185,9 +185,15 @@ class SearchDriver:
 
     def stop(self, why: str, late: float = 0.0) -> None:
         """End the search for a group, if one goes on: its outcome is not ok, says `why`, and has `late`."""
-        if self._formed is not None and not self._formed.done():
-            self._formed.set_result(self.failed(why, late))
+        if self._end(self.failed(why, late)):
             self._driver.tell(events.Withdrew())
+
+    def _end(self, result: Manifest | Outcome) -> bool:
+        """End the search for a group; returns whether one went on."""
+        goes_on = self._formed is not None and not self._formed.done()
+        if self._formed is not None and goes_on:
+            self._formed.set_result(result)
+        return goes_on
 
     def failed(self, reason: str, late: float = 0.0) -> Outcome:
         """The outcome of a round that has not begun."""
@@ -252,12 +258,9 @@ class SearchDriver:
             case events.Form(manifest, reason, last, waited):
                 log.info("run %s: %s", self._spec.name, reason)
                 self.waited = (last, waited) if last else None
-                if self._formed is not None and not self._formed.done():
-                    self._formed.set_result(manifest)
+                self._end(manifest)
             case events.Late(seconds, reason):
-                if self._formed is not None and not self._formed.done():
-                    failed = self.failed(f"too late by {seconds:.3g} s: {reason}", seconds)
-                    self._formed.set_result(failed)
+                self._end(self.failed(f"too late by {seconds:.3g} s: {reason}", seconds))
             case events.Decline(peer, round_id):
                 gone = wire.GiveUp("it was not ready for this group")
                 self._sessions.post(peer, ROUND_FRAME + round_id + wire.encode(gone))

@@ -73,8 +73,8 @@ class Coordinator:
         self._policy = policy
         self._membership = context.membership
         self._builders: dict[int, GroupBuilder] = {}
-        self._closed: dict[int, _Closed] = {}
-        self._ended: dict[int, _Ended] = {}
+        self._closed: LruDict[int, _Closed] = LruDict(CLOSED_KEPT)
+        self._ended: LruDict[int, _Ended] = LruDict(ENDED_KEPT)
         self._owed: LruDict[str, None] = LruDict(MAX_OWED)
         self._elsewhere: str | None = None
         self._redirects = True
@@ -225,13 +225,9 @@ class Coordinator:
         idle = (join.peer for join in manifest.members if join.weight < LEAST_CONTRIBUTION)
         self._policy.learn(late, {*formed.absent, *idle}, now)
         self._closed[manifest.round] = _Closed(formed, began, set(awaited), set())
-        while len(self._closed) > CLOSED_KEPT:
-            del self._closed[min(self._closed)]
         # A round without contributions changes no state, so no contribution is late for it.
         state = manifest.before if any(join.bound for join in manifest.members) else None
         self._ended[manifest.round] = _Ended(state, frozenset(manifest.peers_of(manifest.before)), now)
-        while len(self._ended) > ENDED_KEPT:
-            del self._ended[min(self._ended)]
 
     def remind(self, peer: str, round: int) -> None:
         """Send the group of a round, once more, to a member that says it has not begun it."""

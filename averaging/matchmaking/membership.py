@@ -128,7 +128,7 @@ class Membership:
         self._others: dict[str, _Other] = {}
         self._early: LruDict[str, float] = LruDict(MAX_PEERS)
         self._shunned: LruDict[str, _Shun] = LruDict(MAX_SHUNNED)
-        self._plans: dict[int, Groups] = {}
+        self._plans: LruDict[int, Groups] = LruDict(MAX_PLANS)
 
     def see(self, candidates: Iterable[Candidate], now: float) -> None:
         """Take over a view of the directory; knowledge that came from the peers themselves stays."""
@@ -236,12 +236,11 @@ class Membership:
         """When a peer that was asked will have been silent for too long; infinity if none was."""
         return min((other.asked_at for other in self._others.values()), default=float("inf")) + SILENT_SECONDS
 
-    def shun(self, peer: str, now: float, *, excused: bool = False, seconds: float = SHUN_SECONDS) -> None:
+    def shun(self, peer: str, now: float, *, excused: bool = False) -> None:
         """Ask others before this peer for a while, alive or not; `excused` if it may call once in that time."""
         before = self._shunned.get(peer)
         may_call = before.may_call if before is not None and now < before.until else excused
-        until = now + seconds if before is None else max(before.until, now + seconds)
-        self._shunned[peer] = _Shun(until, may_call)
+        self._shunned[peer] = _Shun(now + SHUN_SECONDS, may_call)
 
     def shuns(self, peer: str, now: float) -> bool:
         """True if others are asked before the peer for now."""
@@ -417,8 +416,6 @@ class Membership:
         hold one state, and are more than a group holds, a dead peer's place is free at once: one coordinator decides.
         """
         if round not in self._plans:
-            if len(self._plans) >= MAX_PLANS:
-                self._plans.clear()
             near = [peer for peer in self.met if abs(self._others[peer].round - round) <= LEAP]
             alike = [peer for peer in near if not self._others[peer].apart]
             # The last survivor of its state looks for company among all.

@@ -95,9 +95,9 @@ class PatientJoiner(Joiner):
     def draw(self, state: StateId, now: float) -> Drawn:
         """See `Joiner.draw`. The coordinator's word counts, where this peer's join is parked."""
         drawn, (standing, _) = super().draw(state, now), self._view(now)
-        told = self.search is not None and standing is not None and standing.state == state
-        told = told and standing is not None and self._policy.believes(standing)
-        return Drawn(standing.drawn, drawn.live) if standing is not None and told else drawn
+        if self.search is None or standing is None or standing.state != state:
+            return drawn
+        return Drawn(standing.drawn, drawn.live) if self._policy.believes(standing) else drawn
 
     def gives_up(self, now: float) -> None:
         """See `Joiner.gives_up`. A search that had its whole time was for a round that failed."""
