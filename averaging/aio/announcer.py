@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from equipoise.averaging.aio.sessions import Sessions
+from equipoise.averaging.aio.round_driver import Shared
 from equipoise.averaging.matchmaking.matchmaker import Matchmaker
-from equipoise.averaging.matchmaking.membership import Membership
-from equipoise.averaging.ports import Directory
 from equipoise.averaging.spec import RunSpec
 from equipoise.limits import Stand
 from equipoise.tasks import TaskSet
@@ -28,23 +26,13 @@ class Announcer:
         has_left: Whether it takes part no longer: stragglers may still ask it, and no peer waits for it.
     """
 
-    def __init__(
-        self,
-        spec: RunSpec,
-        sessions: Sessions,
-        directory: Directory,
-        machine: Matchmaker,
-        membership: Membership,
-        tasks: TaskSet,
-    ) -> None:
+    def __init__(self, spec: RunSpec, shared: Shared, machine: Matchmaker, tasks: TaskSet) -> None:
         self.accumulated = 0.0
         self.data = ""
         self.ready = self.trained = self.has_left = False
         self._spec = spec
-        self._sessions = sessions
-        self._directory = directory
+        self._shared = shared
         self._machine = machine
-        self._membership = membership
         self._tasks = tasks
         self._reported = 0.0
         self._reporting: asyncio.TimerHandle | None = None
@@ -78,12 +66,12 @@ class Announcer:
             spec=self._spec.hash,
             round=self._machine.round,
             accumulated=0.0 if self.has_left else self._reported,
-            bandwidth=0.0 if self.has_left else self._sessions.meter.upload.told,
-            observes=self._membership.observes,
+            bandwidth=0.0 if self.has_left else self._shared.sessions.meter.upload.told,
+            observes=self._machine.context.membership.observes,
             trained=self.trained,
             data=self.data,
         )
-        await self._directory.announce(self._spec.name, stand)
+        await self._shared.directory.announce(self._spec.name, stand)
 
     def _report(self) -> None:
         self._reporting = None

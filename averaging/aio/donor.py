@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sized
 
-from equipoise.averaging.aio.round_driver import Rounds
-from equipoise.averaging.aio.sessions import Sessions
+from equipoise.averaging.aio.round_driver import Shared
 from equipoise.averaging.manifest import Manifest
 from equipoise.averaging.matchmaking.messages import MAX_DETAIL_CHARS
 from equipoise.averaging.ports import Directory
@@ -51,15 +49,11 @@ async def mates_of(directory: Directory, spec: RunSpec, me: str) -> list[Candida
 class Donor:
     """Serves the state of one run, and the means that led to it."""
 
-    def __init__(
-        self, spec: RunSpec, sessions: Sessions, directory: Directory, rounds: Rounds, runs: Sized
-    ) -> None:
-        """`rounds` are the daemon's, which go before what is served; its `runs` share what means may be kept."""
+    def __init__(self, spec: RunSpec, shared: Shared) -> None:
         self._spec = spec
-        self._sessions = sessions
-        self._directory = directory
-        self._rounds = rounds
-        self._runs = runs
+        self._shared = shared
+        self._sessions = shared.sessions
+        self._rounds = shared.rounds
         self._loop = asyncio.get_running_loop()
         self._server = Server()
         self._asks = Allowance(ASKS_SECONDS, MAX_ASKS, MAX_ASKS_OF_ONE)
@@ -69,7 +63,7 @@ class Donor:
         self._offering = asyncio.Lock()
         self._left = False
         self._tasks = TaskSet()
-        self._driver = Driver(self._server, self._perform, lambda: events.RoundsSeen(rounds.busy))
+        self._driver = Driver(self._server, self._perform, lambda: events.RoundsSeen(shared.rounds.busy))
 
     @property
     def wanted(self) -> int | None:
@@ -124,7 +118,7 @@ class Donor:
             self._drop(before)
             self._means[before] = mean
             useful = max(IMAGE_BYTES * self._spec.layout.size, FEW_MEANS * mean.size)
-            most = min(KEPT_BYTES // max(len(self._runs), 1), useful)
+            most = min(KEPT_BYTES // max(len(self._shared.runs), 1), useful)
             self._driver.tell(events.MeanKept(before, mean.size, most, age))
 
     def begin(self, manifest: Manifest) -> None:
@@ -199,7 +193,7 @@ class Donor:
         found = next(
             (
                 one
-                for one in await mates_of(self._directory, self._spec, self._sessions.peer)
+                for one in await mates_of(self._shared.directory, self._spec, self._sessions.peer)
                 if one.peer == peer
             ),
             None,

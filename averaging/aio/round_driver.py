@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -25,7 +25,7 @@ from equipoise.averaging.manifest import Identity, Manifest
 from equipoise.averaging.metrics import averaged, middles
 from equipoise.averaging.outcome import SHOWN_CHARS, Outcome
 from equipoise.averaging.partition import balance, settle
-from equipoise.averaging.ports import FrameRefused
+from equipoise.averaging.ports import Directory, FrameRefused
 from equipoise.averaging.replication.update import EncodedMean
 from equipoise.averaging.rules import Mean, RuleError
 from equipoise.averaging.session.outbox import Bulk, Frame
@@ -519,6 +519,25 @@ class Rounds:
     def _forget(self, round_id: bytes) -> None:
         self.open.pop(round_id, None)
         self._closed[round_id] = None
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """The parts of a daemon that all its runs share.
+
+    Attributes:
+        sessions: Carry frames.
+        directory: Knows the peers of a run.
+        identity: Signs this peer's joins, and checks others' signatures.
+        rounds: The open rounds, which go before all else.
+        runs: The runs that the daemon takes part in, which share what means may be kept.
+    """
+
+    sessions: Sessions
+    directory: Directory
+    identity: Identity
+    rounds: Rounds
+    runs: Sized
 
 
 def _message(header: bytes) -> wire.RoundMessage:

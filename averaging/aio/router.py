@@ -15,7 +15,7 @@ from random import Random
 
 from equipoise.averaging.aio.donor import TRANSFER_FRAME
 from equipoise.averaging.aio.messenger import MESSAGE_FRAME, Memory, Messenger
-from equipoise.averaging.aio.round_driver import HEADER_PREFIX_BYTES, ROUND_FRAME, Rounds
+from equipoise.averaging.aio.round_driver import HEADER_PREFIX_BYTES, ROUND_FRAME, Rounds, Shared
 from equipoise.averaging.aio.run_driver import RunDriver
 from equipoise.averaging.aio.search_driver import MATCHMAKING_FRAME
 from equipoise.averaging.aio.sessions import Placed, Sessions
@@ -76,9 +76,9 @@ class Router:
         self._leftovers: OrderedDict[str, tuple[Transfer, asyncio.TimerHandle]] = OrderedDict()
         self._directory = directory
         directory.carry = self._carry
-        self._identity = identity
         self._sessions = Sessions(transport, self, direct, chance, caps)
         self._rounds = Rounds(self._sessions, reducer)
+        self._shared = Shared(self._sessions, directory, identity, self._rounds, self._runs)
         self._tasks = TaskSet()
 
     async def join(self, spec: RunSpec, observes: bool = False) -> RunDriver:
@@ -90,8 +90,7 @@ class Router:
         if spec.name in self._runs:
             raise ValueError(f"this daemon takes part in a run named {spec.name!r} already")
         self._drop(spec.name)
-        ours = self._sessions, self._directory, self._identity, self._rounds, self._runs
-        run = self._runs[spec.name] = RunDriver(spec, *ours)
+        run = self._runs[spec.name] = RunDriver(spec, self._shared)
         run.search.start(observes)
         return run
 

@@ -6,22 +6,19 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Sized
 from dataclasses import dataclass, field
 
 import msgspec
 
 from equipoise.averaging.advice import judge
-from equipoise.averaging.aio.round_driver import RoundDriver, Rounds, Task
+from equipoise.averaging.aio.round_driver import RoundDriver, Shared, Task
 from equipoise.averaging.aio.search_driver import SearchDriver
-from equipoise.averaging.aio.sessions import Sessions
 from equipoise.averaging.aio.transfer import Transfer
 from equipoise.averaging.claims import Claims
 from equipoise.averaging.layout import Vectors
-from equipoise.averaging.manifest import Identity, Join, Manifest
+from equipoise.averaging.manifest import Join, Manifest
 from equipoise.averaging.metrics import Report, Values
 from equipoise.averaging.outcome import Gathering, Outcome
-from equipoise.averaging.ports import Directory
 from equipoise.averaging.sketch import sketch
 from equipoise.averaging.spec import RunSpec
 from equipoise.averaging.state import StateId
@@ -66,9 +63,6 @@ class RoundCounts:
 class RunDriver:
     """This daemon's part in one run.
 
-    Args:
-        runs: The runs that the daemon takes part in, which share what it may keep.
-
     Attributes:
         spec: The run.
         search: Finds groups.
@@ -77,29 +71,19 @@ class RunDriver:
         twins: By pair of peers whose contributions to two rounds in a row were nearly equal, a line about them.
     """
 
-    def __init__(
-        self,
-        spec: RunSpec,
-        sessions: Sessions,
-        directory: Directory,
-        identity: Identity,
-        rounds: Rounds,
-        runs: Sized,
-    ) -> None:
+    def __init__(self, spec: RunSpec, shared: Shared) -> None:
         self.spec = spec
-        self.search = SearchDriver(spec, sessions, directory, identity)
+        self.search = SearchDriver(spec, shared)
         self.counts = RoundCounts()
         self.twins: dict[tuple[str, str], str] = {}
         self._near: set[tuple[str, str]] = set()
-        self._sessions = sessions
-        self._directory = directory
-        self._rounds = rounds
+        self._shared = shared
+        self._sessions = shared.sessions
         self._loop = asyncio.get_running_loop()
-        self._identity = identity
         self._claims = Claims(spec.options.group_size)
         self._round: RoundDriver | None = None
         self._left = ""
-        self.transfer = Transfer(spec, sessions, directory, identity.verify, rounds, runs, self.search)
+        self.transfer = Transfer(spec, shared, self.search)
 
     # ---- the face ----
 
@@ -155,7 +139,7 @@ class RunDriver:
         else:
             self._note_twins(manifest)
             left = max(timeout - matched, 0.0)
-            task = Task(self.spec, manifest, vectors, left, self._identity)
+            task = Task(self.spec, manifest, vectors, left, self._shared.identity)
             outcome = await self._exchange(task)
         return self._ended(outcome, matched, self._loop.time() - began, started)
 
@@ -221,7 +205,7 @@ class RunDriver:
         round = self.round
         claimed = {
             one.peer: one.accumulated if one.round == round else 0.0
-            for one in await self._directory.peers(self.spec.name)
+            for one in await self._shared.directory.peers(self.spec.name)
             if one.spec == self.spec.hash and self.search.membership.answers(one.peer)
         }
         return self._claims.count(claimed, target)
@@ -260,7 +244,7 @@ class RunDriver:
 
     async def _exchange(self, task: Task) -> Outcome:
         self.transfer.donor.begin(task.manifest)
-        self._round = self._rounds.begin(task, self.transfer.donor.keep)
+        self._round = self._shared.rounds.begin(task, self.transfer.donor.keep)
         self._round.outcome.add_done_callback(self.transfer.donor.over)
         ok, faults = False, {}
         try:

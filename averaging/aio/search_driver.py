@@ -9,12 +9,11 @@ from collections.abc import Set
 import msgspec
 
 from equipoise.averaging.aio.announcer import Announcer
-from equipoise.averaging.aio.round_driver import ROUND_FRAME
-from equipoise.averaging.aio.sessions import Sessions
+from equipoise.averaging.aio.round_driver import ROUND_FRAME, Shared
 from equipoise.averaging.allreduce import messages as wire
 from equipoise.averaging.draw import Drawn
 from equipoise.averaging.machines import matchmaker
-from equipoise.averaging.manifest import NONCE_BYTES, Identity, Join, Manifest
+from equipoise.averaging.manifest import NONCE_BYTES, Join, Manifest
 from equipoise.averaging.matchmaking import events
 from equipoise.averaging.matchmaking import messages as matchmaking_messages
 from equipoise.averaging.matchmaking.context import Context
@@ -22,7 +21,6 @@ from equipoise.averaging.matchmaking.coordinator import LEAST_LATE
 from equipoise.averaging.matchmaking.membership import Membership
 from equipoise.averaging.matchmaking.spec_diff import SpecDiff
 from equipoise.averaging.outcome import FetchOutcome, NoPeers, Outcome, RunState
-from equipoise.averaging.ports import Directory
 from equipoise.averaging.spec import RunSpec
 from equipoise.averaging.state import StateId
 from equipoise.tasks import Driver, TaskSet, sleep_until
@@ -49,20 +47,15 @@ class SearchDriver:
         waited: The peer that the last group waited for, and seconds; None if it waited for none.
     """
 
-    def __init__(
-        self,
-        spec: RunSpec,
-        sessions: Sessions,
-        directory: Directory,
-        identity: Identity,
-    ) -> None:
+    def __init__(self, spec: RunSpec, shared: Shared) -> None:
+        sessions, identity = shared.sessions, shared.identity
         signs = identity.sign, identity.verify, identity.role
         context = Context(spec.name, spec.hash, sessions.peer, spec.needs, *signs)
         self.machine = matchmaker(spec.strategy, context, sessions.chance)
         self.waited: tuple[str, float] | None = None
         self._spec = spec
         self._sessions = sessions
-        self._directory = directory
+        self._directory = shared.directory
         self._loop = asyncio.get_running_loop()
         self.comparison = SpecDiff(spec, sessions.peer, self._loop.time())
         self._comparing = Driver(self.comparison, self._perform)
@@ -72,7 +65,7 @@ class SearchDriver:
         self._missed: tuple[Outcome, float] | None = None  # A round, and when its group closed.
         self._driver = Driver(self.machine, self._perform, events.Woke)
         self._tasks = TaskSet()
-        self.announcer = Announcer(spec, sessions, directory, self.machine, self.membership, self._tasks)
+        self.announcer = Announcer(spec, shared, self.machine, self._tasks)
 
     @property
     def membership(self) -> Membership:

@@ -8,20 +8,20 @@ import itertools
 import logging
 import mmap
 from collections import Counter
-from collections.abc import Callable, Mapping, Sized
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import msgspec
 from blake3 import blake3
 
 from equipoise.averaging.aio.donor import TRANSFER_FRAME, Donor, flow_of, mates_of
-from equipoise.averaging.aio.round_driver import Rounds, group_of, mean_outcome
+from equipoise.averaging.aio.round_driver import Shared, group_of, mean_outcome
 from equipoise.averaging.aio.search_driver import SearchDriver
 from equipoise.averaging.aio.sessions import Placed, Sessions
 from equipoise.averaging.counts import count
 from equipoise.averaging.manifest import TICKET_BYTES, Verify
 from equipoise.averaging.outcome import FetchOutcome, Outcome
-from equipoise.averaging.ports import Directory, FrameRefused
+from equipoise.averaging.ports import FrameRefused
 from equipoise.averaging.replication import messages
 from equipoise.averaging.replication import transfer_events as events
 from equipoise.averaging.replication.answers import Request, Wish
@@ -165,9 +165,6 @@ class Transfer:
     """Gives and takes the state of one run, and the means that led to it.
 
     Args:
-        verify: Checks the signatures of the joins of a mean's round.
-        rounds: The daemon's rounds, which go before what is served.
-        runs: The runs of the daemon, which share what means may be kept.
         search: Knows the other peers, of which no download asks one that has never said anything, and the peers that
             are to contribute to the mean after a state. It hears of each missed mean that came.
 
@@ -175,26 +172,16 @@ class Transfer:
         donor: What it gives.
     """
 
-    def __init__(
-        self,
-        spec: RunSpec,
-        sessions: Sessions,
-        directory: Directory,
-        verify: Verify,
-        rounds: Rounds,
-        runs: Sized,
-        search: SearchDriver,
-    ) -> None:
+    def __init__(self, spec: RunSpec, shared: Shared, search: SearchDriver) -> None:
         self._spec = spec
-        self._sessions = sessions
-        self._directory = directory
-        self._verify = verify
+        self._shared = shared
+        self._sessions = shared.sessions
         self._search = search
         self._loop = asyncio.get_running_loop()
         self._download: Download | None = None
         self._tasks = TaskSet()
         self._left = ""
-        self.donor = Donor(spec, sessions, directory, rounds, runs)
+        self.donor = Donor(spec, shared)
 
     @property
     def standing(self) -> str:
@@ -242,7 +229,7 @@ class Transfer:
         if got.ok:
             try:
                 how = "missed, and had from others: " if own is None else "missed, and kept here: "
-                args = memory or memoryview(b""), spec, after, self._verify, room, how
+                args = memory or memoryview(b""), spec, after, self._shared.identity.verify, room, how
                 mean, found = await self._loop.run_in_executor(None, unpack, *args)
                 if own is None:
                     self.donor.keep(mean, got.age)
@@ -333,7 +320,7 @@ class Transfer:
 
     async def _look_regularly(self, download: Download) -> None:
         while True:
-            mates = await mates_of(self._directory, self._spec, self._sessions.peer)
+            mates = await mates_of(self._shared.directory, self._spec, self._sessions.peer)
             is_mute = self._search.membership.is_mute
             download.see({one.peer: one.credential for one in mates if not is_mute(one.peer)})
             await asyncio.sleep(LOOK_SECONDS)

@@ -115,7 +115,7 @@ async def test_bytes_that_were_changed_bar_their_donor_and_come_from_another(clu
 async def test_a_flood_of_asks_reads_the_directory_seldom(cluster: Cluster) -> None:
     (giver,) = await cluster.add("a")
     reads: list[float] = []
-    directory = giver.donor._directory
+    directory = giver.donor._shared.directory
     found = directory.peers
 
     async def peers(run: str) -> Sequence[Candidate]:
