@@ -11,7 +11,7 @@ from typing import Annotated
 import msgspec
 
 from equipoise.averaging.counts import count
-from equipoise.averaging.replication.messages import Answer, Offer
+from equipoise.averaging.replication.messages import Answer, Epoch, Offer
 from equipoise.averaging.state import StateId
 
 ANSWER_SECONDS = 1.0
@@ -29,7 +29,7 @@ class Wish(msgspec.Struct, frozen=True):
     """What a newcomer looks for: a snapshot or, given `after`, a mean that it missed.
 
     Attributes:
-        at_least: The first epoch that is of use, 0 to `MAX_EPOCH`.
+        at_least: The first epoch that is of use.
         limit: Most bytes of a snapshot.
         after: The state to which the group applied the mean.
         circle: PeerIDs of the peers that vouch for that state: they held it in a round with this peer, or had a vote on
@@ -40,7 +40,7 @@ class Wish(msgspec.Struct, frozen=True):
         patient: Whether to wait for the peers that are not as far, if no other peer has that mean.
     """
 
-    at_least: int = 0
+    at_least: Epoch = 0
     limit: int = 0
     after: StateId | None = None
     circle: Peers = frozenset()

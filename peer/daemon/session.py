@@ -19,7 +19,7 @@ from equipoise.averaging.layout import Vectors
 from equipoise.averaging.ledger import Ledger
 from equipoise.averaging.outcome import FetchOutcome, Outcome, RunState
 from equipoise.averaging.spec import RunSpec
-from equipoise.averaging.state import MAX_EPOCH, StateId
+from equipoise.averaging.state import StateId
 from equipoise.peer.control.messages import (
     MAX_TEXT,
     AgreeRun,
@@ -318,12 +318,9 @@ class Session:
         """Download a snapshot, or a mean that was missed, into the client's memory.
 
         Raises:
-            Refused: The epoch is out of range, or the memory too small for the mean.
+            Refused: The memory is too small for the mean.
             ValueError: A download of this run is going on already.
         """
-        if not 0 <= request.wish.at_least <= MAX_EPOCH:
-            raise Refused(f"expected an epoch of 0 to {MAX_EPOCH}, got {request.wish.at_least}")
-
         def room(size: int) -> memoryview:
             if size > memory.capacity:
                 raise Refused(f"expected shared memory of {size} bytes, got {memory.capacity}")

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from equipoise.averaging.options import RunOptions
 from equipoise.averaging.outcome import Gathering, Outcome
 from equipoise.averaging.schema import Schema, TensorSpec
+from equipoise.averaging.state import MAX_EPOCH
 from equipoise.peer.control.messages import (
     LENGTH,
     MAX_FRAME_BYTES,
@@ -136,6 +137,7 @@ JOIN = {
     "gradients": {"tensors": []},
     "size": 2,
 }
+FETCH = {"type": "Fetch", "run": "digits", "size": 2, "timeout": 1.0, "wish": {"at_least": MAX_EPOCH}}
 
 
 @pytest.mark.parametrize(
@@ -143,6 +145,7 @@ JOIN = {
     [
         *((START, "weight", wrong) for wrong in (-1.0, math.nan, math.inf, "3", True)),
         *((START, "timeout", wrong) for wrong in (0.0, -1.0, 86_401.0, math.nan, math.inf, None)),
+        *((FETCH, "wish", {"at_least": wrong}) for wrong in (-1, MAX_EPOCH + 1)),
         (JOIN, "options", {"codec": "x" * 65}),
         (JOIN, "options", {"group_size": -1}),
         *(
