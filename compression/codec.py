@@ -250,9 +250,8 @@ class Codec(ABC):
     def _accumulate(self, payload: torch.Tensor, weight: float, into: torch.Tensor) -> None:
         decoded = torch.empty_like(into)
         self._decode(payload, decoded)
-        into.add_(
-            decoded.mul_(weight)
-        )  # add_(..., alpha=weight) would fuse the multiplication on CPUs that can.
+        # add_(..., alpha=weight) would fuse the multiplication on CPUs that can.
+        into.add_(decoded.mul_(weight))
 
     def _reduce_at_once(
         self, payloads: Sequence[Buffer], weights: Sequence[float], mean: Buffer, scratch: torch.Tensor

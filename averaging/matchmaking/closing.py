@@ -195,9 +195,8 @@ class Grace(ClosePolicy):
         """See `ClosePolicy.awaited`. A peer that is mostly late stays expected: that shows when it is late no more."""
         misses = float("inf") if self._given is None else MISSES
         expected = self._context.membership.expected(builder.round, now, misses)
-        if (
-            builder.round >= self._context.round + MISSES
-        ):  # Rounds have gone by without this peer's own script.
+        if builder.round >= self._context.round + MISSES:
+            # Rounds have gone by without this peer's own script.
             expected.discard(self._context.peer)
         return expected, expected - builder.parked.keys()
 

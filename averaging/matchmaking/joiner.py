@@ -213,9 +213,8 @@ class Joiner:
             self._reason = "no peer that can be dialled is alive"
             self.state = Looking(act_at=now + ASK_AGAIN_SECONDS)
         if isinstance(self.state, Coordinating) and (late := self._left_behind(search, now)):
-            self._end_late(
-                late, "the others have gone beyond its state"
-            )  # Before its group closes with this join.
+            # Before its group closes with this join.
+            self._end_late(late, "the others have gone beyond its state")
 
     def accepted(self, peer: str, message: wire.JoinAccepted, now: float) -> None:
         """Handle a coordinator's word that it has parked the join, or still holds it."""

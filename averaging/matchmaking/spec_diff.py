@@ -90,7 +90,7 @@ class SpecDiff:
 
     @property
     def reason(self) -> str:
-        """The difference of the most common other spec, stranger line; empty if no other spec is known."""
+        """The difference of the most common other spec, one line; empty if no other spec is known."""
         strangers = self._strangers.values()
         if not strangers:
             return ""

@@ -578,9 +578,8 @@ class Follower:
         if begun is None or self.state.epoch not in (0, begun):
             return []
         if begun < (self._snapshot.asked or 0):
-            self._snapshot.asked = (
-                None  # The others may wait for this peer in the state that it did not ask for.
-            )
+            # The others may wait for this peer in the state that it did not ask for.
+            self._snapshot.asked = None
         return self._fetch(begun, now)
 
     def _ending(self, now: float) -> list[Action]:
