@@ -41,18 +41,9 @@ class Part:
         runs: The runs of the swarm that this peer has joined, and its part in each, by purpose.
     """
 
-    def __init__(
-        self,
-        swarm: SimulatedSwarm,
-        peer: str,
-        tags: frozenset[str],
-        request: messages.JoinRun,
-        region: Region,
-    ) -> None:
-        self._swarm = swarm
+    def __init__(self, link: SimulatedLink, request: messages.JoinRun, region: Region) -> None:
+        self._link = link
         self._name = request.run
-        self._peer = peer
-        self._tags = tags
         self._region = region
         self._specs = run_specs(request)
         self.runs: dict[str, tuple[SimulatedRun, Member]] = {}
@@ -113,13 +104,13 @@ class Part:
 
     def _enter(self, purpose: str) -> None:
         spec = self._specs[purpose]
-        if objection := self._swarm.objection(spec):
+        swarm = self._link.swarm
+        if objection := swarm.objection(spec):
             raise Refused(f"run {self._name!r}: {objection}", "give the same, or use another name")
-        run = self._swarm.run(spec)
-        layout = run.spec.layout
-        mean = self._region.mean[: layout.mean_size(run.spec.options.group_size)]
+        run, layout = swarm.run(spec), spec.layout
+        mean = self._region.mean[: layout.mean_size(spec.options.group_size)]
         vectors = self._region.contribution[: layout.encoded_size], mean
-        member = Member(self._peer, *vectors, self._tags, self._observes)
+        member = Member(self._link.welcome.peer_id, *vectors, self._link.tags, self._observes)
         run.join(member)
         self.runs[purpose] = run, member
 
@@ -128,12 +119,13 @@ class SimulatedLink(Connection):
     """A connection to a simulated daemon, which dies only together with its script: it is never lost.
 
     Attributes:
+        swarm: The swarm of the simulation.
         tags: The peer's tags.
     """
 
     def __init__(self, swarm: SimulatedSwarm, peer: str) -> None:
         self.welcome = Welcome(peer, peer, os.getpid())
-        self._swarm = swarm
+        self.swarm = swarm
         self._time = swarm.time
         self._parts: dict[str, Part] = {}
         self._wake = self._time.waker(self._waits)
@@ -207,8 +199,7 @@ class SimulatedLink(Connection):
             case messages.JoinRun(name, size=size):
                 if name in self._parts:
                     raise Refused(f"this peer takes part in run {name!r} already")
-                region = Region.attach(os.dup(fds[0]), size)
-                self._parts[name] = Part(self._swarm, self.welcome.peer_id, self.tags, request, region)
+                self._parts[name] = Part(self, request, Region.attach(os.dup(fds[0]), size))
             case messages.AskState():
                 answer = self._part(request).state()
             case messages.AskMembers(_, data):
@@ -249,7 +240,7 @@ class SimulatedLink(Connection):
             raise Refused(f"a state of run {run.spec.name!r} is being fetched already: wait for it")
         if request.wish.after is not None:
             member.epoch = request.wish.after.epoch
-        Download(run, member, self._time, request, reply, SharedMemory.attach(os.dup(fd), request.size))
+        Download(run, member, request, reply, SharedMemory.attach(os.dup(fd), request.size))
         run.serve()
 
     def _part(self, request: Request[Any]) -> Part:

@@ -134,6 +134,7 @@ class SimulatedRun:
         members: By PeerID, in the order in which they joined; also those that left or died.
         kept: The last means, by the state to which each was applied.
         downloads: The downloads that go on.
+        time: The simulation's time.
     """
 
     def __init__(self, spec: RunSpec, time: VirtualTime, chance: Random, pool: BufferPool) -> None:
@@ -141,7 +142,7 @@ class SimulatedRun:
         self.members: dict[str, Member] = {}
         self.kept: LruDict[StateId, Exchanged] = LruDict(KEPT_MEANS)
         self.downloads: list[Download] = []
-        self._time = time
+        self.time = time
         self._chance = chance
         self._pool = pool
         self._began = time.now
@@ -183,7 +184,7 @@ class SimulatedRun:
             larger = f"a group_size of up to {MAX_GROUP_SIZE}" if most < MAX_GROUP_SIZE else "fewer peers"
             raise Refused(told, f"give {larger}, or a federated strategy")
         self.members[member.peer] = member
-        self._time.progressed()
+        self.time.progressed()
         self._look_soon()
 
     def leave(self, member: Member, reason: str, dead: bool = False) -> None:
@@ -205,7 +206,7 @@ class SimulatedRun:
 
     def draw(self, state: StateId) -> Drawn:
         """The peers that train from a state."""
-        return self._policy.draw(state, self._time.now)
+        return self._policy.draw(state, self.time.now)
 
     # ---- rounds ----
 
@@ -220,9 +221,9 @@ class SimulatedRun:
         if request.state is not None:
             member.epoch = request.state.epoch
         join = self._join(member, request)
-        search = member.search = Search(request, self._time.now, reply)
+        search = member.search = Search(request, self.time.now, reply)
         member.misses = 0
-        self._time.at(self._time.now + request.timeout, lambda: self._expire(member, search))
+        self.time.at(self.time.now + request.timeout, lambda: self._expire(member, search))
         self._park(member, search, join)
 
     def stop(self, member: Member, why: str, late: float = 0.0) -> None:
@@ -235,7 +236,7 @@ class SimulatedRun:
                 reason=why,
                 run=self.spec.name,
                 round=self._round,
-                seconds={"total": self._time.now - search.began},
+                seconds={"total": self.time.now - search.began},
                 started=search.began,
                 late=late,
             )
@@ -245,11 +246,11 @@ class SimulatedRun:
         """Have a member's join wait for its group; end the search if the contribution is too late for any."""
         beyond = self._beyond.get(join.bound) if join.bound is not None else None
         if beyond is not None and member.peer not in beyond.manifest.peers:
-            late = max(self._time.now - beyond.closed, LEAST_LATE)
+            late = max(self.time.now - beyond.closed, LEAST_LATE)
             told = f"the group of round {beyond.manifest.round} has closed"
             self.stop(member, f"too late by {late:.3g} s: {told}", late)
             return
-        parked = ParkedJoin(join, self._time.now, search.request.timeout, MAX_HOPS, answered=True)
+        parked = ParkedJoin(join, self.time.now, search.request.timeout, MAX_HOPS, answered=True)
         # Observers make room, and follow by downloads.
         if not self._builder.park(parked) and join.bound is not None:
             idle = (peer for peer, one in self._builder.parked.items() if one.join.bound is None)
@@ -264,7 +265,7 @@ class SimulatedRun:
 
     def _look(self) -> None:
         """Close the group if it is complete, and go on with downloads."""
-        now, builder = self._time.now, self._builder
+        now, builder = self.time.now, self._builder
         if builder.parked:
             outlook = self._outlook()
             closing = builder.decide(outlook, now)
@@ -281,15 +282,15 @@ class SimulatedRun:
 
     def _look_soon(self) -> None:
         """Look when all joins of this time have been considered."""
-        self._look_at(self._time.now + DECISION_SECONDS)
+        self._look_at(self.time.now + DECISION_SECONDS)
 
     def _look_at(self, at: float) -> None:
         if at < self._looks_at:
             self._looks_at = at
-            self._time.at(at, self._look_again)
+            self.time.at(at, self._look_again)
 
     def _look_again(self) -> None:
-        if self._time.now >= self._looks_at:
+        if self.time.now >= self._looks_at:
             self._looks_at = math.inf
             self._look()
 
@@ -300,7 +301,7 @@ class SimulatedRun:
 
     def _gathering(self, search: Search) -> Gathering:
         """The peers that the group of a search waits for, in words."""
-        builder, now = self._builder, self._time.now
+        builder, now = self._builder, self.time.now
         outlook = self._outlook()
         standing = self._policy.standing(builder, now)
         if standing is not None:
@@ -333,7 +334,7 @@ class SimulatedRun:
         return GroupBuilder(self._round, self._context.needs, self._policy.keepalive, self._policy.patient)
 
     def _outlook(self) -> Outlook:
-        builder, now = self._builder, self._time.now
+        builder, now = self._builder, self.time.now
         expected, missing = self._policy.awaited(builder, now)
         joined = max((one.arrived for one in builder.parked.values()), default=now)
         holds = self._policy.holds(builder, now) or now < joined + DECISION_SECONDS
@@ -345,10 +346,10 @@ class SimulatedRun:
     # ---- the exchange ----
 
     def _close(self, closing: Closing) -> None:
-        standing = self._policy.standing(self._builder, self._time.now)
+        standing = self._policy.standing(self._builder, self.time.now)
         drawn = () if standing is None else standing.drawn
         manifest = Manifest.of(min(join.peer for join in closing.members), closing.members, drawn)
-        going = Exchange(manifest, self._time.now)
+        going = Exchange(manifest, self.time.now)
         self._context.straggler_wait.learn(closing.lateness)
         late = self._policy.late(self._builder, closing, going.closed)
         self._policy.learn(late, closing.absent, going.closed)
@@ -365,7 +366,7 @@ class SimulatedRun:
         found = exchange(self.spec, manifest, contributions, self._pool)
         if found.before is not None:
             self._beyond[found.before] = going
-        self._time.at(self._time.now + EXCHANGE_SECONDS, lambda: self._end(going, searches, found))
+        self.time.at(self.time.now + EXCHANGE_SECONDS, lambda: self._end(going, searches, found))
         for join in closing.left_over:  # Contributions to another state, and observers beyond the group.
             member = self.members[join.peer]
             assert member.search is not None, "it is parked"
@@ -375,7 +376,7 @@ class SimulatedRun:
         """Give the members of a group their outcomes."""
         outcome, mean, before = found
         if outcome.ok:
-            self._time.progressed()
+            self.time.progressed()
         if before is not None:
             self.kept[before] = found
         for peer, search in searches.items():
@@ -401,8 +402,8 @@ class SimulatedRun:
             bytes_received=gathered + scattered,
             seconds={
                 "matchmaking": going.closed - began,
-                "exchange": self._time.now - going.closed,
-                "total": self._time.now - began,
+                "exchange": self.time.now - going.closed,
+                "total": self.time.now - began,
             },
             started=began,
         )
@@ -431,13 +432,12 @@ class Download:
         self,
         run: SimulatedRun,
         member: Member,
-        time: VirtualTime,
         request: Fetch,
         reply: Future[FetchOutcome],
         memory: SharedMemory,
     ) -> None:
         self.member = member
-        self._run, self._time = run, time
+        self._run, time = run, run.time
         self._wish, self._reply, self._memory = request.wish, reply, memory
         self._began, self._chosen = time.now, False
         run.downloads.append(self)
@@ -458,7 +458,7 @@ class Download:
         if not isinstance(found, str):
             self._chosen = True
             seconds = SNAPSHOT_SECONDS if after is None else MEAN_SECONDS
-            self._time.at(self._time.now + seconds, lambda: self._finish(*found))
+            self._run.time.at(self._run.time.now + seconds, lambda: self._finish(*found))
         elif found:
             self.stop(found)
 
@@ -478,7 +478,7 @@ class Download:
             return
         self._memory.allocate(size)
         self._memory.view(size, writable=True)[:] = content
-        self._end(structs.replace(outcome, size=size, seconds=self._time.now - self._began))
+        self._end(structs.replace(outcome, size=size, seconds=self._run.time.now - self._began))
 
     def _end(self, outcome: FetchOutcome) -> None:
         if not self._reply.done():
