@@ -321,6 +321,7 @@ class Session:
             Refused: The memory is too small for the mean.
             ValueError: A download of this run is going on already.
         """
+
         def room(size: int) -> memoryview:
             if size > memory.capacity:
                 raise Refused(f"expected shared memory of {size} bytes, got {memory.capacity}")
