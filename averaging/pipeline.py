@@ -14,7 +14,7 @@ fails. So the stages behind one that has an update before it hold the parameters
 
 A peer keeps what it has sent on until the next stage has made the update. If the receiver dies, it sends that to
 another replica, also what the dead one had counted: its gradients died with it. The other first asks the peers of the
-next stage. The one that has the micro-batch counts it no second time, and answers from its memory. If two replicas have
+next stage. The one that has the micro-batch counts it no second time, and sends the gradient from memory. If two have
 counted one micro-batch, since one was taken for dead, the later one by name drops its gradients of the update: it
 begins a new *life*, and is sent all again. All that peers tell of themselves, they tell by a `Stand`.
 
@@ -46,9 +46,6 @@ LOST_SECONDS = 30.0
 
 NOBODY_SECONDS = 60.0
 """Time without any peer of a stage after which the others give up."""
-
-PAUSE_SECONDS = 0.25
-"""Time after which a message that was refused is sent again: its receiver has no room, or is just starting."""
 
 FRESH = 0.3
 """Weight of the last micro-batch in the pace of a replica."""
@@ -82,7 +79,7 @@ class Stand(msgspec.Struct, frozen=True, tag=True):
 
 
 class Forward(msgspec.Struct, frozen=True, tag=True):
-    """A micro-batch of so many samples for a life of the receiver; without tensors if that should have it.
+    """A micro-batch of so many samples for a life of the receiver; without tensors, asks whether that has it.
 
     If it comes `again`, another peer may have passed it on before.
     """
@@ -102,22 +99,14 @@ class Backward(msgspec.Struct, frozen=True, tag=True):
     loss: Finite
 
 
-class Ask(msgspec.Struct, frozen=True, tag=True):
-    """Has the receiver this micro-batch? If not, it takes it from this sender alone."""
+class Lacks(msgspec.Struct, frozen=True, tag=True):
+    """The sender has not the micro-batch that it was asked for."""
 
     epoch: Number
     id: Id
 
 
-class Answer(msgspec.Struct, frozen=True, tag=True):
-    """The answer."""
-
-    epoch: Number
-    id: Id
-    seen: bool
-
-
-Note = Stand | Forward | Backward | Ask | Answer
+Note = Stand | Forward | Backward | Lacks
 
 
 class Began(msgspec.Struct, frozen=True):
@@ -164,7 +153,7 @@ class Send(msgspec.Struct, frozen=True):
 
 
 class Failed(msgspec.Struct, frozen=True):
-    """This did not arrive, as far as this peer knows."""
+    """This did not arrive, as far as this peer knows: its receiver has no room, or is just starting."""
 
     send: Send
 
@@ -219,7 +208,7 @@ class Item:
         source: The peer that wants the gradient; empty for this one.
         again: Whether a peer of the next stage may have it by another sender, or an earlier one.
         target: The peer of the next stage that has it; empty while it is to be sent.
-        waits: Peers whose answer is awaited; None before they are asked.
+        waits: Peers that may have it, and have not said that they do not; None before they are asked.
         sent_at: The time at which it was sent last.
     """
 
@@ -243,7 +232,6 @@ class Update:
         moved_at: When something of it has happened last.
         counted: Samples by micro-batch.
         given: The micro-batches that the stage before has closed.
-        promised: The only peers that may send a micro-batch.
         whole: The micro-batches that this stage closes.
         share: The weight of this peer's gradients, which are to be averaged now; None while they are not.
         told: The micro-batches that are lost, if any.
@@ -258,7 +246,6 @@ class Update:
     losses: float = 0.0
     seconds: float = 0.0
     given: Mapping[str, int] | None = None
-    promised: dict[str, str] = field(default_factory=dict)
     whole: Mapping[str, int] | None = None
     share: float | None = None
     told: str = ""
@@ -289,7 +276,6 @@ class Stage:
         self._paces: dict[str, tuple[float, float]] = {}
         self._items: dict[Mark, Item] = {}
         self.update = Update(-1)
-        self._retries: list[tuple[float, Send]] = []
         self._actions: list[Action] = []
 
     @property
@@ -339,8 +325,10 @@ class Stage:
                 self._computed(job, loss, now)
             case Updated(epoch):
                 self._updated(epoch, now)
-            case Failed(send):
-                self._retries.append((now + PAUSE_SECONDS, send))
+            case Failed(Send(peer, Stand())):
+                self._told.pop(peer, None)
+            case Failed(send) if self._is_of_use(send):
+                self._actions.append(send)
         self._advance(now)
         actions, self._actions = self._actions, []
         return actions
@@ -371,20 +359,14 @@ class Stage:
         match note:
             case Forward() if stage == self.at - 1:
                 self._hear_forward(peer, note, whole, item)
-            case Backward(loss=loss) if item is not None and item.target == peer and item.phase == "away":
-                if whole:
+            case Backward(loss=loss) if item is not None and peer in (item.target, *(item.waits or ())):
+                item.target, item.waits = peer, set()
+                if whole and item.phase == "away":
                     item.phase, item.loss = "back", loss
                     self._actions.append(Keep(mark))
                     self._measure(peer, item, now)
-            case Ask() if stage == self.at - 1:
-                if item is None and note.epoch == self.update.epoch:
-                    self.update.promised[note.id] = peer
-                self._send(peer, Answer(*mark, seen=item is not None))
-            case Answer(seen=seen) if item is not None and item.waits is not None and peer in item.waits:
+            case Lacks() if item is not None and item.waits is not None:
                 item.waits.discard(peer)
-                if seen:
-                    item.waits.clear()
-                    self._pass_on(mark, item, peer, now, bare=True)
         self.update.moved_at = now if note.epoch == self.update.epoch else self.update.moved_at
 
     def _hear_stand(self, peer: str, note: Stand) -> None:
@@ -401,9 +383,9 @@ class Stage:
             item.source = peer
             if item.phase == "counted":
                 self._answer(mark, item)
-            return
-        promised = self.update.promised.get(note.id, peer) if note.epoch == self.update.epoch else peer
-        if whole and promised == peer and len(self._items) < MAX_BATCHES:
+        elif not whole:
+            self._send(peer, Lacks(*mark))
+        elif len(self._items) < MAX_BATCHES:
             self._items[mark] = Item(note.size, peer, note.again)
             self._actions.append(Keep(mark))
 
@@ -441,9 +423,6 @@ class Stage:
     # ---- what is due ----
 
     def _advance(self, now: float) -> None:
-        due = [send for at, send in self._retries if at <= now]
-        self._retries = [one for one in self._retries if one[0] > now]
-        self._actions += [one for one in due if self._holds(one)]
         if not self.is_last:
             self._send_on(now)
         self._judge(now)
@@ -453,12 +432,12 @@ class Stage:
                 self._send(peer, stand)
         self._require_stages(now)
 
-    def _holds(self, send: Send) -> bool:
-        """Whether a message that was refused is still of use."""
-        if send.peer not in self.members or isinstance(send.note, Stand):
-            return self._told.get(send.peer) is send.note
-        item = self._items.get(send.mark) if send.mark else None
-        return send.mark is None or (item is not None and send.peer in (item.target, item.source))
+    def _is_of_use(self, send: Send) -> bool:
+        """Whether a message that did not arrive, and is no `Stand`, is to be sent again."""
+        assert not isinstance(send.note, Stand), "that is told anew"
+        item = self._items.get((send.note.epoch, send.note.id))
+        wanted = item is not None and send.peer in (item.target, item.source, *(item.waits or ()))
+        return send.peer in self.members and (wanted or isinstance(send.note, Lacks))
 
     def _send_on(self, now: float) -> None:
         """Send on what has been computed, and forget what the next stage has no use for any more."""
@@ -470,16 +449,13 @@ class Stage:
                 continue
             if item.again and item.waits is None:
                 item.waits = set(ahead)
-                for peer in ahead:
-                    self._send(peer, Ask(*mark))
+                for peer, stand in ahead.items():
+                    self._send(peer, Forward(*mark, item.size, stand.life, again=True))
             able = [peer for peer, stand in ahead.items() if stand.epoch >= mark[0] - 1]
             if not item.waits and able:
-                self._pass_on(mark, item, self._fastest(able, item.size), now)
-
-    def _pass_on(self, mark: Mark, item: Item, peer: str, now: float, bare: bool = False) -> None:
-        item.target, item.sent_at = peer, now
-        note = Forward(*mark, item.size, self.stands[peer].life, item.again)
-        self._actions.append(Send(peer, note, None if bare else mark))
+                item.target, item.sent_at = self._fastest(able, item.size), now
+                note = Forward(*mark, item.size, ahead[item.target].life, item.again)
+                self._actions.append(Send(item.target, note, mark))
 
     def _fastest(self, peers: list[str], size: int) -> str:
         """The peer that should have so many samples more done first, by what it has and its pace."""

@@ -31,7 +31,7 @@ from equipoise.averaging.strategy import Strategy, parse_strategy
 from equipoise.averaging.weights import cap_of
 from equipoise.compression import parse_codec
 
-PROTOCOL_VERSION = 17
+PROTOCOL_VERSION = 18
 """Version of the messages, part of every spec's hash; it grows when older peers would misread messages."""
 
 MIN_PART_VALUES, MAX_PART_VALUES = 256, 1024 * 1024

@@ -523,7 +523,7 @@ PARSERS = {
     ),
     "table": Parser(
         "averaging.shared.rows",
-        lambda data: unpacked({"a": torch.zeros(3), "run": torch.zeros(1)}, json.loads(data)),
+        lambda data: unpacked({"0 a": torch.zeros(3)}, json.loads(data)),
         (ValueError, msgspec.MsgspecError, RecursionError),
         of(table_messages.Message, _json),
     ),

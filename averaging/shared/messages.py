@@ -26,7 +26,6 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 Number = Annotated[int, msgspec.Meta(ge=-1, le=2**53)]
 Index = Annotated[int, msgspec.Meta(ge=0, lt=SHARDS)]
 Name = Annotated[str, msgspec.Meta(max_length=256)]
-Lengths = Annotated[tuple[Number, ...], msgspec.Meta(max_length=MAX_ITEMS)]
 
 
 class Entered(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -106,14 +105,10 @@ Item = Entered | Left | Clock | Ask | Answer | Copy | Has | State
 
 
 class Message(msgspec.Struct, frozen=True):
-    """The fields of a message in the sender's view; without items, it calls for a round that replaces the view.
-
-    Of each tensor, `lengths` says how many rows each item has; -1 where an item has no such tensor.
-    """
+    """The fields of a message in the sender's view; without items, it calls for a round that replaces the view."""
 
     view: Annotated[str, msgspec.Meta(pattern=r"\A[0-9]{1,16}\.[0-9a-f]{8}\Z")]
     items: Annotated[tuple[Item, ...], msgspec.Meta(max_length=MAX_ITEMS)]
-    lengths: dict[Name, Lengths]
 
 
 def read(fields: object) -> Message:
@@ -121,6 +116,4 @@ def read(fields: object) -> Message:
     return msgspec.convert(fields, Message)
 
 
-read(
-    {"view": "0.00000000", "items": (), "lengths": {}}
-)  # Two threads must not be the first to need the type.
+read({"view": "0.00000000", "items": ()})  # Two threads must not be the first to need the type.

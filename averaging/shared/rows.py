@@ -1,4 +1,4 @@
-"""The rows of one shard, with an optimizer's state for each row, and how the values of many items are one message.
+"""The rows of one shard, with an optimizer's state for each row, and how the tensors of items are one message.
 
 The tensors of a table are named `rows/TABLE`, `ids/TABLE`, `gradients/TABLE`, and `0/TABLE` ... for the states.
 """
@@ -136,12 +136,9 @@ class RowStore:
 
 
 def packed(view: str, sends: Sequence[tuple[Item, Payload]]) -> tuple[dict[str, torch.Tensor], str, Any]:
-    """Make a message, raw: the tensors of one name are joined along their rows, so there are few for many items."""
-    items, payloads = [one for one, _ in sends], [one for _, one in sends]
-    names = dict.fromkeys(name for one in payloads for name in one)
-    tensors = {name: torch.cat([one[name] for one in payloads if name in one]) for name in names}
-    lengths = {name: tuple(len(one[name]) if name in one else -1 for one in payloads) for name in names}
-    return tensors, "raw", msgspec.to_builtins(Message(view, tuple(items), lengths))
+    """Make a message, raw; the names of its tensors begin with the place of their item."""
+    tensors = {f"{at} {name}": one for at, (_, payload) in enumerate(sends) for name, one in payload.items()}
+    return tensors, "raw", msgspec.to_builtins(Message(view, tuple(item for item, _ in sends)))
 
 
 def unpacked(tensors: Payload, fields: object) -> tuple[str, list[tuple[Item, Payload]]]:
@@ -152,12 +149,9 @@ def unpacked(tensors: Payload, fields: object) -> tuple[str, list[tuple[Item, Pa
     """
     message = read(fields)
     payloads: list[dict[str, torch.Tensor]] = [{} for _ in message.items]
-    for name, sizes in message.lengths.items():
-        tensor, there = tensors.get(name), [at for at, size in enumerate(sizes) if size >= 0]
-        if tensor is None or tensor.dim() == 0 or len(sizes) != len(payloads):
-            raise ValueError(f"expected {len(payloads)} lengths of a tensor {name!r}")
-        if sum(sizes[at] for at in there) != len(tensor):
-            raise ValueError(f"expected lengths of {name!r} that are {len(tensor)} in all")
-        for at, piece in zip(there, tensor.split([sizes[at] for at in there]), strict=True):
-            payloads[at][name] = piece
+    for key, tensor in tensors.items():
+        at, _, name = key.partition(" ")
+        if not at.isdecimal() or int(at) >= len(payloads):
+            raise ValueError(f"expected tensors of {len(payloads)} items, got {key[:80]!r}")
+        payloads[int(at)][name] = tensor
     return message.view, list(zip(message.items, payloads, strict=True))

@@ -243,10 +243,11 @@ class Pipeline:
             self._driver.tell(pipeline.Looked(members))
             seen = members, {peer: stand.stage for peer, stand in self._machine.stands.items()}
             self._seen = self._seen if self._seen[1] == seen else (now, seen)
-            ended = [one for one in self._sent if one[0].done()]
-            self._sent = [one for one in self._sent if one not in ended]
-            for delivery, send in ended:
-                if isinstance(delivery.ended.exception(), Refused | Lost):
+            sent, self._sent = self._sent, []
+            for delivery, send in sent:
+                if not delivery.done():
+                    self._sent.append((delivery, send))
+                elif isinstance(delivery.ended.exception(), Refused | Lost):
                     self._driver.tell(pipeline.Failed(send))
             if self._machine.at >= 0:
                 self._turn_round()

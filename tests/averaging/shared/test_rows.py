@@ -6,7 +6,6 @@ import json
 from functools import partial
 from random import Random
 
-import msgspec
 import pytest
 import torch
 
@@ -102,13 +101,11 @@ def test_items_come_out_of_a_message_as_they_went_in() -> None:
         assert all(torch.equal(got[name], one) for name, one in gave.items())
 
 
-@pytest.mark.parametrize(
-    "lengths", [{"x": [1]}, {"x": [1, 1]}, {"y": [3, 0]}, {"x": [4, -1]}, {"x": [3, 2**60]}]
-)
-def test_lengths_that_lie_are_refused(lengths: dict[str, list[int]]) -> None:
+@pytest.mark.parametrize("name", ["x", "-1 x", "2 x", " x", "1_0 x", "9" * 5000 + " x"])
+def test_tensors_of_no_item_are_refused(name: str) -> None:
     _, _, fields = packed("3.01234567", [(Copy(0, 1), {}), (Copy(1, 1), {})])
-    with pytest.raises((ValueError, msgspec.ValidationError)):
-        unpacked({"x": torch.zeros(3)}, fields | {"lengths": lengths})
+    with pytest.raises(ValueError, match=r"expected tensors of 2 items|digits"):
+        unpacked({name: torch.zeros(3)}, fields)
 
 
 def test_a_push_has_at_most_a_fifth_more_bytes_than_its_rows() -> None:
