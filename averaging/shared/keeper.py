@@ -38,12 +38,6 @@ class Send(NamedTuple):
     payload: Payload = NOTHING
 
 
-class Note(NamedTuple):
-    """Tell the user."""
-
-    text: str
-
-
 @dataclass
 class _Shard:
     """A shard: it was whole in a `view`, has counted `version` pushes, and of each worker has `seen` those to a number.
@@ -125,8 +119,12 @@ class Keeper:
         one.has[to] = max(one.has[to], SENT)  # From now on it gets pushes, which follow the state.
         return Send(to, State(shard, one.version, tuple(one.seen.items())), one.store.dump())
 
-    def got(self, sender: str, worker: str, item: Item, payload: Payload, slowest: int) -> list[Send | Note]:
-        """Take in an item of the view; `worker` names the sender's script, `slowest` is the slowest's clock."""
+    def got(self, sender: str, worker: str, item: Item, payload: Payload, slowest: int) -> list[Send | str]:
+        """Take in an item of the view; `worker` names the sender's script, `slowest` is the slowest's clock.
+
+        Returns:
+            What is to be sent; or a line for the log.
+        """
         shard: int = getattr(item, "shard", -1)
         if (one := self._shards.get(shard)) is None:
             return []
@@ -147,7 +145,7 @@ class Keeper:
         except ValueError as error:
             if isinstance(item, Ask):
                 return [Send(sender, Answer(shard, item.number, one.version, str(error)[:250]))]
-            return [Note(f"..{sender[-SHOWN_CHARS:]} sent what does not fit: {error}")]
+            return [f"..{sender[-SHOWN_CHARS:]} sent what does not fit: {error}"]
         return [*sends, *one.released()]
 
     def _asked(

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from equipoise.averaging.outcome import SHOWN_CHARS
-from equipoise.averaging.shared.keeper import Keeper, Note, Send
+from equipoise.averaging.shared.keeper import Keeper, Send
 from equipoise.averaging.shared.messages import SHARDS, Answer, Ask, Clock, Entered, Item, Left
 from equipoise.averaging.shared.rows import Payload, RowStore
 from equipoise.averaging.shared.view import View, Views
@@ -43,7 +43,8 @@ class Done(NamedTuple):
     lost: bool = False
 
 
-Does = Send | Note | Done
+Does = Send | str | Done
+"""What is to be done; a text is a line for the log."""
 
 
 @dataclass
@@ -198,7 +199,7 @@ class Node:
         self.clock = max(self.clock, self.clocks[self._me])
         self._keeper.begin(views.view, entered)
         told = f"shards {sorted(views.lost)} have lost all their holders, and what those had counted"
-        notes = [Note(told)] if views.lost else []
+        notes = [told] if views.lost else []
         return [*notes, *self._tell(again=True), *self._ask(again=True)]
 
     def _answered(self, sender: str, item: Answer, payload: Payload) -> list[Does]:

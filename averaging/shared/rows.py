@@ -13,7 +13,7 @@ import msgspec
 import torch
 
 from equipoise.averaging.options import MAX_SPEC_CHARS
-from equipoise.averaging.shared.messages import SHARDS, Item, Message, read
+from equipoise.averaging.shared.messages import SHARDS, Item, Message
 from equipoise.compression.grammar import canonical, decimal
 from equipoise.compression.registry import Registry
 
@@ -147,7 +147,7 @@ def unpacked(tensors: Payload, fields: object) -> tuple[str, list[tuple[Item, Pa
     Raises:
         ValueError: It is not what `packed` makes.
     """
-    message = read(fields)
+    message = msgspec.convert(fields, Message)
     payloads: list[dict[str, torch.Tensor]] = [{} for _ in message.items]
     for key, tensor in tensors.items():
         at, _, name = key.partition(" ")

@@ -14,6 +14,7 @@ from equipoise.compression import CodecError, parse_codec
 from equipoise.peer.client.safetensors_io import (
     DTYPES,
     MAX_DIMENSIONS,
+    NAMES,
     ImageError,
     Length,
     Name,
@@ -26,8 +27,6 @@ RAW = "raw"
 
 MAX_ABOUT_BYTES = 1024 * 1024
 """Longest description of a message, its fields included; larger values belong into tensors."""
-
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class Coded(msgspec.Struct, frozen=True, array_like=True):
@@ -61,7 +60,7 @@ def encode(
     written = {name: tensor.detach() for name, tensor in tensors.items()}
     if codec != RAW:
         floating = {name: one for name, one in written.items() if one.is_floating_point() and one.numel()}
-        coded = {name: (_NAMES[one.dtype], list(one.shape)) for name, one in floating.items()}
+        coded = {name: (NAMES[one.dtype], list(one.shape)) for name, one in floating.items()}
         about |= {"codec": codec, "coded": json.dumps(coded)}
         written |= {name: _encoded(codec, one) for name, one in floating.items()}
     if len(about["fields"]) > MAX_ABOUT_BYTES // 2:

@@ -221,13 +221,17 @@ class RunCore:
             hint = "use SparseLoCo(run, every) or DiLoCo(run, every, feedback=0.95), or join with codec='nf4'"
             raise Refused(told, hint)
 
-    def refuse_if_trained(self, feedback: bool = False) -> None:
-        """Raise `Refused` if an optimizer or loop steps the run already, or the codec needs one with `feedback`."""
+    def begin_training(self, by: str, feedback: bool = False) -> None:
+        """Note the optimizer or loop that steps the run from now on; raises `Refused` if another one does.
+
+        Or if the codec needs one with `feedback`.
+        """
         if not feedback:
             self.refuse_without_feedback()
         if self.trained_by:
             hint = "end that with run.leave() and join again, or join another run for this one"
             raise Refused(f"run {self.request.run!r} is stepped by {self.trained_by} already", hint)
+        self.trained_by = by
 
     @contextlib.contextmanager
     def undone_on_failure(self) -> Iterator[None]:

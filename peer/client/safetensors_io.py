@@ -52,7 +52,7 @@ DTYPES: Mapping[str, torch.dtype] = {
 }
 """The format's names of dtypes; `C128` is ours."""
 
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 _Float = Literal["C128", "C64", "F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"]
 Name = _Float | Literal["I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8", "BOOL"]
@@ -118,10 +118,10 @@ def _header_of(
     at = 0
     for name, tensor in ordered:
         end = at + tensor.numel() * tensor.element_size()
-        if tensor.dtype not in _NAMES or tensor.layout is not torch.strided:
+        if tensor.dtype not in NAMES or tensor.layout is not torch.strided:
             got = f"{tensor.dtype}, {tensor.layout}"
             raise ImageError(f"tensor {name!r}: expected dense values of a known dtype, got {got}")
-        dtype, shape = _NAMES[tensor.dtype], list(tensor.shape)
+        dtype, shape = NAMES[tensor.dtype], list(tensor.shape)
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, end]}
         at = end
     text = json.dumps(header, separators=(",", ":")).encode()

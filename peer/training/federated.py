@@ -241,7 +241,7 @@ class Federated:
                 f"got {checkpoints.mode!r}"
             )
         self._ending = Ending(self._options.rounds, until, self._options.patience)
-        run.core.refuse_if_trained()
+        run.core.begin_training(type(self).__name__)
         if not isinstance(strategy := run.core.strategy, FederatedStrategy):
             told = f"expected a run with the strategy federated, {run.name!r} has {strategy.spec!r}"
             raise Refused(told, 'join it with strategy="federated"')
@@ -256,7 +256,6 @@ class Federated:
         self._own, self._draw, self._deserted = Training(), Draw(), ""
         frozen = image.frozen_of(source, run.options.base)
         run.agree(self._terms(outer, bool(buffers)), bool(buffers), observes=fit is None, frozen=frozen)
-        run.core.trained_by = type(self).__name__
         self.member = self._join()
         self._pace = Pace(self.member.clock)
         self._keeper = keep_checkpoints(self.member, run, checkpoints, scores=True)
@@ -544,16 +543,14 @@ class Federated:
         state = image.TrainingState(self.model.part, parts, self._options.extra)
         # With a draw, most peers of a round have not contributed together yet, so all claims count alike.
         options = CommonOptions(alone="wait", trust="heads")
-        return Member(self._run, state, options, self._update, self._applied)
+        return Member(self._run, state, options, self._update)
 
-    def _applied(self, before: StateId, outcome: Outcome) -> None:
-        """Note a round whose mean is about to be applied."""
+    def _update(self, mean: Named, before: StateId, outcome: Outcome | None) -> None:
+        """Make the outer step; the run's tensors become its result."""
+        assert outcome is not None, "no peer makes a round alone"
         self.history.add(Record.of(before.epoch + 1, outcome))
         if self._keeper is not None:
             self._keeper.best.score(before, outcome.evaluation)
-
-    def _update(self, mean: Named) -> None:
-        """Make the outer step; the run's tensors become its result."""
         self.model.step(mean)
         self._return_to_agreed()
 

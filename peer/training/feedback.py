@@ -53,19 +53,20 @@ class Feedback:
         """Note that the last sum was not contributed: it is not finite."""
         self._sum = None
 
-    def applied(self, outcome: Outcome) -> None:
-        """Note that the mean of a round was applied, which tells whether this peer's contribution counted."""
-        self._settle(self._run.peer in outcome.givers, outcome.round)
+    def applied(self, outcome: Outcome | None) -> None:
+        """Note that the mean of a round was applied, which tells whether this peer's contribution counted.
+
+        Without an outcome, this peer has made an outer step alone, with all of the sum.
+        """
+        if outcome is not None:
+            self._settle(self._run.peer in outcome.givers, outcome.round)
+        elif self._sum is not None:
+            self.residual = {name: torch.zeros_like(one) for name, one in self._sum.items()}
+            self._sum, self._sent = None, []
 
     def replaced(self) -> None:
         """Note that the agreed state has come from another peer: it may have what was sent in it."""
         self._settle(True)
-
-    def alone(self) -> None:
-        """Note that this peer has made an outer step alone, with all of the sum, unless a mean has settled it."""
-        if self._sum is not None:
-            self.residual = {name: torch.zeros_like(one) for name, one in self._sum.items()}
-            self._sum, self._sent = None, []
 
     def image(self, state: StateId) -> torch.Tensor:
         """The residual at a state, u8 [bytes], for this peer's own checkpoint."""

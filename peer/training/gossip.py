@@ -156,13 +156,12 @@ class Gossip(LocalTraining[Outcome]):
         source, strategy = run.core.binding.source, run.core.strategy
         tensors = named_tensors(source)
         super().__init__(run, tensors.values())
-        run.core.refuse_if_trained()
+        run.core.begin_training(type(self).__name__)
         if not strategy.pairs:
             raise Refused(
                 f"expected a run whose peers meet in pairs, {run.name!r} has the strategy {strategy.spec!r}",
                 'join it with strategy="gossip"',
             )
-        run.core.trained_by = type(self).__name__
         self.exchanged = 0
         self.last: Outcome | None = None
         self._progress = ProgressLine(run.name)

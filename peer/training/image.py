@@ -184,7 +184,7 @@ class TrainingState:
     def _most_header(self) -> int:
         """Longest header of another peer's image: twice that of this peer's state, once it has made a step."""
         tensors, plain = self._outline()
-        room = sum(getattr(part, "header_room", 0) for part in self._parts.values())
+        room = EXTRA_HEADER_BYTES * sum(name.startswith(EXTRA) for name in self._parts)
         return min(
             2 * header_bytes(tensors, {"equipoise": json.dumps(plain)}) + 1024 + room, MAX_HEADER_BYTES
         )
@@ -355,8 +355,6 @@ class OptimizerPart:
 class UserPart:
     """Anything with `state_dict` and `load_state_dict`."""
 
-    header_room = EXTRA_HEADER_BYTES
-
     def __init__(self, what: Stateful) -> None:
         self._what = what
 
@@ -375,8 +373,6 @@ class UserPart:
 
 class OuterPart(UserPart):
     """An outer step. It remembers moments of each parameter, and counts of steps."""
-
-    header_room = 0
 
     def __init__(self, outer: OuterStep, tensors: Mapping[str, torch.Tensor]) -> None:
         """`tensors` are the agreed parameters by name."""
@@ -397,8 +393,6 @@ class OuterPart(UserPart):
 
 class SchedulerPart(UserPart):
     """A learning-rate scheduler."""
-
-    header_room = 0
 
     def check(self, tree: Tree, foreign: bool = False) -> None:
         """See `Part`."""

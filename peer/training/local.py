@@ -248,11 +248,10 @@ class DiLoCo(LocalTraining[Finished]):
         call, given = type(self).__name__, {"every": every, **options}
         self._options = from_keywords(call, LocalOptions, given, ("outer", "checkpoints"))
         outer = parse_outer(outer) if isinstance(outer, str) else outer or Nesterov()
-        run.core.refuse_if_trained(self._options.feedback > 0)
+        run.core.begin_training(call, self._options.feedback > 0)
         require_places(run, self._options.wait_for)
         parameters = stepped_tensors(run.core.binding.source)
         super().__init__(run, parameters.values())
-        run.core.trained_by = type(self).__name__
         self._parameters = parameters
         buffers = image.averaged_buffers(run, self._options.buffers)
         parts = [(run, parameters)]
@@ -463,12 +462,11 @@ class Fragment:
         self._options = options
         self.diverged = self._gave = self._caught_up = self._is_late = False
         self.offer: Offer | None = None
-        self._round: Outcome | None = None
         counters, merges = run.core.binding.counters, options.merge > 0
         self.model = AgreedModel(local, buffers, outer, counters, self._follow_agreed, merges)
         state = image.TrainingState(self.model.part, {"outer": self.model.outer})
         self.feedback = Feedback(run, options.feedback, self.model.values) if options.feedback else None
-        self.member = Member(run, state, options, self._update, self._applied)
+        self.member = Member(run, state, options, self._update)
 
     def tick(self, step: int) -> int | None:
         """Note an inner step, the group's `step`-th; return its true number if this peer has just learnt it."""
@@ -486,7 +484,8 @@ class Fragment:
         if step % self.schedule.pause == 0:
             self.member.serve()
         # The end of a round shows at which step the others are; the arrival of a missed mean does not.
-        if not self._owes(step) and self.member.id.epoch == epoch and self._is_due(step):
+        busy = self.member.pending or self._owes(step) or self.member.id.epoch != epoch
+        if not busy and self.schedule.is_due(step):
             self._exchange(step)
         if self._owes(step):
             self._exchange(step, self.offer)
@@ -514,9 +513,6 @@ class Fragment:
     def _may_collect(self, step: int) -> bool:
         """True at the step of the collection, alike on all peers; does not wait for a round that it only attends."""
         return step >= self.schedule.sent_at + self._options.delay if self._gave else self.member.round_done
-
-    def _is_due(self, step: int) -> bool:
-        return not self.member.pending and self.schedule.is_due(step)
 
     def _owes(self, step: int) -> bool:
         """True if a contribution that came too late may count in the next round: this peer holds a later state now."""
@@ -583,18 +579,12 @@ class Fragment:
     def _counts_late(self) -> bool:
         return self.run.core.strategy.late == "next"
 
-    def _applied(self, before: StateId, outcome: Outcome) -> None:
-        self._round = outcome
+    def _update(self, mean: Named, before: StateId, outcome: Outcome | None) -> None:
+        """Make the outer step, and merge its result into the local parameters."""
+        if outcome is None or self.run.peer in outcome.givers:
+            self.offer = None
         if self.feedback is not None:
             self.feedback.applied(outcome)
-
-    def _update(self, mean: Mapping[str, torch.Tensor]) -> None:
-        """Make the outer step, and merge its result into the local parameters."""
-        if self._round is None or self.run.peer in self._round.givers:  # Without a round, this peer is alone.
-            self.offer = None
-        self._round = None
-        if self.feedback is not None:
-            self.feedback.alone()
         self.model.step(mean)
         self._write(self._options.merge)
 

@@ -113,16 +113,15 @@ class Member:
         run: JoinedRun,
         state: TrainingState,
         options: CommonOptions,
-        update: Callable[[Mapping[str, torch.Tensor]], None],
-        applied: Callable[[StateId, Outcome], None] = lambda before, outcome: None,
+        update: Callable[[Mapping[str, torch.Tensor], StateId, Outcome | None], None],
         target: float | None = None,
     ) -> None:
         """Take part.
 
         Args:
             state: The whole state that all peers hold alike.
-            update: Takes the mean, fp32, by name, and applies the update that all peers apply alike.
-            applied: Takes the state before a round's mean and the round's outcome, right before `update` is called.
+            update: Applies the update that all peers apply alike. Takes the mean, fp32, by name, the state before it,
+                and the outcome of its round, None if this peer is alone.
             target: Samples, of all peers together, that make an update. Without a target, the loop's steps decide when
                 a round is due. Then this peer also attends rounds while it fetches missed means: only the end of a
                 round tells at which step the others are.
@@ -133,7 +132,7 @@ class Member:
         state.require_writable()
         self._run = run
         self._state, self._model = state, state.model
-        self._update, self._applied = update, applied
+        self._update = update
         self._contributors = MIN_CONTRIBUTORS
         self._options, self._seconds = options, options.timeout
         self._target = target
@@ -605,13 +604,12 @@ class Member:
     def _commit(self, mean: events.Commit) -> None:
         self._own = None  # These gradients are of the state before.
         self._whole = None
-        self._applied(mean.before, mean.outcome)
         if isinstance(mean.values, memoryview):
             binding = self._run.core.binding
             binding.read_step(mean.values, binding.stepped(), self._run.mean, False, mean.outcome.shares)
             if mean.outcome.counted(self._run.peer):
                 self._run.take()  # This contribution, to a round that failed here, is in the mean.
-        self._update(self._run.mean)
+        self._update(self._run.mean, mean.before, mean.outcome)
         self._model.settle()
         if self._run.peer not in mean.outcome.givers:
             self._model.adopt()
@@ -625,7 +623,7 @@ class Member:
             return
         mean = own.mean()
         self._whole = None
-        self._update(mean)
+        self._update(mean, self.id, None)
         self._model.count()
         self._model.settle()
         self.last = Outcome(ok=False, reason=self.reason, run=self._run.name)

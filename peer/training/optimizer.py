@@ -119,14 +119,13 @@ class SwarmOptimizer(torch.optim.Optimizer):
         run.core.replicated = held
         run.agree(self._terms(), options.buffers, frozen=image.frozen_of(module, run.options.base))
         state, target = image.TrainingState(model, parts, options.extra), options.target_batch_size
-        self.member = Member(run, state, options, self._update, self._note_update, target)
+        self.member = Member(run, state, options, self._update, target)
         self._pace = BatchQuota(options.target_batch_size)
         self._paced: Outcome | None = None
         self._given = 0.0
         self._updating: int | None = None
         self._writes = 0
         self._told: set[str] = set()
-        run.core.trained_by = "an optimizer"
         _runs[inner] = weakref.ref(run)
         self._finished: Finished | None = None
         wait_for([run], options.wait_for)
@@ -238,7 +237,8 @@ class SwarmOptimizer(torch.optim.Optimizer):
                 loss = closure()
         if is_probe(self.inner):
             return loss
-        self._take_size(samples)
+        size = self._counted if samples is None else counted(samples)
+        self._size, self._counted = self.batch_size if size is None else size, None
         self._guard.require_same_tensors()
         self._notice_writes()
         if self._writes >= MAX_WRITES:
@@ -280,11 +280,6 @@ class SwarmOptimizer(torch.optim.Optimizer):
         """Finish; the run calls this when it is left."""
         if self._finished is None and sys.exc_info()[0] is None:  # After an error it does not linger.
             self.finish()
-
-    def _take_size(self, samples: float | torch.Tensor | None) -> None:
-        """Take the size of this micro-batch."""
-        told = self._counted if samples is None else counted(samples)
-        self._size, self._counted = self.batch_size if told is None else told, None
 
     def _notice_writes(self) -> None:
         """Take back hyperparameters, and meet the group anew if the script has written to the rest of the state.
@@ -360,10 +355,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
         self.masters.write()
         self._guard.note()
 
-    def _note_update(self, before: StateId, outcome: Outcome) -> None:
-        self._updating = before.epoch + 1
-
-    def _update(self, mean: Mapping[str, torch.Tensor]) -> None:
+    def _update(self, mean: Mapping[str, torch.Tensor], before: StateId, outcome: Outcome | None) -> None:
         """Make the step from the mean in fp32, alike on all peers, and all that the script lets follow from it."""
         for name in self._guard.changed_extras():
             self._warn_once(
@@ -371,7 +363,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
                 f"extra state {name!r} has changed outside of on_update=: newcomers, and peers that catch up with "
                 "several updates at once, get another one",
             )
-        self._updating = self._updating or self.member.id.epoch + 1
+        self._updating = before.epoch + 1
         try:
             self._make_step(mean)
             if self._options.on_update is not None:
@@ -488,7 +480,7 @@ def _check_inner(run: JoinedRun, inner: torch.optim.Optimizer) -> dict[str, torc
     if isinstance(inner, torch.optim.LBFGS):
         told = "expected an optimizer that makes a step from gradients, got LBFGS, which computes them several times"
         raise TypeError(f"{told}: `DiLoCo` takes it")
-    run.core.refuse_if_trained()
+    run.core.begin_training("an optimizer")
     if run.core.strategy.late != "drop":
         told = f"expected a strategy that drops late gradients, {run.name!r} has {run.core.strategy.spec!r}"
         raise Refused(told, "leave out late=, or train with local steps, as DiLoCo(run, every)")

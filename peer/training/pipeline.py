@@ -23,7 +23,7 @@ from equipoise.averaging.weights import ANY
 from equipoise.peer.client.channels import Delivery, Message
 from equipoise.peer.client.interrupts import frees_its_run
 from equipoise.peer.client.run import JoinedRun
-from equipoise.peer.client.safetensors_io import DTYPES
+from equipoise.peer.client.safetensors_io import DTYPES, NAMES
 from equipoise.peer.errors import Lost, Refused
 from equipoise.peer.training.optimizer import swarm_optimizer
 from equipoise.tasks import Driver
@@ -45,7 +45,8 @@ SETTLE_SECONDS = 1.0
 FINISH_SECONDS = 10.0
 """Longest time that a peer stays for the next stage's last update."""
 
-_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
+TARGET = "target "
+"""What the name of a target begins with, before its dtype."""
 
 log = logging.getLogger(__name__)
 
@@ -100,8 +101,7 @@ class Pipeline:
         if schedule not in ("gpipe", "1f1b") or not 1 <= micro_batches <= MAX_STAGES:
             told = f"expected 'gpipe' or '1f1b', and 1 to {MAX_STAGES} micro-batches"
             raise ValueError(f"{told}, got {schedule!r} and {micro_batches!r}")
-        run.core.refuse_if_trained()
-        run.core.trained_by = type(self).__name__
+        run.core.begin_training(type(self).__name__)
         self._run, self._codec, self._pieces = run, codec, micro_batches
         self._held: dict[Mark, dict[str, torch.Tensor]] = {}
         self._message: dict[str, torch.Tensor] = {}
@@ -326,18 +326,14 @@ class Pipeline:
 
 def _micro_batch(tensors: Mapping[str, torch.Tensor], size: int) -> dict[str, torch.Tensor]:
     """The tensors of a message forward; none if they are no micro-batch of `size` samples."""
-    for name, target in tensors.items():
-        dtype = _DTYPES.get(name.removeprefix("target "))
-        if (
-            dtype is None
-            or target.dtype != torch.uint8
-            or not target.dim()
-            or target.shape[-1] % dtype.itemsize
-        ):
-            continue
-        found = {"in": tensors["out"], "target": target.view(dtype)}
-        return found if all(one.dim() and len(one) == size for one in found.values()) else {}
-    return {}
+    name = next((one for one in tensors if one.startswith(TARGET)), "")
+    dtype, target = DTYPES.get(name.removeprefix(TARGET)), tensors.get(name)
+    if dtype is None or target is None or target.dtype != torch.uint8 or not target.dim():
+        return {}
+    if target.shape[-1] % dtype.itemsize:
+        return {}
+    found = {"in": tensors["out"], "target": target.view(dtype)}
+    return found if all(one.dim() and len(one) == size for one in found.values()) else {}
 
 
 def _content(note: pipeline.Note, held: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -348,5 +344,4 @@ def _content(note: pipeline.Note, held: Mapping[str, torch.Tensor]) -> dict[str,
         exponent = torch.frexp(gradient.abs().max()).exponent
         return {"gradient": torch.ldexp(gradient, -exponent), "exponent": exponent}
     target = held["target"].contiguous()
-    name = str(target.dtype).removeprefix("torch.")
-    return {"out": held["out"], f"target {name}": target.view(torch.uint8)}
+    return {"out": held["out"], TARGET + NAMES[target.dtype]: target.view(torch.uint8)}

@@ -265,8 +265,7 @@ class Population(LocalTraining[None]):
         self.values = values_of({name: one.draw(self._random) for name, one in space.items()})
         self.lineage: tuple[Scored, ...] = ()
         super().__init__(run, stepped_tensors(run.core.binding.source).values())
-        run.core.refuse_if_trained()
-        run.core.trained_by = type(self).__name__
+        run.core.begin_training(type(self).__name__)
         model = blake3(msgspec.json.encode(run.core.binding.gradients)).hexdigest()
         # Peers meet where the names of their tensors are the same.
         terms = (f"model {model[:16]}", *specs, *(f"{name}: {one}" for name, one in sorted(space.items())))

@@ -28,7 +28,7 @@ import torch
 
 from equipoise.averaging.options import MAX_GROUP_SIZE
 from equipoise.averaging.outcome import SHOWN_CHARS
-from equipoise.averaging.shared.keeper import Note, Send
+from equipoise.averaging.shared.keeper import Send
 from equipoise.averaging.shared.messages import SHARDS
 from equipoise.averaging.shared.node import Does, Done, Node, Parts
 from equipoise.averaging.shared.rows import GRADIENTS, IDS, OPTIMIZERS, ROWS, RowStore, packed, unpacked
@@ -111,7 +111,7 @@ class Serving:
                     left += self.node.got(me, self._script, self.node.views.view.name, item, payload)
                 case Send() as send:
                     leaving[send.to].append(send)
-                case Note(text):
+                case str(text):
                     log.warning("run %s: %s", self._run.name, text)
                 case Done(number, got, reason, lost):
                     end = self._asked.pop(number)
@@ -187,7 +187,7 @@ class Serving:
         try:
             view, items = unpacked(message.tensors, message.fields)
         except ValueError as error:
-            return [Note(f"..{message.sender[-SHOWN_CHARS:]} sent no message of shared tables: {error}")]
+            return [f"..{message.sender[-SHOWN_CHARS:]} sent no message of shared tables: {error}"]
         sent, late = (message.sender, message.script, view), time.monotonic() - self._met > PATIENCE_SECONDS
         # A peer that is not in this view yet may have called for the round that named it.
         self._called |= not items and (late or int(view.partition(".")[0]) >= self.node.views.view.number)
@@ -262,7 +262,7 @@ class Shared:
         strategy, made = run.core.strategy, OPTIMIZERS.parse(optimizer)
         if not isinstance(strategy, SharedTables):
             raise Refused(f"run {run.name!r} averages by {strategy.name}", 'join it with strategy="shared"')
-        run.core.refuse_if_trained()
+        run.core.begin_training(type(self).__name__)
         self.run, self._tensors = run, dict(run.core.binding.tensors())
         self._tables = {name: one.detach().cpu().reshape(one.shape[0] if one.dim() else 1, -1)
                         for name, one in self._tensors.items()}  # fmt: skip
@@ -271,7 +271,6 @@ class Shared:
         if size > MAX_SHARD_BYTES:
             raise ValueError(f"expected tables of at most {MAX_SHARD_BYTES} bytes a shard, got {size}")
         run.agree({"shared": made.spec})
-        run.core.trained_by = "Shared"
         self._rows: dict[str, _Rows] = {}
         self._pushes: deque[End] = deque()
         self._serving = Serving(run, strategy, lambda shard: RowStore(self._tables, shard, made))

@@ -9,15 +9,13 @@ from torch.utils.hooks import RemovableHandle
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import has_length
 
-from equipoise.peer.client.run import JoinedRun
 from equipoise.peer.training.adapters.accelerate import take_over
-from equipoise.peer.training.adapters.schedule import paced, progress
+from equipoise.peer.training.adapters.schedule import SwarmSteps, paced
 from equipoise.peer.training.adapters.sharing import share
-from equipoise.peer.training.counting import Count, watch_batches
-from equipoise.peer.training.optimizer import SwarmOptimizer
+from equipoise.peer.training.counting import watch_batches
 
 
-class SwarmCallback(TrainerCallback):  # type: ignore[misc]
+class SwarmCallback(SwarmSteps, TrainerCallback):  # type: ignore[misc]
     """Has a `Trainer` step with the swarm: `callbacks=[SwarmCallback(run, target_batch_size=4096)]`.
 
     It takes over at the start of training: the optimizer steps when the swarm has its target batch, and `max_grad_norm`
@@ -26,40 +24,10 @@ class SwarmCallback(TrainerCallback):  # type: ignore[misc]
     the Trainer makes of `num_train_epochs`, and all peers must have it alike. Each goes through its data as often as
     that takes. `logging_steps`, `save_steps`, `eval_steps` and the Trainer's progress bar count this peer's own
     micro-batches. Peers with equal data sets draw a share each; peers that do not shuffle must have other data.
-
-    Attributes:
-        optimizer: The swarm's optimizer, from the start of training on: its `epoch`, `reason`, `last`.
     """
 
-    def __init__(
-        self,
-        run: JoinedRun,
-        *,
-        target_batch_size: float,
-        epochs: int | None = None,
-        count: Count | None = None,
-        shares: bool = True,
-        **options: Any,
-    ) -> None:
-        """Say how the swarm steps.
-
-        Args:
-            run: Joined with the model that is given to the Trainer.
-            target_batch_size: Samples, of all peers together, that make an update.
-            epochs: The swarm's epoch at which training stops, if that is to be before the scheduler's end.
-            count: Counts what the model gets, as `lambda batch: batch["attention_mask"].sum()`: `target_batch_size` is
-                then of such tokens. By default samples count.
-            shares: Whether to draw this peer's share of a data set that others have too, where its loader shuffles:
-                `Shares` takes the place of that. Peers whose data differ draw all of theirs anyway.
-            **options: `checkpoints`, and other fields of `equipoise.peer.training.Options`: by default the Trainer's
-                `batch_size`, `clip` and `scheduler`.
-        """
-        self.optimizer: SwarmOptimizer | None = None
-        self._run, self._count, self._shares = run, count, shares
-        self._batches: RemovableHandle | None = None
-        self._epochs = epochs
-        self._end = self._left = 0
-        self._options = {"target_batch_size": target_batch_size, **options}
+    _batches: RemovableHandle | None = None
+    _left = 0
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -109,8 +77,7 @@ class SwarmCallback(TrainerCallback):  # type: ignore[misc]
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Move the Trainer's own end, which counts micro-batches, to where the swarm has made its epochs."""
-        ends = self.optimizer is not None and progress(self.optimizer) >= self._end
-        state.max_steps = state.global_step + (1 if ends else 2)
+        state.max_steps = state.global_step + (1 if self._is_over else 2)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

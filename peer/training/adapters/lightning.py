@@ -10,55 +10,27 @@ from torch.utils._pytree import tree_leaves
 
 from equipoise.peer.client.run import JoinedRun
 from equipoise.peer.errors import Refused
-from equipoise.peer.training.adapters.schedule import paced, progress
+from equipoise.peer.training.adapters.schedule import SwarmSteps, paced
 from equipoise.peer.training.adapters.sharing import share
-from equipoise.peer.training.counting import Count
-from equipoise.peer.training.optimizer import SwarmOptimizer, swarm_optimizer
+from equipoise.peer.training.optimizer import swarm_optimizer
 
 
-class SwarmCallback(Callback):  # type: ignore[misc]
+class SwarmCallback(SwarmSteps, Callback):  # type: ignore[misc]
     """Has a `Trainer` step with the swarm: `callbacks=[SwarmCallback(run, target_batch_size=4096, batch_size=32)]`.
 
     It takes over when training starts: the optimizer steps when the swarm has its target batch, and `gradient_clip_val`
     applies to the average. The end and the scheduler count the swarm's epochs: with `max_steps=100`, all peers end at
     epoch 100. Without `max_steps`, it is the number of steps that the Trainer makes of `max_epochs`. Each peer goes
     through its data as often as that takes. In all other places, Lightning's steps are this peer's micro-batches.
-
-    Attributes:
-        optimizer: The swarm's optimizer, from the start of training on: its `epoch`, `reason`, `last`.
     """
 
-    def __init__(
-        self,
-        run: JoinedRun,
-        *,
-        target_batch_size: float,
-        batch_size: float,
-        epochs: int | None = None,
-        count: Count | None = None,
-        shares: bool = True,
-        **options: Any,
-    ) -> None:
-        """Say how the swarm steps.
+    def __init__(self, run: JoinedRun, *, batch_size: float, **options: Any) -> None:
+        """See `SwarmSteps`; `batch_size` is the samples in one batch.
 
-        Args:
-            run: Joined with the LightningModule that is given to the Trainer.
-            target_batch_size: Samples, of all peers together, that make an update.
-            batch_size: Samples in one batch; `accumulate_grad_batches` is counted in, and a shorter batch as it is.
-            epochs: The swarm's epoch at which training stops, if that is to be before the Trainer's end.
-            count: Counts a batch, as `lambda batch: batch["attention_mask"].sum()`: `target_batch_size` is then of such
-                tokens.
-            shares: Whether to draw this peer's share of a data set that others have too, where its loader shuffles:
-                `Shares` takes the place of that. Peers whose data differ draw all of theirs anyway.
-            **options: Other fields of `equipoise.peer.training.Options`, and `checkpoints`. `clip` and `scheduler` come
-                from the Trainer unless they are given.
+        `accumulate_grad_batches` is counted in, and a shorter batch as it is.
         """
-        self.optimizer: SwarmOptimizer | None = None
-        self._run, self._count, self._shares = run, count, shares
-        self._epochs = epochs
-        self._end: float = 0
+        super().__init__(run, **options)
         self._batch_size = batch_size
-        self._options = {"target_batch_size": target_batch_size, **options}
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Take over the Trainer's end.
@@ -107,7 +79,7 @@ class SwarmCallback(Callback):  # type: ignore[misc]
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         if loss is not None:
             self._run.report(loss=loss)
-        if self.optimizer is not None and progress(self.optimizer) >= self._end:
+        if self._is_over:
             trainer.should_stop = True
 
 

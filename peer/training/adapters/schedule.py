@@ -1,4 +1,4 @@
-"""Learning-rate schedulers that a framework made and steps by its own count, made to follow the swarm's epochs."""
+"""What callbacks of frameworks are given, and schedulers of frameworks made to follow the swarm's epochs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,50 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from equipoise.peer.client.run import JoinedRun
+from equipoise.peer.training.counting import Count
 from equipoise.peer.training.optimizer import SwarmOptimizer
+
+
+class SwarmSteps:
+    """What a callback is given to have a framework's trainer step with the swarm.
+
+    Attributes:
+        optimizer: The swarm's optimizer, from the start of training on: its `epoch`, `reason`, `last`.
+    """
+
+    def __init__(
+        self,
+        run: JoinedRun,
+        *,
+        target_batch_size: float,
+        epochs: int | None = None,
+        count: Count | None = None,
+        shares: bool = True,
+        **options: Any,
+    ) -> None:
+        """Say how the swarm steps.
+
+        Args:
+            run: Joined with the model, or LightningModule, that is given to the trainer.
+            target_batch_size: Samples, of all peers together, that make an update.
+            epochs: The swarm's epoch at which training stops, if that is to be before the trainer's end.
+            count: Counts a batch, as `lambda batch: batch["attention_mask"].sum()`: `target_batch_size` is then of such
+                tokens. By default samples count.
+            shares: Whether to draw this peer's share of a data set that others have too, where its loader shuffles:
+                `Shares` takes the place of that. Peers whose data differ draw all of theirs anyway.
+            **options: `checkpoints`, and other fields of `equipoise.peer.training.Options`: by default `batch_size`,
+                `clip` and `scheduler` are the trainer's.
+        """
+        self.optimizer: SwarmOptimizer | None = None
+        self._run, self._epochs, self._count, self._shares = run, epochs, count, shares
+        self._end: float = 0
+        self._options = {"target_batch_size": target_batch_size, **options}
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether the swarm has made its epochs, those before a training that goes on from a file included."""
+        return self.optimizer is not None and progress(self.optimizer) >= self._end
 
 
 class _Paced:

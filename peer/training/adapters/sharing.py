@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch.utils.data import RandomSampler, Sampler
@@ -68,10 +68,10 @@ def share(run: JoinedRun, loaders: Iterable[Any], wanted: bool) -> None:
         return
     told = ""
     for loader in loaders:
-        batches, data = sampling_of(loader), getattr(loader, "dataset", None)
+        batches, why = sampling_of(loader), ""
+        data: Any = getattr(loader, "dataset", None)
         sampler = getattr(batches, "sampler", None)
-        why = ""
-        if not isinstance(sampler, RandomSampler) or sampler.replacement or len(sampler) != _length(data):
+        if not isinstance(sampler, RandomSampler) or sampler.replacement or len(sampler) != len(data):
             why = f"the loader does not shuffle them ({type(sampler).__name__})"
         elif told not in ("", mark := mark_of(data)):
             why = "they are a second data set"
@@ -82,7 +82,3 @@ def share(run: JoinedRun, loaders: Iterable[Any], wanted: bool) -> None:
         batches.sampler = EndlessShares(run, data, mark)
         line = "run %s: peers with an equal data set (%d samples) draw a share of it each; shares=False turns that off"
         log.info(line, run.name, len(batches.sampler))
-
-
-def _length(data: Any) -> int:
-    return len(data) if isinstance(data, Sized) else -1

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from equipoise.averaging.shared.keeper import Note, Send
+from equipoise.averaging.shared.keeper import Send
 from equipoise.averaging.shared.messages import SHARDS, Answer, Ask, Clock, Entered, Has, Item
 from equipoise.averaging.shared.node import RETRY_SECONDS, SLOW_CLOCKS, Done, Node
 from equipoise.averaging.shared.rows import OPTIMIZERS, RowStore, packed, unpacked
@@ -87,7 +87,7 @@ class Peer:
                     self.do(self.node.got(to, self.script, self.node.views.view.name, item, payload))
                 case Send():
                     self.world.send(self, action)
-                case Note(text):
+                case str(text):
                     self.world.notes.append(text)
                 case Done(number, got, reason, lost) if number in self.pushed:
                     for shard in self.pushed.pop(number):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from equipoise.averaging.shared.messages import MAX_EARLIER, SHARDS, Entered, read
+from equipoise.averaging.shared.messages import MAX_EARLIER, SHARDS, Entered
+from equipoise.averaging.shared.rows import unpacked
 from equipoise.averaging.shared.view import View, Views
 
 
@@ -138,7 +139,7 @@ def test_a_peer_that_is_no_member_is_not_heard() -> None:
 def test_a_view_of_nobody_is_no_view() -> None:
     item = ("Entered", 0, 1, [(1, [])])
     with pytest.raises(ValueError, match="length >= 1"):
-        read({"view": "3.01234567", "items": [item], "lengths": {}})
+        unpacked({}, {"view": "3.01234567", "items": [item]})
 
 
 def test_holders_follow_from_members_and_a_peer_that_goes_moves_only_what_it_held() -> None:

@@ -36,17 +36,17 @@ def test_gradients_travel_without_their_exponent(scale: float) -> None:
     "tensors",
     [
         {},
-        {"target float32": torch.zeros(3)},
-        {"target float32": torch.zeros(3, 3, dtype=torch.uint8)},
-        {"target float32": torch.tensor(1, dtype=torch.uint8)},
+        {"target F32": torch.zeros(3)},
+        {"target F32": torch.zeros(3, 3, dtype=torch.uint8)},
+        {"target F32": torch.tensor(1, dtype=torch.uint8)},
         {"target float99": torch.zeros(3, 4, dtype=torch.uint8)},
-        {"target float32": torch.zeros(2, 4, dtype=torch.uint8)},
+        {"target F32": torch.zeros(2, 4, dtype=torch.uint8)},
     ],
     ids=["none", "no bytes", "part of a value", "no samples", "no dtype", "too few"],
 )
 def test_what_is_no_micro_batch_is_not_taken(tensors: dict[str, torch.Tensor]) -> None:
     assert _micro_batch({"out": torch.ones(3, 2), **tensors}, 3) == {}
-    whole = {"out": torch.ones(2, 2), "target float32": torch.zeros(3, 4, dtype=torch.uint8)}
+    whole = {"out": torch.ones(2, 2), "target F32": torch.zeros(3, 4, dtype=torch.uint8)}
     assert _micro_batch(whole, 3) == {}
 
 

@@ -97,14 +97,13 @@ class Net:
         script = SimpleNamespace(hex=lambda: f"{peer}'s")
         core = SimpleNamespace(
             strategy=parse_strategy(spec),
-            refuse_if_trained=lambda: None,
+            begin_training=lambda by: None,
             binding=SimpleNamespace(tensors=lambda: tensors),
             channels=SimpleNamespace(mailbox=SimpleNamespace(script=script), send=send, receive=receive),
             branch=lambda name, *_, **__: SimpleNamespace(name=name, average=average, leave=lambda: None),
             finishing=[],
             link=SimpleNamespace(lost=None),
             left=False,
-            trained_by="",
             tell=lambda _, line: self.told.update({peer: line}),
             undone_on_failure=contextlib.nullcontext,
         )
