@@ -6,10 +6,10 @@ travel in the signed join, so every member averages the same numbers, and so doe
 
 from __future__ import annotations
 
-import statistics
 import sys
 from collections.abc import Iterable, Mapping
 from fractions import Fraction
+from statistics import median, median_high, median_low
 from typing import Annotated
 
 import msgspec
@@ -96,12 +96,7 @@ def averaged(reports: Iterable[tuple[float, Values]], robust: bool) -> dict[str,
     Returns:
         By name; of more than 16 names, those that most reports have.
     """
-    found: dict[str, list[tuple[Fraction, Fraction]]] = {}
-    for weight, values in reports:
-        for name, value in values.items() if weight > 0 else ():
-            found.setdefault(name, []).append((Fraction(weight), Fraction(value)))
-    names = sorted(found, key=lambda name: (-len(found[name]), name))[:MAX_AVERAGES]
-    return {name: float(_average(found[name], robust)) for name in sorted(names)}
+    return {name: float(_average(rows, robust)) for name, rows in _counting(reports).items()}
 
 
 def middles(reports: Iterable[tuple[float, Values]]) -> dict[str, tuple[float, float]]:
@@ -109,17 +104,22 @@ def middles(reports: Iterable[tuple[float, Values]]) -> dict[str, tuple[float, f
 
     Every report counts alike: neither a claimed weight nor a claimed number moves them past most of the others.
     """
-    found: dict[str, list[float]] = {}
+    values = {name: [float(value) for _, value in rows] for name, rows in _counting(reports).items()}
+    return {name: (median_low(each), median_high(each)) for name, each in values.items()}
+
+
+def _counting(reports: Iterable[tuple[float, Values]]) -> dict[str, list[tuple[Fraction, Fraction]]]:
+    found: dict[str, list[tuple[Fraction, Fraction]]] = {}
     for weight, values in reports:
         for name, value in values.items() if weight > 0 else ():
-            found.setdefault(name, []).append(value)
+            found.setdefault(name, []).append((Fraction(weight), Fraction(value)))
     names = sorted(found, key=lambda name: (-len(found[name]), name))[:MAX_AVERAGES]
-    return {n: (statistics.median_low(found[n]), statistics.median_high(found[n])) for n in sorted(names)}
+    return {name: found[name] for name in sorted(names)}
 
 
 def _average(rows: list[tuple[Fraction, Fraction]], robust: bool) -> Fraction:
     if robust:
-        return statistics.median(value for _, value in rows)
+        return median(value for _, value in rows)
     total = sum((weight for weight, _ in rows), Fraction())
     return sum((weight * value for weight, value in rows), Fraction()) / total
 

@@ -10,8 +10,7 @@ from equipoise.averaging.state import StateId, group_state
 from equipoise.averaging.weights import ATTENDANCE_LIMIT, shares
 
 SHOWN_CHARS = 8
-"""Characters of a PeerID, and of a digest, that tell them apart in a line for people."""
-
+"""Characters of a PeerID (its last: the first are alike) and of a digest that tell them apart in a line for people."""
 
 MAX_CAPS = 3
 """Most capped contributors that a reason names."""

@@ -20,14 +20,11 @@ from rich.table import Table
 from rich.text import Text
 
 from equipoise.averaging.counts import count
-from equipoise.averaging.outcome import Outcome
+from equipoise.averaging.outcome import SHOWN_CHARS, Outcome
 from equipoise.dht.sanitize import escaped
 from equipoise.dht.state import BootstrapStatus, DirectStatus, ReachStatus
 from equipoise.peer.config import RATES, Setting
 from equipoise.peer.status import Exchanges, PeerRow, RunStatus, Status
-
-SHORT_PEER = 8
-"""Characters of a PeerID that people see: the last ones, since the first are alike in all of them."""
 
 WIDE = 100_000
 """Columns where standard output is no terminal: no line is as long, so nothing is folded."""
@@ -50,7 +47,7 @@ TODAY_SECONDS = 20 * 3600.0
 """Age from which a round is shown with its date: the time of day alone would be ambiguous."""
 
 _BASE58 = "[1-9A-HJ-NP-Za-km-z]"
-_PEER_ID = re.compile(f"12D3KooW{_BASE58}{{{44 - SHORT_PEER}}}({_BASE58}{{{SHORT_PEER}}})")
+_PEER_ID = re.compile(f"12D3KooW{_BASE58}{{{44 - SHOWN_CHARS}}}({_BASE58}{{{SHOWN_CHARS}}})")
 
 
 def print_json(value: Any) -> None:
@@ -350,7 +347,7 @@ def _cleaned(text: str) -> str:
 
 
 def _short(peer: str) -> str:
-    return f"..{peer[-SHORT_PEER:]}"
+    return f"..{peer[-SHOWN_CHARS:]}"
 
 
 def _value(setting: Setting) -> str:
