@@ -20,8 +20,8 @@ from equipoise.peer.training.optimizer import SwarmOptimizer
 LEADER = 0
 """The rank that talks to the daemon."""
 
-FAILED = 0
-"""Message of rank 0 that it has raised; any other is above."""
+FAILED = -1
+"""The epoch of a rank 0 that has raised."""
 
 
 class RankZeroFailed(EquipoiseError, RuntimeError):
@@ -87,31 +87,22 @@ class SharedOptimizer:
         self._share(lambda: self.optimizer and self.optimizer.step(samples=samples))
 
     def _share(self, act: Callable[[], Any]) -> None:
-        def lead() -> int:
-            act()
-            assert self.optimizer is not None, "rank 0 has one"
-            # After a resynchronisation, rank 0 may hold another state of the same epoch.
-            before, self._shared = self._shared, self.optimizer.id
-            return 2 * self._shared.epoch + (self._shared != before) + FAILED + 1
-
-        told = _together(lead, self._parameters[0].device, self._group)
-        self.epoch, changed = divmod(told - FAILED - 1, 2)
-        if changed:
-            for parameter in self._parameters:
-                _broadcast(parameter.detach(), self._group)
-
-
-def _together(lead: Callable[[], int], device: torch.device, group: dist.ProcessGroup | None) -> int:
-    """Return on every rank the result of `lead` on rank 0; if it raises, all raise, so that no rank waits for ever."""
-    told = torch.full((), FAILED, dtype=torch.int64, device=device)
-    try:
-        if dist.get_rank(group) == LEADER:
-            told.fill_(lead())
-    finally:
-        _broadcast(told, group)
-    if int(told) == FAILED:
-        raise RankZeroFailed("rank 0 could not step", "its own error says why")
-    return int(told)
+        """Have rank 0 `act`, and all ranks take its epoch and parameters; if it raises, all raise: no rank waits."""
+        told = torch.tensor([FAILED, 0], device=self._parameters[0].device)
+        try:
+            if self.optimizer is not None:
+                act()
+                # After a resynchronisation, rank 0 may hold another state of the same epoch.
+                before, self._shared = self._shared, self.optimizer.id
+                told[0], told[1] = self._shared.epoch, self._shared != before
+        finally:
+            _broadcast(told, self._group)
+        epoch, changed = told.tolist()
+        if epoch == FAILED:
+            raise RankZeroFailed("rank 0 could not step", "its own error says why")
+        self.epoch = epoch
+        for parameter in self._parameters if changed else ():
+            _broadcast(parameter.detach(), self._group)
 
 
 def _broadcast(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> None:

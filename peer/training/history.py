@@ -13,7 +13,7 @@ import operator
 import os
 import re
 from collections import UserList
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
@@ -214,12 +214,7 @@ class History(UserList[Record]):
 # The spaces around the operator are optional; a metric's name may have inner ones.
 _UNTIL = re.compile(r"\A\s*(\S(?:.{0,22}\S)??)\s*(>=|<=|>|<)\s*(\S+)\s*\Z")
 
-_COMPARISONS: dict[str, Callable[[float, float], bool]] = {
-    ">=": operator.ge,
-    "<=": operator.le,
-    ">": operator.gt,
-    "<": operator.lt,
-}
+_COMPARISONS = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}
 
 
 class Until(NamedTuple):
@@ -253,7 +248,7 @@ class Until(NamedTuple):
 
     def holds(self, value: float) -> bool:
         """Whether a value fulfils it."""
-        return _COMPARISONS[self.operator](value, self.bound)
+        return bool(_COMPARISONS[self.operator](value, self.bound))
 
 
 class Ending(NamedTuple):
