@@ -451,8 +451,8 @@ class JoinedRun:
             SchemaError: The parameters have changed since the run was joined, or a buffer is not finite.
             RoundPending: A round of this run has not been collected.
         """
-        told = metrics or {name: float(value) for name, value in self.core.reported.items()}
-        told = metrics or {name: value for name, value in told.items() if math.isfinite(value)}
+        reports = {name: float(one) for name, one in self.core.reported.items()}
+        told = metrics or {name: one for name, one in reports.items() if math.isfinite(one)}
         reported = values_of(told), None if evaluation is None else report_of(evaluation)
         with self._withdrawn_if_interrupted():
             pending = self._start_step(timeout, state, *reported)

@@ -412,12 +412,9 @@ class Federated:
 
     def _comes_about(self) -> bool:
         """Whether the round has begun, or will within the grace: its quorum is there."""
-        match self._run.state:
-            case Exchanging():
-                return True
-            case Gathering(contributed=contributed):
-                return len(contributed) >= self._strategy.quorum
-        return False
+        state = self._run.state
+        gathered = len(state.contributed) if isinstance(state, Gathering) else 0
+        return isinstance(state, Exchanging) or gathered >= self._strategy.quorum
 
     def _failure(self) -> str:
         """Why the round that has just ended failed; empty if this peer only missed it."""

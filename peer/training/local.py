@@ -107,10 +107,6 @@ class Schedule:
         """Whether an exchange is due at a step."""
         return step % self.every == self.offset % self.every or step == self.retry_at
 
-    def step_of(self, epoch: int) -> int:
-        """The step at which the group began the outer step before an epoch."""
-        return max((epoch - 1) * self.every + self.offset, 0)
-
 
 class LocalTraining(ABC, Generic[End]):
     """A `with` block that follows the steps of the loop's optimizer. It ends with `finish`, unless an error ends it.
@@ -573,7 +569,7 @@ class Fragment:
     @property
     def group_step(self) -> int:
         """The step at which the group began its last outer step, by the number of outer steps."""
-        return self.schedule.step_of(self.member.id.epoch)
+        return max((self.member.id.epoch - 1) * self.schedule.every + self.schedule.offset, 0)
 
     @property
     def _counts_late(self) -> bool:

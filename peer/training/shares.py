@@ -136,7 +136,7 @@ class Shares(Sampler[int]):
         looks_at = clock() + pause
         while len(current.left):
             if clock() >= looks_at:
-                current.meet(self._look())
+                current.meet(self.look())
                 pause = min(2 * pause, LOOK_SECONDS)
                 looks_at = clock() + pause
             if len(current.left):
@@ -159,9 +159,9 @@ class Shares(Sampler[int]):
         return dataset.select(part) if hasattr(dataset, "select") else Subset(dataset, part)
 
     def _deal(self, count: int) -> Pass:
-        return Pass(count, self._seed, self.epoch, self._run.peer, self._look())
+        return Pass(count, self._seed, self.epoch, self._run.peer, self.look())
 
-    def _look(self) -> tuple[str, ...]:
+    def look(self) -> tuple[str, ...]:
         """The live peers; while the daemon is gone, those of the last look."""
         with contextlib.suppress(DaemonLost):
             self._members = self._run.core.members(self.mark)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 from torch.utils.data import RandomSampler, Sampler
 
 from equipoise.peer.client.run import JoinedRun
-from equipoise.peer.errors import DaemonLost
 from equipoise.peer.training.shares import Shares, mark_of
 
 log = logging.getLogger(__name__)
@@ -44,9 +42,7 @@ class EndlessShares(Sampler[int]):
 
     def _others(self) -> int:
         """The number of other live peers with an equal data set."""
-        with contextlib.suppress(DaemonLost):
-            return len({*self._run.core.members(self._shares.mark)} - {self._run.peer})
-        return 0
+        return len({*self._shares.look()} - {self._run.peer})
 
 
 def sampling_of(loader: Any) -> Any:
