@@ -30,9 +30,6 @@ LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 END_SECONDS = 15.0
 """Time for a peer to leave the swarm."""
 
-LIBRARIES = ["torch._dynamo", "equipoise.peer.training", "sklearn.datasets", "transformers.trainer", "peft"]
-"""What examples import, and takes seconds."""
-
 
 class Point(NamedTuple):
     """A moment of one peer's training.
@@ -217,10 +214,9 @@ def plot(rows: dict[str, Result], file: str) -> None:
 def children(train: Train, options: argparse.Namespace) -> Iterator[Callable[..., Connection]]:
     """Starts processes that train, each with some options of its own, and ends those that still run.
 
-    The processes are forked from one that has imported the libraries: their import takes seconds for each otherwise.
+    They are forked from this one, which has imported the libraries: their import takes seconds for each otherwise.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([name for name in LIBRARIES if name in sys.modules])
+    context = multiprocessing.get_context("fork")
     started: list[Any] = []
 
     def start(**own: Any) -> Connection:

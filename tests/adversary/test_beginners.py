@@ -11,7 +11,6 @@ from e2e.test_newcomers import THEIRS, Trainer
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(("honest", "strangers"), [(1, 1), (1, 4), (3, 1), (3, 4)])
 def test_a_newcomer_ends_in_the_state_of_the_peer_that_it_joins_by(
     swarm: Swarm, honest: int, strangers: int

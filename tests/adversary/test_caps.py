@@ -24,7 +24,6 @@ def attacker(swarm: Swarm, way: str, first: DaemonProcess, monkeypatch: pytest.M
         return swarm.daemon("attacker", join=[first.address])
 
 
-@pytest.mark.timeout(300)
 def test_no_weight_and_no_value_is_the_mean_by_itself(swarm: Swarm) -> None:
     daemons = swarm.daemons(3)
     values = normal(3, 1000)
@@ -38,7 +37,7 @@ def test_no_weight_and_no_value_is_the_mean_by_itself(swarm: Swarm) -> None:
         fleet.check(dict(enumerate(outcomes)), 1e-6)
     values[2] = torch.full((1000,), 1e30)
     with Fleet(daemons, values, codec="fp32") as fleet:
-        outcomes = [pending.result() for pending in fleet.start([1.0] * 3)]
+        outcomes = fleet.whole([1.0] * 3)
         assert set(outcomes[0].shrunk) == {fleet.clients[2].peer_id}
         moved = (fleet.tensors[0] - (values[0] + values[1]) / 3).norm()
         assert moved <= 1.01 * 10 * max(values[0].norm(), values[1].norm()) / 3
@@ -61,7 +60,6 @@ def take_part(run: Run, over: threading.Event) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize("way", ["stall", "nan", "each", "mute"])
 def test_a_member_at_fault_leaves_the_others_most_of_their_rounds(
     swarm: Swarm, monkeypatch: pytest.MonkeyPatch, way: str
@@ -86,7 +84,6 @@ def test_a_member_at_fault_leaves_the_others_most_of_their_rounds(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_a_gossip_partner_that_does_not_vote_leaves_the_others_most_of_their_exchanges(
     swarm: Swarm, monkeypatch: pytest.MonkeyPatch
 ) -> None:

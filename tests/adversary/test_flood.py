@@ -52,7 +52,6 @@ def pace(fleet: Fleet) -> Pace:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_bad_tokens_of_sixteen_peers_fail_no_round(swarm: Swarm) -> None:
     first = founder(swarm)
     second = guest(swarm, "second", line_of(first))

@@ -21,7 +21,6 @@ class Pair(Trainer):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize("strangers", [1, 20])
 def test_strangers_with_another_target_batch_keep_nobody_out(swarm: Swarm, strangers: int) -> None:
     places = daemons(swarm, 3 + strangers)

@@ -34,7 +34,6 @@ def test_every_package_is_typed() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
 def test_a_wheel_offers_the_public_names(tmp_path: Path) -> None:
     source, wheels, installed = (tmp_path / name for name in ("source", "wheels", "installed"))
     for package in PACKAGES:

@@ -75,7 +75,6 @@ def test_every_command_is_one_that_the_story_runs() -> None:
     assert {words[0] for words in commands()} == {"equipoise"}
 
 
-@pytest.mark.timeout(240)
 def test_two_daemons_and_a_look_inside(swarm: Swarm) -> None:
     first = swarm.daemon("first")
     second = swarm.daemon("second", join=told(shown("daemon", "--join")[3:], first))
@@ -86,7 +85,7 @@ def test_two_daemons_and_a_look_inside(swarm: Swarm) -> None:
             assert done.stdout.strip()
         second.json(verb)
     assert second.cli(*shown("stop")[1:]).returncode == 0
-    assert second.wait(30) == 0
+    assert second.wait() == 0
 
 
 def test_a_private_swarm_without_its_daemon(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -111,7 +110,6 @@ def test_the_plan_is_that_of_the_table() -> None:
             ]
 
 
-@pytest.mark.timeout(480)
 def test_every_script_averages_on_two_machines(swarm: Swarm) -> None:
     launch, resume = shown("launch", "--join"), shown("launch", "--resume")
     first = swarm.daemon("first")
@@ -131,10 +129,9 @@ def test_every_script_averages_on_two_machines(swarm: Swarm) -> None:
     )
     for name in names:
         (swarm.folder / name).write_text(script(name))
-    others = "\n".join(f"runpy.run_path({name!r}, run_name='__main__')" for name in names[1:])
-    (swarm.folder / "others.py").write_text(f"import runpy\n{others}\n")
-    commands_and_rounds = [(launch, 1), (resume, 2), (with_script(launch, "others.py"), 8)]
-    for command, count in commands_and_rounds:
+    each = "\n".join(f"runpy.run_path({name!r}, run_name='__main__')" for name in names)
+    (swarm.folder / "each.py").write_text(f"import runpy\n{each}\n")
+    for command, count in [(launch, 1), (with_script(resume, "each.py"), 8)]:
         trainers = [launched(swarm, told(command, first), f"trainer{index}") for index in range(2)]
         for trainer in trainers:
             assert trainer.wait(120) == 0, trainer.errors
@@ -142,7 +139,6 @@ def test_every_script_averages_on_two_machines(swarm: Swarm) -> None:
         assert_averaged(trainers, count)
 
 
-@pytest.mark.timeout(120)
 def test_the_doors_of_a_daemon(swarm: Swarm) -> None:
     doors, relay = [
         [re.sub(r"/tcp/\d+$", "/tcp/0", word) for word in words[2:]]  # Another test may have taken the ports.
@@ -153,7 +149,6 @@ def test_the_doors_of_a_daemon(swarm: Swarm) -> None:
     assert (settings["relay"]["value"], settings["relay_bandwidth"]["value"]) == (True, 5e6)
 
 
-@pytest.mark.timeout(120)
 def test_the_daemon_within_a_script(swarm: Swarm) -> None:
     first = swarm.daemon("first")
     code = script("the daemon within").replace("ADDRESS", first.address)
@@ -167,7 +162,6 @@ def test_the_simulation(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == "True\n"
 
 
-@pytest.mark.timeout(120)
 def test_the_configuration(swarm: Swarm) -> None:
     first = swarm.daemon("first")
     (text,) = blocks("toml")

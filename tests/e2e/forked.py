@@ -1,4 +1,4 @@
-"""Processes of `equipoise` that are forked from one that has imported its libraries, not executed.
+"""Daemons and scripts that are forked from a process that has imported their libraries, not executed.
 
 Importing torch, hivemind and numba takes a daemon 3 s of processor time, and tests start some hundred daemons. All else
 is as in a process that is executed: environment, folder, umask, arguments, output, signals and exit status. The daemons
@@ -7,11 +7,15 @@ that `equipoise launch` and `equipoise demo` start are executed.
 
 from __future__ import annotations
 
+import atexit
 import functools
 import multiprocessing
 import os
+import runpy
 import subprocess
 import sys
+import threading
+import types
 from collections.abc import Mapping, Sequence
 from multiprocessing.forkserver import ensure_running
 from pathlib import Path
@@ -34,7 +38,7 @@ def environment() -> dict[str, str]:
 
 
 class Forked:
-    """A started `equipoise WORDS`; has what the tests use of `subprocess.Popen`."""
+    """A started `python WORDS`, with a file or `-c CODE`; has what the tests use of `subprocess.Popen`."""
 
     def __init__(
         self, words: Sequence[str], env: Mapping[str, str], out: Path, err: Path, folder: Path
@@ -76,7 +80,7 @@ def _preload() -> None:
 
 
 def _run(words: list[str], env: dict[str, str], files: tuple[str, str, str], folder: str, umask: int) -> None:
-    """Become, in a forked process, what an executed one would be, and run the program."""
+    """Become, in a forked process, what an executed one would be, and run the file or the code."""
     os.environ.clear()
     os.environ.update(env)
     os.chdir(folder)
@@ -85,7 +89,16 @@ def _run(words: list[str], env: dict[str, str], files: tuple[str, str, str], fol
         os.dup2(opened, number)
         os.close(opened)
     os.umask(umask)
-    sys.argv = ["equipoise", *words]
-    from equipoise.peer.cli import main
-
-    main()
+    try:
+        if words[0] == "-c":
+            sys.argv = ["-c", *words[2:]]
+            sys.path.insert(0, "")
+            sys.modules["__main__"] = main = types.ModuleType("__main__")
+            exec(compile(words[1], "<string>", "exec"), vars(main))
+        else:
+            sys.argv = words
+            sys.path.insert(0, str(Path(words[0]).parent))
+            runpy.run_path(words[0], run_name="__main__")
+    finally:
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()

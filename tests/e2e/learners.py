@@ -42,6 +42,6 @@ def count_up(table: Shared, clocks: int, ids: torch.Tensor) -> int:
         rows["x"].backward(torch.full_like(rows["x"], -1.0))
         pushed.append(table.push())
         table.clock()
-    ends = [one.exception(30.0) for one in pushed]
+    ends = [one.exception(60.0) for one in pushed]
     assert all(one is None or isinstance(one, Lost | Refused) for one in ends)
     return ends.count(None)

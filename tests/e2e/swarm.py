@@ -25,10 +25,10 @@ from e2e.forked import PROGRAM, Forked, environment
 START_SECONDS = 60.0
 """Far more than a daemon takes, also where sixteen of them share two cores and import torch and hivemind."""
 
-STOP_SECONDS = 20.0
+STOP_SECONDS = 60.0
 """A graceful stop may first finish an open round."""
 
-LEFTOVER_SECONDS = 5.0
+LEFTOVER_SECONDS = 30.0
 """A p2pd must be gone 2 s after its daemon; the rest is room for a busy machine."""
 
 MARK = "SWARM_UNDER_TEST"
@@ -62,22 +62,25 @@ class ChildProcess:
     """A process of the test's own whose output goes to files, and which may be stopped, killed or paused.
 
     Attributes:
-        forks: Whether `equipoise` is forked from a process that has imported its libraries. Tests set it; what
-            benchmarks measure is executed.
+        forks: Whether `equipoise` and scripts are forked from a process that has imported their libraries. Tests
+            set it; what benchmarks measure is executed.
     """
 
     forks: ClassVar[bool] = False
 
-    def __init__(self, command: Sequence[str], log: Path, env: Mapping[str, str]) -> None:
-        self.command = list(command)
+    def __init__(
+        self, command: Sequence[str], log: Path, env: Mapping[str, str], script: bool = False
+    ) -> None:
+        """`script` says that the command is `python FILE` or `python -c CODE`, which may be forked."""
+        self.command, self._script = list(command), script
         self.out, self.err = log.with_suffix(".out"), log.with_suffix(".err")
         self._env = dict(env)
         self._process: subprocess.Popen[bytes] | Forked | None = None
 
     def spawn(self, folder: Path | None = None) -> None:
         """Start the process in `folder`; its earlier output, if any, is kept."""
-        if self.forks and tuple(self.command[: len(PROGRAM)]) == PROGRAM:
-            words = self.command[len(PROGRAM) :]
+        if self.forks and (self._script or tuple(self.command[: len(PROGRAM)]) == PROGRAM):
+            words = self.command[1:]
             self._process = Forked(words, self._env, self.out, self.err, folder or Path.cwd())
             return
         with self.out.open("ab") as out, self.err.open("ab") as err:
@@ -249,10 +252,11 @@ class Swarm:
         others = [self.daemon(join=[first.address], args=args, wait=False) for _ in range(count - 1)]
         return [first, *(daemon.up() for daemon in others)]
 
-    def script(self, code: str, *args: str, env: Mapping[str, str] | None = None) -> ChildProcess:
-        """A started Python process that runs `code` with `args`."""
+    def script(self, code: str | Path, *args: str, env: Mapping[str, str] | None = None) -> ChildProcess:
+        """A started Python process that runs `code`, or the file of that path, with `args`."""
         log = self.folder / f"script{len(self.processes)}"
-        process = ChildProcess([sys.executable, "-c", code, *args], log, {**self.env, **(env or {})})
+        words = [str(code)] if isinstance(code, Path) else ["-c", code]
+        process = ChildProcess([sys.executable, *words, *args], log, {**self.env, **(env or {})}, True)
         self.processes.append(process)
         process.spawn()
         return process

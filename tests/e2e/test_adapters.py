@@ -21,7 +21,7 @@ from e2e.swarm import DaemonProcess
 from e2e.threads import together
 from equipoise.peer import Run, connect
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.slow
 
 PEERS, BATCH, STEPS, HALF = 2, 4, 6, 3
 OPTIONS = ("accumulate", "bf16", "evaluate", "resume", "stop", "short", "tokens")

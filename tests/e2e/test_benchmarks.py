@@ -45,7 +45,6 @@ def run(script: str, *options: str) -> tuple[int, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
 def test_every_kind_of_system_is_measured_and_its_results_are_checked() -> None:
     options = ["--peers", "2", "--values", "5000", "--rounds", "1"]
     status, (result,) = run("bench_round.py", *options, "--systems", *ALL, "nothing")

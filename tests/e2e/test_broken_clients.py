@@ -23,8 +23,6 @@ from equipoise.averaging.outcome import Idle, Outcome
 from equipoise.peer import connect
 from equipoise.peer.client.encoding import SPAN_VALUES, Encoder
 
-pytestmark = pytest.mark.timeout(120)
-
 LISTEN = ["--listen", "/ip4/127.0.0.1/tcp/0"]
 
 VALUES, PART = 96 * 1024, 8 * 1024
@@ -72,11 +70,7 @@ def one_round(fleet: Fleet) -> list[Outcome]:
 
 
 def whole_round(fleet: Fleet) -> list[Outcome]:
-    """The outcomes of a round of all members: on busy cores a group may close before all have begun to seek it."""
-    while True:
-        outcomes = one_round(fleet)
-        if all(len(outcome.group) == len(fleet.runs) for outcome in outcomes):
-            return outcomes
+    return fleet.whole([1.0] * len(fleet.runs))
 
 
 def check_honest(fleet: Fleet, outcomes: list[Outcome]) -> None:
@@ -156,15 +150,15 @@ def test_a_trainer_killed_while_it_encodes_leaves_nothing_and_the_others_go_on(
 ) -> None:
     with Fleet(trio[:2], normal(2, 2 * SPAN_VALUES), codec="int8") as fleet:
         trainer = swarm.script(TRAINER, str(trio[BROKEN].home))
-        eventually(lambda: trainer.output, "the trainer to encode", 60)
+        eventually(lambda: trainer.output, "the trainer to encode")
         (memory,) = mapped(trainer.pid)
         assert holders(memory) == {trainer.pid, trio[BROKEN].pid}
         fleet.check(dict(enumerate(one_round(fleet))), 0.010)
 
         trainer.kill()
 
-        eventually(lambda: trio[BROKEN].json("status")["runs"] == [], "the end of its run", 20)
-        eventually(lambda: not holders(memory), "the end of its memory", 20)
+        eventually(lambda: trio[BROKEN].json("status")["runs"] == [], "the end of its run")
+        eventually(lambda: not holders(memory), "the end of its memory")
         assert not list(Path("/dev/shm").glob("*equipoise*"))
         for run in fleet.runs:
             eventually(lambda run=run: run.state == Idle(peers=1), "all to know that it has left")
@@ -197,11 +191,11 @@ def test_a_daemon_killed_while_its_script_decodes_leaves_the_whole_mean(
         ok = {member: outcome for member, outcome in enumerate(outcomes) if outcome.ok}
         assert victim in ok
         fleet.check(ok, 0.010)
-        eventually(lambda: fleet.clients[victim].lost, "the loss", 30)
+        eventually(lambda: fleet.clients[victim].lost, "the loss")
         assert not fleet.runs[victim].average(timeout=0.2)
         assert fleet.error(victim, ok[victim]) <= 0.010
 
         trio[victim].start()
         for run in fleet.runs:
-            eventually(lambda run=run: run.state == Idle(peers=2), "all to know each other", 60)
+            eventually(lambda run=run: run.state == Idle(peers=2), "all to know each other")
         fleet.check(dict(enumerate(whole_round(fleet))), 0.010)

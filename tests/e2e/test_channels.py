@@ -24,7 +24,7 @@ from equipoise.peer import Client, Delivery, Lost, Refused, Run, Undecided, conn
 from equipoise.peer.client.safetensors_io import DTYPES
 
 PEERS = 3
-SOON = 30.0
+SOON = 60.0
 
 
 def joined(clients: list[Client], name: str) -> list[Run]:
@@ -166,7 +166,6 @@ def test_a_script_that_leaves_or_starts_again_is_told_of(places: list[DaemonProc
             one.receive("x", 1.0)
 
 
-@pytest.mark.timeout(180)
 def test_messages_survive_both_daemons(swarm: Swarm) -> None:
     places = daemons(swarm, 2)
     with connected(places) as clients:
@@ -192,7 +191,6 @@ def test_messages_survive_both_daemons(swarm: Swarm) -> None:
         assert other.receive("x", 1.0) is None
 
 
-@pytest.mark.timeout(180)
 def test_a_receiver_that_is_gone_for_good_loses_messages_with_a_word(swarm: Swarm) -> None:
     places = daemons(swarm, 2)
     with connected(places) as clients:
@@ -333,7 +331,6 @@ def test_ten_thousand_messages_while_daemons_are_killed(swarm: Swarm, count: int
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_memory_stays_bounded_with_a_receiver_that_never_reads(swarm: Swarm) -> None:
     places = daemons(swarm, 2)
     with connected(places) as clients:

@@ -10,7 +10,7 @@ from e2e.fleet import Fleet, normal
 from e2e.shifted import SHIFT
 from e2e.swarm import CLI, Swarm
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 LISTEN = ["--listen", "/ip4/127.0.0.1/tcp/0"]
 TESTS = Path(__file__).resolve().parents[1]

@@ -14,8 +14,6 @@ from contracts.stepping import SteppingContract
 from e2e.swarm import DaemonProcess, Swarm
 from equipoise.peer import Client, Peer, connect
 
-pytestmark = pytest.mark.timeout(180)
-
 LISTEN = "/ip4/127.0.0.1/tcp/0"
 
 

@@ -11,8 +11,6 @@ import pytest
 
 from e2e.swarm import ChildProcess, Swarm, eventually
 
-pytestmark = pytest.mark.timeout(180)
-
 DEMO_SECONDS = 150
 """Half a minute on two idle cores. The demo itself goes on for as long as something happens."""
 

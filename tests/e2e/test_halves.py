@@ -13,7 +13,7 @@ from equipoise.peer import connect
 from fakes.adapted import Adapted
 from oracles.training import Batch, batch_of, loss_of, network
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.slow
 
 PEERS, SAMPLES, STEPS = 2, 4, 10
 

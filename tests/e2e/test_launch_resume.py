@@ -17,7 +17,7 @@ import pytest
 from e2e.swarm import Swarm, eventually
 from equipoise.peer.training.checkpoint_files import IMAGE_FILE
 
-pytestmark = [pytest.mark.timeout(400), pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 EVERY = 4
 

@@ -41,7 +41,6 @@ def last(script: ChildProcess) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize("lost", ["killed", "hung"])
 def test_the_script_goes_on_and_ends_in_step_with_the_others(swarm: Swarm, lost: str) -> None:
     daemons = swarm.daemons(2, args=["--listen", "/ip4/127.0.0.1/tcp/0"])

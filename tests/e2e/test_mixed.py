@@ -17,8 +17,6 @@ from e2e.fleet import Fleet, normal
 from e2e.swarm import DaemonProcess, Swarm, eventually
 from equipoise.dht.state import PROTOCOL_VERSION
 
-pytestmark = pytest.mark.timeout(600)
-
 ROOT = Path(__file__).resolve().parents[2]
 
 LISTEN = ["--listen", "/ip4/127.0.0.1/tcp/0"]
@@ -43,7 +41,7 @@ def without(folder: Path, *modules: str) -> str:
 def check_round(daemons: Sequence[DaemonProcess], codec: str = "int8", most: float = 0.010) -> None:
     """All members of a round in a codec end with the same bits, those of the mean."""
     with Fleet(daemons, normal(len(daemons), VALUES), codec=codec) as fleet:
-        outcomes = [pending.result() for pending in fleet.start([1.0 + 2.5 * n for n in range(len(daemons))])]
+        outcomes = fleet.whole([1.0 + 2.5 * n for n in range(len(daemons))])
         assert all(len(outcome.contributors) == len(daemons) for outcome in outcomes), outcomes
         fleet.check(dict(enumerate(outcomes)), most)
 

@@ -18,7 +18,6 @@ from equipoise.peer import connect
 
 pytestmark = [
     pytest.mark.netns,
-    pytest.mark.timeout(300),
     pytest.mark.skipif(available() != "", reason=available() or "available"),
 ]
 

@@ -44,7 +44,6 @@ class Notebook:
         return "".join(output.get("text", "") for output in cell.outputs)
 
 
-@pytest.mark.timeout(240)
 async def test_cells_run_again_after_an_interrupt_and_after_a_restart(
     swarm: Swarm, monkeypatch: pytest.MonkeyPatch
 ) -> None:

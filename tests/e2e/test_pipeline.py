@@ -19,8 +19,6 @@ from equipoise.averaging import pipeline as machine
 from equipoise.peer import DaemonLost, Refused, connect
 from equipoise.peer.training import Pipeline
 
-pytestmark = pytest.mark.timeout(120)
-
 PEERS = 3
 SAMPLES, WIDTH = 12, 8
 
@@ -153,7 +151,6 @@ SIX = (0, 0, 1, 1, 2, 3)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize(("codec", "steps"), [("raw", 20), ("fp16", 200), ("int8", 200)])
 def test_four_stages_of_six_peers_train_as_one_process_does(swarm: Swarm, codec: str, steps: int) -> None:
     places = daemons(swarm, 6)

@@ -18,7 +18,7 @@ from equipoise.peer.training import Shared
 
 PEERS = 3
 ROWS = 40
-SOON = 30.0
+SOON = 60.0
 
 
 def sharing(clients: list[Client], name: str, spec: str, optimizer: str = "sgd:lr=1") -> list[Shared]:
@@ -56,7 +56,6 @@ def test_every_push_counts_once_and_all_peers_read_it(places: list[DaemonProcess
         assert not any(thread.is_alive() for thread in leaving)
 
 
-@pytest.mark.timeout(180)
 def test_the_others_go_on_where_a_daemon_is_killed(swarm: Swarm) -> None:
     places = daemons(swarm, PEERS)
     with connected(places) as clients:
@@ -122,7 +121,6 @@ def show(waits: list[list[tuple[float, float]]], down: list[tuple[int, float, fl
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_owners_are_killed_every_five_seconds_and_pulls_go_on(swarm: Swarm) -> None:
     """Of six daemons one is killed, and started again, every 5 s for a minute. Prints how long pulls have waited."""
     places = daemons(swarm, 6)

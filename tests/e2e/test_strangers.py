@@ -22,7 +22,7 @@ import pytest
 from e2e.fleet import Fleet, normal
 from e2e.swarm import ChildProcess, Swarm, eventually
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 LISTEN = ["--listen", "/ip4/127.0.0.1/tcp/0"]
 TESTS = Path(__file__).resolve().parents[1]

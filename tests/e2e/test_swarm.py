@@ -49,7 +49,7 @@ def test_a_forked_process_does_as_an_executed_one(tmp_path: Path, words: tuple[s
     done = subprocess.run([*CLI, *words], env=env, cwd=tmp_path, capture_output=True, text=True, check=False)
     out, err = tmp_path / "out", tmp_path / "err"
 
-    status = Forked(words, env, out, err, tmp_path).wait(60)
+    status = Forked([*CLI[1:], *words], env, out, err, tmp_path).wait(60)
 
     assert (status, out.read_text(), err.read_text()) == (done.returncode, done.stdout, done.stderr)
     assert done.stdout or done.stderr

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
@@ -16,8 +15,6 @@ from e2e.swarm import ChildProcess, DaemonProcess
 from e2e.threads import begin, settle
 from equipoise.peer import connect
 from oracles.training import batch_of, difference, joined, loss_of, network
-
-pytestmark = pytest.mark.timeout(240)
 
 PEERS = 2
 

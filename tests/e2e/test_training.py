@@ -93,7 +93,6 @@ class Trainer:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_a_newcomer_with_a_state_of_120_mb_contributes_while_the_others_step(swarm: Swarm) -> None:
     places, enough = daemons(swarm, 3), threading.Event()
     others = [Trainer(place, index) for index, place in enumerate(places)]

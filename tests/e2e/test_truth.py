@@ -16,7 +16,6 @@ from equipoise.peer.connecting import Client
 
 pytestmark = [
     pytest.mark.netns,
-    pytest.mark.timeout(300),
     pytest.mark.skipif(available() != "", reason=available() or "available"),
 ]
 

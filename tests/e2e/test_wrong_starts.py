@@ -217,7 +217,6 @@ MARKS = {
 }
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     ("start", "status", "golden"),
     [pytest.param(*row, id=row[0].__name__, marks=MARKS.get(row[0], ())) for row in GOLDEN],

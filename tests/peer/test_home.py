@@ -176,7 +176,7 @@ def test_a_client_waits_for_a_daemon_that_is_starting(tmp_path: Path) -> None:
         with pytest.raises(TimeoutError):
             connecting.result(0.2)
         with home.listen():
-            connecting.result(10).close()
+            connecting.result(60).close()
     home.release()
 
 
@@ -195,7 +195,7 @@ def test_a_client_of_a_daemon_that_cannot_start_is_told(tmp_path: Path) -> None:
             connecting.result(0.2)
         home.release()
         with pytest.raises(NoDaemon, match="no daemon is running"):
-            connecting.result(10)
+            connecting.result(60)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")

@@ -81,7 +81,7 @@ def test_stop_by_force_ends_a_stopped_daemon(
     assert program.run(["stop", "--force", "--home", str(home), "--json"]) == 0
 
     assert json.loads(capsys.readouterr().out) == {"stopped": process.pid, "forced": True}
-    assert process.wait(10) == -signal.SIGTERM
+    assert process.wait(60) == -signal.SIGTERM
 
 
 def test_a_daemon_that_is_deaf_to_signals_is_killed(
@@ -91,7 +91,7 @@ def test_a_daemon_that_is_deaf_to_signals_is_killed(
     process = hang("deaf")
 
     assert end_by_force(home) == process.pid
-    assert process.wait(10) == -signal.SIGKILL
+    assert process.wait(60) == -signal.SIGKILL
     assert wait_until_free(home, 0.0)
 
 
@@ -102,7 +102,7 @@ def test_a_daemon_that_answers_and_does_not_end_is_ended(
     monkeypatch.setattr(verbs, "_ask_to_stop", lambda home: not_ended(home, process.pid))
 
     assert program.run(["stop", "--force", "--home", str(home)]) == 0
-    assert process.wait(10) == -signal.SIGTERM
+    assert process.wait(60) == -signal.SIGTERM
 
 
 def not_ended(home: Path, pid: int) -> int:

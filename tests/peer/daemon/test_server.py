@@ -113,7 +113,7 @@ def test_a_round_that_is_asked_for_while_the_daemon_stops_fails_with_that_reason
     with connect(home) as peer, connect(home) as other:
         run = peer.join("digits", [torch.zeros(2)])
         other._link.ask(StopDaemon())
-        assert leaves.wait(10)
+        assert leaves.wait(60)
         pending = run.average(wait=False)
         peer.status()  # The daemon has answered what was asked before, or leaves it unanswered.
         goes_on.set()
