@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -30,6 +31,12 @@ def pytest_configure() -> None:
 
 LONG = ("test_readme.py", "e2e", "sim")
 """Files and folders whose tests take longest: they come first, so that no processor waits for the last of them."""
+
+
+def pytest_collection_finish() -> None:
+    """Have the collector of garbage leave thousands of tests alone: it would look through them again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -29,6 +29,9 @@ SPECS = (
 )
 MAGNITUDES = (1e-44, 1e-37, 2.0**-116, 1e-3, 1.0, 3e4, 1e20, torch.finfo(torch.float32).max)
 COUNTS = (1, 300, 4501)
+FEW = (MAGNITUDES[0], 1.0, MAGNITUDES[-1]), COUNTS[1:], (1, 3, 16)
+"""Of these, and of numbers of members, those that --few takes: Triton's interpreter is slow."""
+
 WEIGHTS = (1 / 3, 0.0, 2.0**-30)
 MEMBERS = 16
 
@@ -83,9 +86,10 @@ def reduced(codec: Codec, payloads: list[memoryview], count: int) -> str:
 
 def digests() -> dict[str, str]:
     found = {}
+    magnitudes, counts, groups = FEW if "--few" in sys.argv else (MAGNITUDES, COUNTS, range(1, MEMBERS + 1))
     for codec in map(parse_codec, SPECS):
-        for magnitude in MAGNITUDES:
-            for count in COUNTS:
+        for magnitude in magnitudes:
+            for count in counts:
                 values = values_of(count, magnitude, count)
                 payload, clamped = encoded(codec, values)
                 out = torch.empty(count)
@@ -96,7 +100,7 @@ def digests() -> dict[str, str]:
         # Neighbours have opposite signs: what no value holds adds up, and shows beside sums that cancel out.
         rows = [values_of(4500, (-1) ** index * 10.0 ** (index % 5 - 2), index) for index in range(MEMBERS)]
         payloads = [encoded(codec, row)[0] for row in rows]
-        for members in range(1, MEMBERS + 1):
+        for members in groups:
             found[f"reduce {codec.spec}, {members} members"] = reduced(codec, payloads[:members], 4500)
         found.update(refusals(codec))
     return found

@@ -1,5 +1,7 @@
 """What a daemon imports, in the same way, for `e2e.forked`."""
 
+import gc
+
 import torch  # noqa: F401
 
 from equipoise.dht.hivemind_stub import bare_packages
@@ -12,3 +14,5 @@ import equipoise.peer.daemon.wiring  # noqa: E402, F401
 from equipoise.compression import kernels  # noqa: E402
 
 kernels()
+gc.collect()
+gc.freeze()  # Else each process that is forked would copy all of it as soon as its garbage is collected.

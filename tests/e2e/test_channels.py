@@ -191,6 +191,7 @@ def test_messages_survive_both_daemons(swarm: Swarm) -> None:
         assert other.receive("x", 1.0) is None
 
 
+@pytest.mark.slow
 def test_a_receiver_that_is_gone_for_good_loses_messages_with_a_word(swarm: Swarm) -> None:
     places = daemons(swarm, 2)
     with connected(places) as clients:

@@ -44,9 +44,9 @@ def test_federated_rounds_learn_what_no_peer_has_alone(swarm: Swarm, tmp_path: P
 
 
 def test_people_see_rounds_and_a_verdict(swarm: Swarm) -> None:
-    demo = swarm.command("demo", "--peers", "2", "--rounds", "15", "--codec", "fp32")
+    demo = swarm.command("demo", "--peers", "2", "--rounds", "5", "--codec", "fp32")
     status = demo.wait(DEMO_SECONDS)
-    assert "round 15" in demo.output
+    assert "round 5" in demo.output
     assert "test accuracy" in demo.output
     assert "equal bit for bit on 2 of 2" in demo.output
     assert ("It worked." in demo.output) == (status == 0)

@@ -11,6 +11,7 @@ from torch import nn
 
 from e2e import ddp_rank
 from e2e.ddp_rank import RANKS, SAMPLES, STEPS, TARGET
+from e2e.forked import environment
 from e2e.swarm import ChildProcess, DaemonProcess
 from e2e.threads import begin, settle
 from equipoise.peer import connect
@@ -22,7 +23,12 @@ PEERS = 2
 def test_two_processes_under_ddp_are_one_peer(places: list[DaemonProcess], tmp_path: Path) -> None:
     script = [sys.executable, str(ddp_rank.__file__)]
     ranks = [
-        ChildProcess([*script, str(rank), str(tmp_path), str(places[0].home)], tmp_path / f"of-{rank}", {})
+        ChildProcess(
+            [*script, str(rank), str(tmp_path), str(places[0].home)],
+            tmp_path / f"of-{rank}",
+            environment(),
+            script=True,
+        )
         for rank in range(RANKS)
     ]
 

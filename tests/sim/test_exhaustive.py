@@ -17,8 +17,9 @@ from simulator.searches import Search, crashes_and_orders, further_faults
 
 def at_length(search: Search) -> bool:
     """Whether a search takes seconds; by default the seeds of `test_seeds.py` meet the same faults."""
-    any_order_of_three = len(search.weights) == 3 and search.any_order
-    return search.cuts > 0 or (any_order_of_three and (search.crashes > 0 or search.owner > 0))
+    if len(search.weights) == 3:
+        return search.owner > 1 or (search.any_order and search.crashes + search.owner > 0)
+    return search.cuts > 0
 
 
 def named(searches: list[Search]) -> list[object]:

@@ -170,13 +170,13 @@ async def missed_means(storm: Storm) -> None:
         assert not any(donor.snapshots for donor in storm.donors)
 
 
-@few_and_many(10, 300)
+@few_and_many(4, 300)
 def test_a_snapshot_comes_whatever_a_minority_of_donors_does_and_donors_are_spared(seeds: range) -> None:
     for seed in seeds:
         assert not run_at_once(snapshots(Storm(seed))), seed
 
 
-@few_and_many(40, 300)
+@few_and_many(15, 300)
 def test_a_missed_mean_comes_whatever_a_minority_does_and_costs_no_snapshot(seeds: range) -> None:
     for seed in seeds:
         assert not run_at_once(missed_means(Storm(seed))), seed

@@ -272,9 +272,7 @@ def test_a_download_that_takes_longer_than_means_are_kept_is_tried_again(
     assert_alike([*early, late])
 
 
-@pytest.mark.parametrize(
-    "seed", [*range(2), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 12))]
-)
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 12))])
 def test_peers_that_come_fail_and_die_at_random_end_alike(seed: int) -> None:
     chance = random.Random(seed)
     world = World(chance.choice(["fp32", "int8"]))

@@ -49,7 +49,7 @@ def states(trainers: list[Watched]) -> dict[int, set[str]]:
     return found
 
 
-@pytest.mark.parametrize("count", [6, 12])
+@pytest.mark.parametrize("count", [6, pytest.param(12, marks=pytest.mark.slow)])
 def test_peers_beyond_a_group_follow_its_state_and_take_the_places_that_fall_free(
     world: World, count: int
 ) -> None:
@@ -106,11 +106,15 @@ class LocalWatched(Watched):
         return self.opt.member.id
 
 
-@pytest.mark.parametrize("dead", [1, 4])
-def test_peers_whose_snapshot_comes_late_take_no_seat_with_an_old_state(world: World, dead: int) -> None:
+@pytest.mark.parametrize(
+    ("count", "dead"), [(8, 4), *(pytest.param(12, dead, marks=pytest.mark.slow) for dead in (1, 4))]
+)
+def test_peers_whose_snapshot_comes_late_take_no_seat_with_an_old_state(
+    world: World, count: int, dead: int
+) -> None:
     """The first snapshots take longer than the means after them are kept; those from epoch 13 on do not."""
     world.options["group_size"], world.fetch_seconds = 4, 20.0
-    trainers = [LocalWatched(world, index, 22, seconds=0.1) for index in range(12)]
+    trainers = [LocalWatched(world, index, 22, seconds=0.1) for index in range(count)]
     for trainer in trainers:
         trainer.begin()
     killed: list[str] = []

@@ -22,7 +22,7 @@ class Stranger(Trainer):
         self.opt.load(self.opt.member._state.image(THEIRS))
 
 
-@pytest.mark.parametrize("strangers", [4, 20])
+@pytest.mark.parametrize("strangers", [4, pytest.param(20, marks=pytest.mark.slow)])
 def test_newcomers_with_another_state_do_not_replace_that_of_three_who_have_trained(
     world: World, strangers: int
 ) -> None:
@@ -99,7 +99,10 @@ class Honest(Trainer):
         self.held[self.opt.epoch] = self.opt.id.lineage
 
 
-@pytest.mark.parametrize(("honest", "strangers"), [(1, 1), (1, 4), (3, 4)])
+@pytest.mark.parametrize(
+    ("honest", "strangers"),
+    [(1, 4), *(pytest.param(*fewer, marks=pytest.mark.slow) for fewer in ((1, 1), (3, 4)))],
+)
 def test_a_newcomer_takes_the_state_of_the_peer_that_its_user_named(
     world: World, honest: int, strangers: int
 ) -> None:

@@ -34,7 +34,7 @@ def test_all_peers_end_alike_under_every_codec(codec: str) -> None:
 
 @pytest.mark.parametrize("clip", [None, 0.5])
 def test_peers_together_equal_one_process_with_the_whole_batch(world: World, clip: float | None) -> None:
-    epochs = 50
+    epochs = 20
     trainers = trained(world, epochs=epochs, clip=clip)
     whole = network()
     updates = [[batch_of(peer, at, SAMPLES) for peer in range(4)] for at in range(epochs)]
