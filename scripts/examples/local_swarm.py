@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
@@ -216,6 +217,7 @@ def children(train: Train, options: argparse.Namespace) -> Iterator[Callable[...
 
     They are forked from this one, which has imported the libraries: their import takes seconds for each otherwise.
     """
+    import_module("torch._dynamo")  # Else each would import it with its optimizer.
     context = multiprocessing.get_context("fork")
     started: list[Any] = []
 

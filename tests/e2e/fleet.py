@@ -62,7 +62,7 @@ class Fleet(contextlib.ExitStack):
         total = sum(outcome.contributors.values())
         mean = torch.zeros_like(self.values[0], dtype=torch.float64)
         for peer, weight in outcome.contributors.items():
-            mean += self.values[index[peer]].double() * (weight / total)
+            mean += self.values[index[peer]].double() * (weight / total) * outcome.shrunk.get(peer, 1.0)
         return float((self.tensors[member].double() - mean).norm() / mean.norm())
 
     def check(self, outcomes: dict[int, Outcome], bound: float) -> float:

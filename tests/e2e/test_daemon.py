@@ -241,22 +241,15 @@ def test_a_signal_ends_it_gracefully(daemon: DaemonProcess, number: int) -> None
     assert daemon.errors == ""
 
 
-def test_launch_tells_the_script_whether_to_resume(swarm: Swarm) -> None:
-    code = "import os; print(os.environ.get('EQUIPOISE_RESUME'))"
-    said = []
-    for words in ((), ("--resume",)):
-        home = str(swarm.folder / "home")
-        launched = swarm.command("launch", *words, "--home", home, *LOCAL, "--", sys.executable, "-c", code)
-        assert launched.wait() == 0, launched.errors
-        said.append(launched.output.strip())
-    assert said == ["None", "1"]
-
-
-def test_launch_passes_signals_on(swarm: Swarm) -> None:
-    code = "import signal, sys\nsignal.signal(15, lambda *_: sys.exit(9))\nprint('up', flush=True)\nsignal.pause()"
+def test_launch_passes_signals_on_and_whether_to_resume(swarm: Swarm) -> None:
+    code = (
+        "import os, signal, sys\nsignal.signal(15, lambda *_: sys.exit(9))\n"
+        "print(os.environ['EQUIPOISE_RESUME'], flush=True)\nsignal.pause()"
+    )
     home = str(swarm.folder / "home")
-    launched = swarm.command("launch", "--home", home, *LOCAL, "--", sys.executable, "-c", code)
-    eventually(lambda: launched.output, "the script")
+    launched = swarm.command("launch", "--resume", "--home", home, *LOCAL, "--", sys.executable, "-c", code)
+    eventually(lambda: launched.output.endswith("\n"), "the script")
+    assert launched.output == "1\n"
 
     launched.signal(signal.SIGTERM)
 
@@ -266,7 +259,8 @@ def test_launch_passes_signals_on(swarm: Swarm) -> None:
 
 def test_launch_runs_a_script_with_a_daemon_and_starts_that_again_if_it_was_killed(swarm: Swarm) -> None:
     code = (
-        "import sys, torch; from equipoise.peer import DaemonLost, connect\n"
+        "import os, sys, torch; from equipoise.peer import DaemonLost, connect\n"
+        "assert 'EQUIPOISE_RESUME' not in os.environ\n"
         "with connect() as peer, peer.join('digits', [torch.ones(1)]) as run:\n"
         "    first = now = peer.status().pid\n"
         "    print(first, peer.status().settings[0].value, run.state, flush=True)\n"
