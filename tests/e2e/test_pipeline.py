@@ -128,7 +128,7 @@ def test_a_replica_that_dies_in_mid_update_costs_no_micro_batch(swarm: Swarm) ->
 
     def dying(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         calls.append(1)
-        if len(calls) == 7:  # In its third update or so, with some counted, and others under way.
+        if len(calls) == 3:  # With some counted, and others under way; a slow replica gets few.
             places[2].kill()
         return mean_squares(output, targets)
 

@@ -59,6 +59,7 @@ class Place:
     swarm: Swarm
     monkeypatch: pytest.MonkeyPatch
     capsys: pytest.CaptureFixture[str]
+    port: int = 0
 
     def here(self, *words: str) -> tuple[int, str]:
         """Run `equipoise WORDS --home HOME` in this process; its exit status and what it said."""
@@ -100,8 +101,9 @@ def torch_without_cuda(place: Place) -> tuple[int, str]:
 
 
 def port_in_use(place: Place) -> tuple[int, str]:
-    with socket.create_server(("127.0.0.1", 4711)):
-        return place.ended(place.process("--listen", "/ip4/127.0.0.1/tcp/4711"))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        place.port = taken.getsockname()[1]
+        return place.ended(place.process("--listen", f"/ip4/127.0.0.1/tcp/{place.port}"))
 
 
 def home_unwritable(place: Place) -> tuple[int, str]:
@@ -162,7 +164,7 @@ GOLDEN: list[tuple[Wrong, int, str]] = [
     (
         port_in_use,
         1,
-        "cannot listen on /ip4/127.0.0.1/tcp/4711: Address already in use; choose another with --listen",
+        "cannot listen on /ip4/127.0.0.1/tcp/{port}: Address already in use; choose another with --listen",
     ),
     (
         home_unwritable,
@@ -241,7 +243,7 @@ def test_a_wrong_start_is_one_line_with_cause_and_next_step(
         "home": place.home,
         "gai": no_such_host(),
         "stranger": STRANGER,
-        "port": there[4] if there else "",
+        "port": there[4] if there else place.port,
         "there": there[6] if there else "",
         "version": PROTOCOL_VERSION,
         "torch": torch.__version__,
