@@ -20,8 +20,6 @@ from equipoise.peer import Client, Refused, connect
 from equipoise.peer.demo.trainer import split_digits
 from equipoise.peer.training import Log, Population, population
 
-pytestmark = pytest.mark.timeout(240)
-
 PEERS = 3
 SPACE = {"lr": Log(1e-3, 1e-1)}
 
