@@ -64,7 +64,7 @@ def test_members_have_one_table_and_the_worst_copies_the_best(places: list[Daemo
         beside = [begin(spin, loop, over) for loop in found[1:]]
         before = dict(worst.member.values)
         eventually(worst.step, "a copy")
-        eventually(lambda: all(loop.member.tables for loop in found), "a round of each member")
+        eventually(lambda: have_met(found), "a round of each member, and one of several")
         over.set()
         settle(beside, 60)
         parent = worst.member.lineage[-1]
@@ -233,14 +233,21 @@ def spin(loop: Loop, over: threading.Event) -> None:
         loop.step()
 
 
+def have_met(found: list[Loop]) -> bool:
+    """Whether each member has been in a round, and some have been in one round."""
+    rounds = [{_rows(table) for table in list(loop.member.tables)} for loop in found]
+    return all(rounds) and len(set.union(*rounds)) < sum(map(len, rounds))
+
+
 def _have_one_table(found: list[Loop]) -> None:
-    by_digests: dict[tuple[str, ...], tuple[Scored, ...]] = {}
+    by_rows: dict[tuple[str, ...], tuple[Scored, ...]] = {}
     for loop in found:
-        assert loop.member.tables
         for table in loop.member.tables:
-            names = tuple(sorted(one.state.lineage + one.peer for one in table))
-            assert by_digests.setdefault(names, table) == table
-    assert len(by_digests) < sum(len(loop.member.tables) for loop in found), "some rounds had several members"
+            assert by_rows.setdefault(_rows(table), table) == table
+
+
+def _rows(table: tuple[Scored, ...]) -> tuple[str, ...]:
+    return tuple(sorted(one.state.lineage + one.peer for one in table))
 
 
 def _line(loop: Loop) -> str:
