@@ -1,8 +1,7 @@
 """Finds relays for a peer that cannot be dialled, and keeps its places there.
 
-Only Equipoise's daemons offer to relay (`--relay`), and they say in each reservation how much a circuit may carry. A
-relay that says too little, as p2pd's own would, is not used, and not announced. Rounds go on where a relay cuts a
-circuit against its word: the frames that are not acknowledged go again.
+Only Equipoise's daemons offer to relay (`--relay`); their circuits have no end and no limit. Rounds go on where a relay
+cuts a circuit all the same: the frames that are not acknowledged go again. A place outlives the p2pds at both ends.
 """
 
 from __future__ import annotations
@@ -12,8 +11,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 from equipoise.dht.address import Address, is_relayed, well_formed
 from equipoise.dht.dialer import Dialer
@@ -35,14 +33,8 @@ CHECK_SECONDS = 1.0
 FIRST_RETRY_SECONDS = 15.0
 MAX_RETRY_SECONDS = 600.0
 """First and longest pause before an unfit relay is asked again; the pause doubles each time."""
-MIN_CIRCUIT_SECONDS = 600
-"""Shortest life of a circuit, by a relay's own word: a shorter life cuts rounds. p2pd's own relay allows 2 minutes."""
-GAP_SECONDS = 3.0
-"""Time from a failure to the next relay's turn: an offer costs nothing."""
 MAX_CANDIDATES = 64
 """Most relays that are known, and most whose failures are remembered."""
-MIN_CIRCUIT_BYTES = 1024 * 1024
-"""Fewest bytes of a circuit, by a relay's own word: eight times the limit of p2pd's own relay."""
 
 _log = logging.getLogger(__name__)
 
@@ -86,8 +78,6 @@ class RelayClient:
         self._own = own
         self.offers: LruDict[str, None] = LruDict(MAX_CANDIDATES)
         self.look = asyncio.Event()
-        self._era = 0
-        self._pause_until = float("-inf")
 
     @property
     def reason(self) -> str:
@@ -106,62 +96,40 @@ class RelayClient:
                 await self._tend()
             await sleep_until(self.look, CHECK_SECONDS)
 
-    def lose_all(self) -> None:
-        """Forget all places, because p2pd was restarted: its reservations are gone, also those under way."""
-        self._era += 1
-        if self.held:
-            self.held.clear()
-            self.on_change()
-        self.look.set()
-
     async def _tend(self) -> None:
         now = time.monotonic()
         for relay, held in list(self.held.items()):
-            if self.held.get(relay) is not held:
-                continue  # Lost while another was renewed.
             if not self._direct(relay):
-                self._drop(relay, "it is not connected any more", 0.0)
+                self._refuse(relay, "it is not connected any more", 0.0)
             elif held.since + RENEW_SECONDS < now:
-                await self._renew(relay, held)
+                await self._take(relay)
         for relay in tuple(self.offers):
-            if len(self.held) >= WANTED or time.monotonic() < self._pause_until:
-                return
             refused = self.refused.get(relay)
-            if relay != self._own and relay not in self.held and (refused is None or refused.retry <= now):
-                await self._attempt(relay, refused)
+            waits = refused is not None and refused.retry > now
+            if len(self.held) < WANTED and relay not in (self._own, *self.held) and not waits:
+                await self._take(relay)
+                if relay not in self.held:
+                    return  # An offer costs nothing: the next one has its turn later.
 
-    async def _renew(self, relay: str, held: Held) -> None:
-        failure = ""
-        try:
-            await self._reserve(relay)
-        except REFUSALS as error:
-            failure = str(error)
-        if self.held.get(relay) is held:
-            self.held[relay] = replace(held, since=time.monotonic())
-            if failure:
-                self._drop(relay, failure, FIRST_RETRY_SECONDS)
-
-    async def _attempt(self, relay: str, before: Failure | None) -> None:
-        era = self._era
+    async def _take(self, relay: str) -> None:
+        """Take a place at `relay`, or keep it."""
+        held, refused = self.held.get(relay), self.refused.get(relay)
         try:
             address = await self._place(relay)
-            if era != self._era:
-                raise RelayError("p2pd was started again meanwhile")
         except REFUSALS as error:
-            delay = backoff(before.pause if before else 0.0, FIRST_RETRY_SECONDS, MAX_RETRY_SECONDS)
-            self.refused[relay] = Failure(str(error), time.monotonic() + delay, delay)
-            self._pause_until = time.monotonic() + GAP_SECONDS
-            _log.info("relay %s is not used: %s", relay, error)
-        else:
-            self.refused.pop(relay, None)
-            self.held[relay] = Held(address.text, time.monotonic())
+            pause = refused.pause if refused else 0.0
+            self._refuse(relay, str(error), backoff(pause, FIRST_RETRY_SECONDS, MAX_RETRY_SECONDS))
+            return
+        self.refused.pop(relay, None)
+        self.held[relay] = Held(address.text, time.monotonic())
+        if held is None:
             _log.info("relay %s is used", relay)
-        self.on_change()
+            self.on_change()
 
-    def _drop(self, relay: str, reason: str, delay: float) -> None:
-        del self.held[relay]
-        self.refused[relay] = Failure(reason, time.monotonic() + delay, delay or FIRST_RETRY_SECONDS)
-        _log.info("relay %s is not used any more: %s", relay, reason)
+    def _refuse(self, relay: str, reason: str, pause: float) -> None:
+        self.held.pop(relay, None)
+        self.refused[relay] = Failure(reason, time.monotonic() + pause, pause)
+        _log.info("relay %s is not used: %s", relay, reason)
         self.on_change()
 
     async def _place(self, relay: str) -> Address:
@@ -175,11 +143,7 @@ class RelayClient:
             await self._dialer.refresh()
             await self._dialer.reach(relay)
             await self._dialer.refresh()
-        limit = await self._reserve(relay)
-        if 0 < limit.bytes < MIN_CIRCUIT_BYTES:
-            raise RelayError(f"it says that it cuts connections after {limit.bytes} bytes")
-        if 0 < limit.seconds < MIN_CIRCUIT_SECONDS:
-            raise RelayError(f"it says that it cuts connections after {limit.seconds} s")
+        await self._reserve(relay)
         known = [text for text in self._dialer.addresses_of(relay) if not is_relayed(text)]
         # Others are told where the relay listens. A dialled connection's other end is such an address too.
         there = (*known, *(f"{path}/p2p/{relay}" for path in self._direct(relay)))
@@ -191,8 +155,8 @@ class RelayClient:
         """Multiaddrs at the other ends of the connections to `relay` that no other relay carries."""
         return [path for path in self._dialer.paths.get(relay, ()) if not is_relayed(path)]
 
-    async def _reserve(self, relay: str) -> Any:
-        """Ask `relay` for a place; return its limit for one circuit."""
+    async def _reserve(self, relay: str) -> None:
+        """Ask `relay` for a place; raises RelayError without one."""
         try:
             async with asyncio.timeout(RESERVE_SECONDS):
                 stream = await self._link.open_stream(relay, HOP_PROTOCOL, RESERVE_SECONDS)
@@ -203,4 +167,3 @@ class RelayClient:
             raise RelayError(f"no answer within {RESERVE_SECONDS:.0f} s") from None
         if answer.kind != Kind.STATUS or answer.status != Status.OK:
             raise RelayError(f"it gives no place: {describe(answer.status)}")
-        return answer.limit

@@ -32,6 +32,8 @@ MAX_CIRCUITS = 64
 """Most circuits in all; each holds four descriptors and a chunk of memory."""
 MAX_CIRCUITS_PER_PEER = 16
 """Most circuits from or to one peer, go-libp2p's own default."""
+MAX_HOPS = 256
+"""Most requests and circuits at once, of which most are refused."""
 RESERVED_SECONDS = 3600.0
 """Life of a reservation: go-libp2p's own default. Equipoise's peers renew theirs every five minutes."""
 ANSWER_SECONDS = 5.0
@@ -145,6 +147,7 @@ class RelayService:
 
     def __init__(self, link: P2pdClient, dialer: Dialer, bandwidth: float | None) -> None:
         self._link = link
+        link.accept(HOP_PROTOCOL, MAX_HOPS, self.handle)
         self._dialer = dialer
         self._bandwidth = bandwidth
         self._bucket = TokenBucket(bandwidth or 1.0)
@@ -226,7 +229,6 @@ class RelayService:
 
     async def _carry(self, peer: str, target: str, stream: Stream) -> None:
         if target not in await self._dialer.refresh():
-            self._reserved.pop(target, None)
             raise RequestRefused(Status.NO_RESERVATION, f"{target} is not connected")
         try:
             other = await self._call(peer, target)

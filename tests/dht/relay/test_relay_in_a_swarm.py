@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from equipoise.dht.address import parse_address
 from equipoise.dht.autonat import Answer, stands_in
 from equipoise.dht.limits import BURST_SECONDS, TokenBucket
-from equipoise.dht.p2pd_client import P2pdClient, StreamListener
 from equipoise.dht.records import Readiness
 from equipoise.dht.relay import service
 from equipoise.dht.relay.client import RelayError
@@ -124,6 +123,15 @@ def relayed(member: Swarm) -> bool:
     return member.reach(member.peer).state == "relayed"
 
 
+async def reaches(member: Swarm, other: Swarm) -> bool:
+    try:
+        channel = await member.transport.open(other.peer)
+    except ConnectionError:
+        return False
+    channel.close()
+    return True
+
+
 async def test_members_in_client_mode_reach_each_other_through_a_relay(members, until) -> None:
     relay = await members.start("relay", relay=True, relay_bandwidth=RATE)
     first = await members.start("first", join=relay.addresses, client_mode=True)
@@ -151,10 +159,14 @@ async def test_members_in_client_mode_reach_each_other_through_a_relay(members, 
 async def test_a_relayed_member_survives_its_p2pd(members, until) -> None:
     relay = await members.start("relay", relay=True, relay_bandwidth=RATE)
     hidden = await members.start("hidden", join=relay.addresses, client_mode=True)
-    await until(lambda: relayed(hidden))
-    os.kill(hidden.status().p2pd_pid, signal.SIGKILL)
-    await until(lambda: not relayed(hidden))
-    await until(lambda: relayed(hidden))
+    other = await members.start("other", join=relay.addresses, client_mode=True)
+    await until(lambda: relayed(hidden) and relayed(other))
+    other._dialer.learn(hidden.peer, hidden.addresses)
+    for member in (hidden, relay):
+        os.kill(member.status().p2pd_pid, signal.SIGKILL)
+        await until(lambda member=member: member.status().p2pd_restarts == 1)
+        await until(lambda: relayed(hidden) and relay.peer in hidden.status().connected)
+        await until(lambda: reaches(other, hidden))
 
 
 async def test_no_peer_relays_unasked(members, until) -> None:
@@ -167,20 +179,6 @@ async def test_no_peer_relays_unasked(members, until) -> None:
     assert hidden.status().reach.state == "unreachable"
     assert "no peer that it has met relays" in hidden.status().reach.reason
     assert public.status().reach.relaying is None
-
-
-async def test_p2pds_own_relay_is_not_used(members, until, monkeypatch) -> None:
-    send_streams = P2pdClient.send_streams
-
-    async def leave_relaying_to_p2pd(self: P2pdClient, listener: StreamListener) -> None:
-        if listener.protocol != HOP_PROTOCOL:
-            await send_streams(self, listener)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(P2pdClient, "send_streams", leave_relaying_to_p2pd)
-        relay = await members.start("relay", relay=True, relay_bandwidth=RATE)
-    hidden = await members.start("hidden", join=relay.addresses, client_mode=True)
-    await until(lambda: "cuts connections after 131072 bytes" in hidden.status().reach.reason)
 
 
 async def test_a_relay_leads_only_to_those_who_asked(members, until) -> None:
@@ -254,11 +252,11 @@ async def test_a_peer_that_says_nothing_to_a_relay_is_let_go(members, until, mon
     relay = await members.start("relay", relay=True, relay_bandwidth=RATE)
     client = await members.start("client", join=relay.addresses, client_mode=True)
     await until(lambda: relayed(client))
-    listener = relay._reach.listener
+    listener = relay._link.listener
     streams = [await client._link.open_stream(relay.peer, HOP_PROTOCOL) for _ in range(40)]
     for stream in streams:
         with pytest.raises(StreamClosed):
             await receive_message(stream)
         stream.close()
     await until(lambda: not listener._tasks)
-    assert not listener._per_peer
+    assert not listener._open

@@ -51,6 +51,9 @@ class Relay:
         self.here.set()
         self.refusing = False
 
+    def accept(self, protocol: str, most: int, handler: object) -> None:
+        """Streams come by `ask`."""
+
     async def refresh(self) -> frozenset[str]:
         await self.here.wait()
         return frozenset() if self.refusing else frozenset(PEERS)
@@ -174,7 +177,7 @@ async def test_all_peers_together_get_no_more_circuits_than_there_are(
 
 async def test_half_of_the_reservations_are_for_peers_met_in_rounds(relay: Relay, monkeypatch) -> None:
     monkeypatch.setattr(service, "MAX_RESERVATIONS", 4)
-    relay.gate.met |= dict.fromkeys(PEERS[10:20])
+    relay.gate.met |= dict.fromkeys(PEERS[10:20], 0.0)
     asked = (TARGET, PEERS[1], PEERS[2], *PEERS[10:13], PEERS[1])
     told = [await answer(await relay.ask(peer, Hop(kind=Kind.RESERVE))) for peer in asked]
     full, good = Status.RESERVATION_REFUSED, Status.OK
@@ -187,7 +190,7 @@ async def test_several_peers_may_ask_for_a_peer_that_has_gone(relay: Relay) -> N
     ends = [await relay.connect(peer) for peer in PEERS[1:4]]
     relay.here.set()
     assert [await answer(end) for end in ends] == [Status.NO_RESERVATION] * 3
-    assert relay.status.reservations == 0
+    assert relay.status.reservations == 1, "it may come back"
     await asyncio.gather(*relay.tasks)
     assert relay.status.circuits == 0
 
