@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 
 from equipoise.dht.address import ListenAddress, block_of
 from equipoise.dht.dialpolicy import DialPolicy, Place, private_networks
@@ -69,7 +69,6 @@ class DirectTransport:
     Attributes:
         peer: PeerID of this peer.
         channels: The open channels.
-        on_meet: Called with the PeerID of an admitted peer with which a round begins.
     """
 
     def __init__(
@@ -93,11 +92,9 @@ class DirectTransport:
         self._listener = Listener(listen, self._accept)
         self._refusals = Refusals()
         self._gate = gate or Gate()
-        self._gate.ways.update(("direct channel", "origin question"))
         self._waiting = WaitingRoom()
         self.channels = OpenChannels()
         self._failures: LruDict[str, str] = LruDict(MAX_FAILURES)
-        self.on_meet: Callable[[str], None] = lambda peer: None
         self._handshakes = Handshakes(self._gate.met)
         self._turns = Turns()
         self._tasks = TaskSet()
@@ -131,10 +128,8 @@ class DirectTransport:
             raise ValueError(str(error)) from None
 
     def meet(self, peer: str) -> None:
-        """Note that a round with `peer` begins; calls `on_meet` if `peer` was admitted."""
-        self._gate.met[peer] = None
-        if self._allowlist.get(peer) is not None:
-            self.on_meet(peer)
+        """Note that a round with `peer` begins."""
+        self._gate.met[peer] = time.monotonic()
 
     def reaches(self, peer: str) -> bool:
         """Tell whether `peer` was admitted, and names addresses."""

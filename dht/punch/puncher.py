@@ -12,8 +12,6 @@ import logging
 import socket
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
 from typing import TypeVar
 
 from equipoise.dht import streams
@@ -23,7 +21,8 @@ from equipoise.dht.dialpolicy import Place
 from equipoise.dht.direct.listener import ask_origin
 from equipoise.dht.direct.sockets import said, shown
 from equipoise.dht.direct.transport import DirectTransport
-from equipoise.dht.p2pd_client import P2pdClient, StreamListener
+from equipoise.dht.limits import Failure
+from equipoise.dht.p2pd_client import P2pdClient
 from equipoise.dht.punch import candidates
 from equipoise.dht.punch.candidates import Candidates, End, Go, Message, Probe
 from equipoise.dht.sanitize import Malformed, printable
@@ -41,8 +40,8 @@ or busy, but a NAT that forbids holes seldom changes, and each attempt costs a r
 pause is the first one: some routers let connections begin, but not last."""
 PATIENCE_SECONDS = 2.0
 """Time from meeting a peer to the first punch: one may dial the other, and the other side learns of the round later."""
-MAX_WANTED = 256
-"""Most peers to which a hole is wanted; the least recently met is forgotten. A group has at most 64 members."""
+MAX_RESULTS = 256
+"""Most peers for which the result of the last punch is kept. A group has at most 64 members."""
 MAX_AT_ONCE = 4
 """Most punches under way that this peer began: each holds a stream and a few sockets."""
 CHECK_SECONDS = 1.0
@@ -95,68 +94,43 @@ _log = logging.getLogger(__name__)
 _Message = TypeVar("_Message", Candidates, Probe, Go)
 
 
-@dataclass
-class Wish:
-    """A hole to one peer.
-
-    Attributes:
-        since: When the peer was last met.
-        retry: When a punch may begin.
-        under_way: Whether a punch is under way.
-        failure: Why the last punch failed; empty if it did not.
-        delay: Seconds from the last failure to `retry`; 0 after none.
-    """
-
-    since: float
-    retry: float
-    under_way: bool = False
-    failure: str = ""
-    delay: float = 0.0
-
-
 class Schedule:
     """Schedules holes to the peers met in rounds that cannot be dialled, and keeps the results. Sans IO."""
 
-    def __init__(self) -> None:
-        self._wishes: LruDict[str, Wish] = LruDict(MAX_WANTED)
-
-    def want(self, peer: str, now: float) -> None:
-        """Note that `peer` was met in a round."""
-        wish = self._wishes[peer] = self._wishes.get(peer) or Wish(now, retry=now + PATIENCE_SECONDS)
-        wish.since = now
+    def __init__(self, met: LruDict[str, float]) -> None:
+        """`met` tells when a round with a peer began last; the latest is its last."""
+        self._met = met
+        self._under_way: set[str] = set()
+        self._results: LruDict[str, Failure] = LruDict(MAX_RESULTS)
 
     def due(self, now: float, lacking: Callable[[str], bool]) -> list[str]:
         """Return the peers to punch to now, the last met first; `lacking` tells whether a peer needs a hole."""
-        room = MAX_AT_ONCE - sum(wish.under_way for wish in self._wishes.values())
-        found = [
-            peer
-            for peer, wish in reversed(self._wishes.items())
-            if not wish.under_way and wish.retry <= now < wish.since + WANTED_SECONDS and lacking(peer)
-        ]
-        return found[: max(0, room)]
+        first = Failure("", now + PATIENCE_SECONDS, 0.0)
+        wanted = (peer for peer in reversed(self._met) if not self.refusal(peer, now) and lacking(peer))
+        found = [peer for peer in wanted if self._results.setdefault(peer, first).retry <= now]
+        return found[: max(0, MAX_AT_ONCE - len(self._under_way))]
 
     def began(self, peer: str) -> None:
-        """Note that a punch with a wanted peer is under way."""
-        self._wishes[peer].under_way = True
+        """Note that a punch with a peer is under way."""
+        self._under_way.add(peer)
 
     def ended(self, peer: str, failure: str, now: float) -> None:
         """Note that a punch is over; `failure` says why it opened no channel, and is empty if it did."""
-        wish = self._wishes.get(peer)
-        if wish is not None:
-            wish.under_way, wish.failure = False, failure
-            wish.delay = backoff(wish.delay, FIRST_RETRY_SECONDS, MAX_RETRY_SECONDS) if failure else 0.0
-            wish.retry = now + (wish.delay or FIRST_RETRY_SECONDS)
+        before = self._results.get(peer)
+        pause = before.pause if before else 0.0
+        pause = backoff(pause, FIRST_RETRY_SECONDS, MAX_RETRY_SECONDS) if failure else 0.0
+        self._results[peer] = Failure(failure, now + (pause or FIRST_RETRY_SECONDS), pause)
+        self._under_way.discard(peer)
 
     def refusal(self, peer: str, now: float) -> str:
         """Return why this peer refuses a punch that `peer` begins; empty if it takes part."""
-        wish = self._wishes.get(peer)
-        if wish is None or now >= wish.since + WANTED_SECONDS:
+        if now >= self._met.get(peer, float("-inf")) + WANTED_SECONDS:
             return "it has met this peer in no round of late"
-        return "a punch between the two is under way" if wish.under_way else ""
+        return "a punch between the two is under way" if peer in self._under_way else ""
 
     def failure(self, peer: str) -> str:
         """Return why the last punch with `peer` failed; empty if it succeeded, or no punch has ended."""
-        return self._wishes[peer].failure if peer in self._wishes else ""
+        return self._results[peer].reason if peer in self._results else ""
 
 
 class SharedPort:
@@ -390,27 +364,18 @@ class Attempt:
 
 
 class Puncher:
-    """Punches holes by the `schedule`, and has the channels used; `listener` takes the streams of other peers."""
+    """Punches holes by the `schedule`, and has the channels used."""
 
-    def __init__(
-        self, link: P2pdClient, dialer: Dialer, direct: DirectTransport, reach: Reach, folder: Path
-    ) -> None:
+    def __init__(self, link: P2pdClient, dialer: Dialer, direct: DirectTransport, reach: Reach) -> None:
         self._link = link
+        link.accept(candidates.PUNCH_PROTOCOL, MAX_ANSWERED, self._answer)
         self._reach = reach
         self._dialer = dialer
         self._direct = direct
-        self.schedule = Schedule()
+        self.schedule = Schedule(link.gate.met)
         self._limit = RateLimit(CALLS_PER_SECOND, BURST)
         self._tries = RateLimit(TRIES_PER_SECOND, TRIES_BURST)
-        self.listener = StreamListener(
-            candidates.PUNCH_PROTOCOL, folder / "punch.sock", MAX_ANSWERED, self._answer
-        )
         self._tasks = TaskSet()
-
-    def want(self, peer: str) -> None:
-        """Note that a round with `peer` has begun."""
-        if self._hidden:
-            self.schedule.want(peer, time.monotonic())
 
     async def run(self) -> None:
         """Punch holes until cancelled."""

@@ -133,8 +133,6 @@ async def test_a_peer_admitted_for_a_transfer_alone_gets_no_hole(trio: Trio, unt
         assert "in no round" in one._puncher.schedule.refusal(other.peer, asyncio.get_running_loop().time())
         one.direct.meet(other.peer)
         assert not one._puncher.schedule.refusal(other.peer, asyncio.get_running_loop().time())
-        one.direct.meet("12D3KooWNobody")
-        assert one._puncher.schedule.refusal("12D3KooWNobody", 0.0)
 
 
 async def test_a_peer_without_a_part_in_the_punch_says_so(trio: Trio) -> None:
