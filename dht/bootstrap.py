@@ -250,15 +250,22 @@ class Contacts:
 class Bootstrap:
     """Tries every address to join through, for ever, and the peers met before while no peer is there.
 
-    `remembered` tells the PeerIDs met before, the latest first; `machine` decides, and tells how the ways fare.
+    Attributes:
+        contacts: The peers that are there.
+        machine: Decides, and tells how the ways fare.
     """
 
     def __init__(
-        self, given: Sequence[Address], link: P2pdClient, protocol: RecordProtocol, contacts: Contacts
+        self,
+        given: Sequence[Address],
+        remembered: Callable[[], Sequence[str]],
+        link: P2pdClient,
+        protocol: RecordProtocol,
     ) -> None:
-        self.remembered: Callable[[], Sequence[str]] = tuple
+        """`given` are the addresses to join through; `remembered` tells the PeerIDs met before, the latest first."""
+        self._remembered = remembered
         self._link = link
-        self._contacts = contacts
+        self.contacts = Contacts(link, protocol)
         self._protocol = protocol
         self._dialer = protocol.dialer
         self._addresses = {Way(address.peer, address.text): address for address in given}
@@ -279,7 +286,7 @@ class Bootstrap:
                 pause = LOOK_SECONDS
                 if self._link.attached:
                     now = time.monotonic()
-                    for way in self.machine.look(self._contacts.alive, self.remembered(), now):
+                    for way in self.machine.look(self.contacts.alive, self._remembered(), now):
                         self._attempts.spawn(self._attempt(way))
                     pause = min(LOOK_SECONDS, max(0.0, self.machine.deadline - time.monotonic()))
                 await sleep_until(self._changed, pause)

@@ -18,11 +18,13 @@ from msgspec import structs
 
 from equipoise.dht import records
 from equipoise.dht.autonat import Reach
+from equipoise.dht.direct.transport import DirectTransport
 from equipoise.dht.identity import Identity
+from equipoise.dht.options import SwarmOptions
 from equipoise.dht.protocol import REPLICAS, CallError, RecordProtocol
 from equipoise.dht.records import Entry, Kept, Readiness, seal, shard_of
 from equipoise.dht.state import PROTOCOL_VERSION
-from equipoise.limits import Part, Stand, Tags
+from equipoise.limits import Part, Stand
 from equipoise.tasks import TaskSet, end, sleep_until
 
 MAX_TARGETS = 64
@@ -41,8 +43,7 @@ MAX_TOLD_AT_ONCE = 8
 """Most peers, drawn anew each time, that are told at once that this peer begins to wait, or of its progress. The others
 learn it by a later change or renewal."""
 PROGRESS_SECONDS = 1.0
-"""Time until the next such change is told where there are more peers. Peers that only keep the record, and are not in
-the run, are told as seldom in small runs too: each call costs both ends and two p2pd 4 ms."""
+"""Time until the next such change is told where there are more peers."""
 MAX_CALLED_AT_ONCE = 2
 """Most of them that are called, in such a large run: the others have a session open, or learn it later too."""
 GAP_SECONDS = 0.1
@@ -125,7 +126,6 @@ class _Own:
     Attributes:
         grows: Whether a peer has come since the last search.
         for_all: Whether all peers must be told of what has changed.
-        behind: Whether peers that are not in the run have yet to be told.
         told_at: When all were told last, on the monotonic clock.
         pause: Seconds from then to the next renewal, by the number of peers that are told.
     """
@@ -136,7 +136,6 @@ class _Own:
     replicas: tuple[str, ...] = ()
     grows: bool = False
     for_all: bool = True
-    behind: bool = False
     told_at: float = float("-inf")
     pause: float = RENEW_SECONDS
     changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -145,20 +144,24 @@ class _Own:
 
 
 class RunDirectory:
-    """Announces this peer in its runs, and knows the others (`averaging.ports.Directory`).
+    """Announces this peer in its runs, and knows the others (`averaging.ports.Directory`)."""
 
-    Its records tell this daemon's `name` and `tags`, and the `credential` of its direct channels, which that returns.
-    """
-
-    def __init__(self, identity: Identity, protocol: RecordProtocol, reach: Reach, sequence: int) -> None:
+    def __init__(
+        self,
+        identity: Identity,
+        options: SwarmOptions,
+        protocol: RecordProtocol,
+        reach: Reach,
+        direct: DirectTransport,
+        sequence: int,
+    ) -> None:
         """`sequence` is above those of all records that this peer has made before."""
-        self.name = ""
-        self.tags: Tags = ()
-        self.credential: Callable[[], bytes] = bytes
         self.carry: Callable[[str, bytes], bool] = lambda peer, data: False
         self._identity = identity
+        self._options = options
         self._protocol = protocol
         self._reach = reach
+        self._direct = direct
         self._sequence = itertools.count(sequence)
         self._own: dict[str, _Own] = {}
         self._searched: dict[str, float] = {}
@@ -233,9 +236,9 @@ class RunDirectory:
             reach=reach.state,
             why=reach.reason[: records.MAX_WHY_CHARACTERS],
             addresses=protocol.addresses,
-            name=self.name,
-            tags=self.tags,
-            credential=self.credential(),
+            name=self._options.name[: records.MAX_NAME_CHARACTERS],
+            tags=tuple(sorted(set(self._options.tags))),
+            credential=self._direct.credential,
             **{name: getattr(stand, name) for name in Stand.__struct_fields__},
         )
 
@@ -270,28 +273,24 @@ class RunDirectory:
 
     async def _keep_published(self, own: _Own) -> None:
         while True:
-            pause = PROGRESS_SECONDS if own.behind else own.pause
-            await sleep_until(own.changed, own.told_at + pause - time.monotonic())
-            if not own.changed.is_set() and not own.behind:
+            await sleep_until(own.changed, own.told_at + own.pause - time.monotonic())
+            if not own.changed.is_set():
                 self._renew(own)
             own.changed.clear()
             targets, now, gap = self._targets(own), time.monotonic(), GAP_SECONDS
             own.pause = min(max(RENEW_SECONDS, len(targets) / TOLD_A_SECOND), MAX_RENEW_SECONDS)
-            own.behind = False
             if own.for_all:
                 own.for_all, own.told_at = False, now
             else:
                 calls = len(targets)
-                is_large = calls > MAX_TOLD_AT_ONCE
-                if now >= own.told_at + (own.pause if is_large else PROGRESS_SECONDS):
+                if now >= own.told_at + own.pause:
                     own.told_at = now
-                elif is_large:
+                elif calls > MAX_TOLD_AT_ONCE:
                     targets, gap = random.sample(targets, MAX_TOLD_AT_ONCE), PROGRESS_SECONDS
                     calls = MAX_CALLED_AT_ONCE
                 else:
-                    members = set(self._members(own.record.run))
-                    own.behind = not members.issuperset(targets)
-                    targets = [peer for peer in targets if peer in members]
+                    # Peers that only keep the record are told at renewals.
+                    targets = [peer for peer in self._members(own.record.run) if peer != self._identity.peer]
                 targets = [peer for peer in targets if not self._carried(peer, own.kept)][:calls]
             own.publisher.publish(own.kept, targets)
             await asyncio.sleep(gap)

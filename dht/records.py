@@ -259,6 +259,12 @@ class RecordStore:
                 if entry.expires > now and not entry.offline:
                     yield name[0]
 
+    def mates(self, peer: str, now: float) -> list[Readiness]:
+        """Return the current records of all others in the runs that `peer` has not left."""
+        own = [run for run in self._runs.get(peer, ()) if not self._entries[peer, run].offline]
+        found = (entry.record for run in own for entry in self.current(run, now))
+        return [record for record in found if record.peer != peer]
+
     def newest(self, peer: str) -> Readiness | None:
         """Return the record of `peer` that arrived last, in whichever run; void ones included."""
         entries = [self._entries[peer, run] for run in self._runs.get(peer, ())]

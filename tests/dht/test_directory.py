@@ -22,6 +22,7 @@ from equipoise.dht.directory import (
 )
 from equipoise.dht.identity import Identity
 from equipoise.dht.messages import Message
+from equipoise.dht.options import SwarmOptions
 from equipoise.dht.p2pd_client import P2pdClient
 from equipoise.dht.protocol import REPLICAS, CallError, RecordProtocol
 from equipoise.dht.records import SHARDS, TTL_SECONDS, Kept, Readiness, RecordStore, key_of, seal, unseal
@@ -114,7 +115,8 @@ class Lone:
         dialer = Dialer(link, identity.peer, DialPolicy(list))
         self.protocol = RecordProtocol(identity.peer, True, link, dialer)
         reach = SimpleNamespace(dialable=True, status=lambda: ReachStatus("direct", "it was dialled"))
-        self.directory = RunDirectory(identity, self.protocol, reach, sequence=1)
+        direct = SimpleNamespace(credential=b"")
+        self.directory = RunDirectory(identity, SwarmOptions(), self.protocol, reach, direct, sequence=1)
         self.told: list[tuple[str, Readiness]] = []
         self.pauses: dict[str, list[float]] = {"search": [], "publish": []}
         self.replicas: tuple[str, ...] = ()
@@ -235,7 +237,7 @@ async def test_records_that_another_way_brings_are_bounded_as_those_of_calls(
     assert [record.peer for record in await found.peers("digits")] == [stranger.peer]
     for _ in range(1000):
         found.receive(stranger.peer, protocol.pack(identity.peer, [record_of(stranger, 2)]))
-    await until(lambda: protocol._held[stranger.peer] > 0)
+    await until(protocol._held.locked)
     await protocol.traversals.stop()
 
 
@@ -286,20 +288,16 @@ async def test_progress_is_told_to_few_at_once_and_that_a_peer_leaves_to_all(lon
     await lone.directory.stop()
 
 
-async def test_peers_that_only_keep_a_record_are_told_of_progress_once_a_second_and_members_at_once(
-    lone: Lone, until, monkeypatch
+async def test_peers_that_only_keep_a_record_are_told_of_progress_at_renewals_and_members_at_once(
+    lone: Lone, until
 ) -> None:
     lone.note_pauses()
     lone.ends = asyncio.Event.wait
     lone.know(["mate"], "keeper")
-    monkeypatch.setattr(directory, "PROGRESS_SECONDS", 60.0)
     assert await told_after(lone, until, 0.0) == ["keeper", "mate"]
-    assert lone.pauses["publish"][-1] <= RENEW_SECONDS
     assert await told_after(lone, until, 1.0) == ["mate"]
-    assert RENEW_SECONDS < lone.pauses["publish"][-1] <= 60.0, (
-        "then the keeper is told, though nothing changes"
-    )
-    monkeypatch.setattr(directory, "PROGRESS_SECONDS", 0.0)
+    assert lone.pauses["publish"][-1] <= RENEW_SECONDS
+    lone.directory._own["digits"].told_at -= RENEW_SECONDS
     assert await told_after(lone, until, 2.0) == ["keeper", "mate"]
     await lone.directory.stop()
 
@@ -331,7 +329,7 @@ async def test_a_late_answer_loses_only_a_peer_that_says_nothing_meanwhile(
             lone.protocol._meet(stranger.peer, said)
         raise TimeoutError
 
-    monkeypatch.setattr(P2pdClient, "attached", True)
+    monkeypatch.setattr(lone.protocol._link, "attached", True)
     monkeypatch.setattr(lone.protocol.dialer, "reach", reach)
     with pytest.raises(CallError, match="does not answer within"):
         await lone.protocol.ping(stranger.peer)

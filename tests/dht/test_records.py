@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from equipoise.dht import records
 from equipoise.dht.address import MAX_ADDRESS_CHARACTERS
 from equipoise.dht.identity import Identity, load_or_create, peer_of
+from equipoise.dht.options import SwarmOptions
 from equipoise.dht.records import (
     MAX_ADDRESSES,
     MAX_NAME_CHARACTERS,
@@ -108,7 +109,7 @@ async def test_a_peers_bandwidth_and_tags_are_announced_and_renewed(members) -> 
     stand = Stand(state="ready", spec="ab", round=1, bandwidth=5e6, observes=True)
     await directory.announce("digits", stand)
     (first,) = await directory.peers("digits")
-    directory.tags = ("gpu",)
+    directory._options = SwarmOptions(tags=("gpu",))
     directory.renew()
     (renewed,) = await directory.peers("digits")
     assert first.sequence < renewed.sequence
