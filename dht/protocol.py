@@ -13,18 +13,15 @@ import logging
 import random
 import secrets
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any, TypedDict, Unpack
+from typing import Any
 
 from msgspec.structs import replace
 
 from equipoise.dht.dialer import Dialer
-from equipoise.dht.gate import CallHandler
 from equipoise.dht.hivemind_imports import DHTID, RoutingTable, traverse_dht
 from equipoise.dht.identity import public_key_of
 from equipoise.dht.intake import Intake
-from equipoise.dht.limits import Tally
 from equipoise.dht.messages import (
     MAX_INSTANCE_BYTES,
     MAX_NEAREST,
@@ -56,10 +53,8 @@ BUCKET_DEPTH_MODULO = 5
 """hivemind's default (Kademlia paper, section 4.2, b)."""
 HELD_SECONDS = 2.0
 """Time that a refused caller waits for its answer, which comes before `CALL_SECONDS` are over."""
-MAX_HELD_OF_ONE = 32
-"""Most refused calls of one peer that wait; further calls are refused at once."""
 MAX_HELD = 128
-"""Most refused calls of all peers that wait: each keeps its message in memory, up to 256 KB here and in p2pd."""
+"""Most refused calls that wait: each keeps its message in memory, up to 256 KB here and in p2pd."""
 FORGER = "has sent a forged record: nothing is taken from it for a minute"
 REPLICAS = 5
 """Number of peers that keep a record, hivemind's default: if 30 % go at once, one of 400 records is lost."""
@@ -84,18 +79,8 @@ def node_id_of(peer: str) -> Any:
     return DHTID.from_bytes(hashlib.sha256(b"equipoise/node/" + peer.encode()).digest()[:20])
 
 
-class News(TypedDict, total=False):
-    """Fields of `Message` that a peer tells of itself."""
-
-    serves: bool
-    relays: bool
-    addresses: tuple[str, ...]
-
-
 MAX_PEERS = 1024
-"""Most peers whose instances are remembered: the peers heard last."""
-MAX_FORMER = 4
-"""Most former instances remembered of one peer."""
+"""Most peers whose instances are remembered: those that were started last."""
 DOUBLED_SECONDS = 30.0
 """Time for which a peer counts as doubled after both its daemons were heard; daemons speak every few seconds."""
 
@@ -110,23 +95,18 @@ class Instances:
 
     def __init__(self) -> None:
         self.own = secrets.token_bytes(MAX_INSTANCE_BYTES)
-        self._heard: LruDict[str, deque[bytes]] = LruDict(MAX_PEERS)
-        self._doubled: LruDict[str, float] = LruDict(MAX_PEERS)
+        # By peer: the instance before the last, the last, and when one came back.
+        self._heard: LruDict[str, tuple[bytes, bytes, float]] = LruDict(MAX_PEERS)
 
     def hear(self, peer: str, instance: bytes, now: float) -> None:
         """Note the instance of a message of `peer`; an empty instance is ignored."""
-        if not instance:
-            return
-        heard = self._heard[peer] = self._heard.get(peer) or deque(maxlen=1 + MAX_FORMER)
-        if instance in heard:
-            if heard[-1] != instance:
-                self._doubled[peer] = now
-            heard.remove(instance)
-        heard.append(instance)
+        former, last, doubled = self._heard.get(peer, (b"", b"", float("-inf")))
+        if instance not in (b"", last):
+            self._heard[peer] = last, instance, now if instance == former else doubled
 
     def doubled(self, peer: str, now: float) -> bool:
         """Tell whether two daemons spoke as `peer` within the last `DOUBLED_SECONDS`."""
-        return self._doubled.get(peer, float("-inf")) + DOUBLED_SECONDS > now
+        return peer in self._heard and self._heard[peer][2] + DOUBLED_SECONDS > now
 
 
 class RecordProtocol:
@@ -157,15 +137,11 @@ class RecordProtocol:
         self._instances = Instances()
         self._told = Message(serves=serves, instance=self._instances.own)
         self._link = link
+        link.answer(CALL, self._answer)
         self.dialer = dialer
         self._limit = RateLimit(CALLS_PER_SECOND, CALLS_BURST)
-        self._held = Tally()
+        self._held = asyncio.Semaphore(MAX_HELD)
         self.traversals = TaskSet()
-
-    @property
-    def handlers(self) -> dict[str, CallHandler]:
-        """The unary handlers to register with p2pd."""
-        return {CALL: self._answer}
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -176,8 +152,8 @@ class RecordProtocol:
         """Tell whether this daemon refuses `peer`."""
         return self._link.gate.bans(peer)
 
-    def tell(self, **news: Unpack[News]) -> None:
-        """Have every message from now on tell this of the peer itself."""
+    def tell(self, **news: Any) -> None:
+        """Have every message from now on tell this of the peer itself: fields of `Message`."""
         self._told = replace(self._told, **news)
 
     @property
@@ -287,7 +263,7 @@ class RecordProtocol:
         now = time.monotonic()
         distrusted = self.intake.scrutiny.distrusts(peer, now)
         if distrusted or not self._limit.allow(peer, now):
-            await self._hold(peer)
+            await self._hold()
             raise Malformed(f"{peer} {FORGER}" if distrusted else "too many calls; wait a second")
         try:
             asked = decode(data, messages)
@@ -301,12 +277,11 @@ class RecordProtocol:
         nearest = tuple(self._nearest(key, peer) for key in asked.keys)
         return encode(self._message(peer, records=_page(found), nearest=nearest))
 
-    async def _hold(self, peer: str) -> None:
+    async def _hold(self) -> None:
         """Delay a refusal, because a caller that is refused at once calls again at once."""
-        if self._held[peer] >= MAX_HELD_OF_ONE or self._held.total() >= MAX_HELD:
-            return
-        with self._held.counting(peer):
-            await asyncio.sleep(HELD_SECONDS)
+        if not self._held.locked():
+            async with self._held:
+                await asyncio.sleep(HELD_SECONDS)
 
     def _message(self, peer: str, **content: Any) -> Message:
         """Return a message to `peer`, with what it must know of this peer."""

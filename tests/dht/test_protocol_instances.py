@@ -20,13 +20,14 @@ def test_restarts_are_no_twins() -> None:
 
 def test_an_instance_that_comes_back_after_another_is_a_twin_for_a_while() -> None:
     instances = Instances()
-    for second, instance in enumerate((b"a", b"b", b"c", b"a")):
+    for second, instance in enumerate((b"a", b"b", b"c", b"c", b"b")):
+        assert not instances.doubled("peer", float(second))
         instances.hear("peer", instance, float(second))
-    assert instances.doubled("peer", 3.0)
-    assert not instances.doubled("other", 3.0)
-    for second in range(4, 40):
-        instances.hear("peer", b"a", float(second))
-    assert not instances.doubled("peer", 3.0 + DOUBLED_SECONDS)
+    assert instances.doubled("peer", 4.0)
+    assert not instances.doubled("other", 4.0)
+    for second in range(5, 40):
+        instances.hear("peer", b"b", float(second))
+    assert not instances.doubled("peer", 4.0 + DOUBLED_SECONDS)
 
 
 def test_strangers_take_little_memory() -> None:
@@ -34,7 +35,7 @@ def test_strangers_take_little_memory() -> None:
     for number in range(2 * MAX_PEERS):
         for instance in (b"a", b"b", b"a"):
             instances.hear(str(number), instance, 0.0)
-    assert len(instances._heard) == len(instances._doubled) == MAX_PEERS
+    assert len(instances._heard) == MAX_PEERS
 
 
 async def test_a_copied_home_is_warned_of(members, until, monkeypatch) -> None:
