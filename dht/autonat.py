@@ -17,7 +17,6 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
@@ -28,13 +27,12 @@ from equipoise.dht.dialer import GREETING, direct_hosts, probe, told
 from equipoise.dht.direct.listener import ORIGIN_QUESTION, ask_origin
 from equipoise.dht.direct.sockets import connect
 from equipoise.dht.direct.transport import DirectTransport
-from equipoise.dht.gate import CallHandler
 from equipoise.dht.messages import Versioned, decode, encode
-from equipoise.dht.p2pd_client import P2pdClient, StreamListener
+from equipoise.dht.p2pd_client import P2pdClient
 from equipoise.dht.protocol import RecordProtocol
 from equipoise.dht.records import Readiness
 from equipoise.dht.relay.client import RelayClient
-from equipoise.dht.relay.service import HOP_PROTOCOL, RelayService
+from equipoise.dht.relay.service import RelayService
 from equipoise.dht.sanitize import Malformed, printable
 from equipoise.dht.state import ReachStatus
 from equipoise.limits import RateLimit
@@ -62,8 +60,6 @@ SUSPECT_SECONDS = 0.5
 """Longest wait for an answer before this peer looks for relays: a dial-back that succeeds is answered sooner."""
 SURVEY_SECONDS = 2.0
 """Longest time until this peer asks a peer that it should ask."""
-MAX_HOPS = 256
-"""Most requests and circuits through this peer at once; the service has its own bounds on circuits."""
 
 _log = logging.getLogger(__name__)
 
@@ -167,10 +163,7 @@ class Reach:
     Attributes:
         on_change: Called when the verdict, the addresses or the relays have changed.
         listening: Returns the addresses where this peer itself listens, in the form that `--join` takes.
-        mates: Returns the records of all others in this peer's runs.
         relays: The relays in use.
-        handlers: The unary handlers to register with p2pd.
-        listener: Takes the streams of relayed peers from p2pd.
     """
 
     def __init__(
@@ -178,17 +171,16 @@ class Reach:
         link: P2pdClient,
         protocol: RecordProtocol,
         direct: DirectTransport,
-        folder: Path,
         hidden: str = "",
         relay: float | None = None,
     ) -> None:
         """`hidden` says why this peer cannot be dialled, if that is known; `relay` is the relay's bytes per second."""
         self.on_change: Callable[[], None] = lambda: None
         self.listening: Callable[[], Iterable[str]] = tuple
-        self.mates: Callable[[], Iterable[Readiness]] = tuple
         self._direct = direct
         protocol.on_hello = self.meet
         self._link = link
+        link.answer(DIALBACK, self._answer)
         self._protocol = protocol
         self._verdict = Reachability(hidden)
         self._limit = RateLimit(CALLS_PER_SECOND, BURST)
@@ -196,15 +188,9 @@ class Reach:
         self._service = RelayService(link, protocol.dialer, relay)
         self.relays = RelayClient(link, protocol.dialer, protocol.peer)
         self.relays.on_change = lambda: self.on_change()
-        self.listener = StreamListener(HOP_PROTOCOL, folder / "hop.sock", MAX_HOPS, self._service.handle)
         self._met = asyncio.Event()
         self._tasks = TaskSet()
         self._keeping: asyncio.Task[None] | None = None
-
-    @property
-    def handlers(self) -> dict[str, CallHandler]:
-        """The unary handlers to register with p2pd."""
-        return {DIALBACK: self._answer}
 
     @property
     def hidden(self) -> bool:
@@ -221,7 +207,9 @@ class Reach:
         """True if others can open channels to this peer, and it may own shares."""
         if self._link.gate.admission.role(self._protocol.peer) != "trainer":
             return False
-        return not self.hidden or (bool(self.relays.held) and stands_in(self.mates()))
+        if not self.hidden or not self.relays.held:
+            return not self.hidden
+        return stands_in(self._protocol.intake.store.mates(self._protocol.peer, time.monotonic()))
 
     @property
     def mirrors(self) -> dict[tuple[str, int], bytes]:

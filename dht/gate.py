@@ -63,8 +63,8 @@ class Gate:
 
     Attributes:
         admission: Decides on peers.
-        met: The peers with which rounds have begun, for which a share of what strangers may take is kept.
-        ways: Names of the calls and protocols that are registered through it.
+        met: When a round began last with each peer, on the monotonic clock. A share of what strangers may take is
+            kept for these peers.
         call: Calls a peer through libp2p: PeerID, name, request, seconds.
         reach: Connects to a peer, or raises ConnectionError.
         host: Tells the block of IP addresses that a peer's connection comes from.
@@ -74,8 +74,7 @@ class Gate:
 
     def __init__(self, admission: Admission | None = None) -> None:
         self.admission = admission or Admission()
-        self.met: LruDict[str, None] = LruDict(MAX_MET)
-        self.ways: set[str] = set()
+        self.met: LruDict[str, float] = LruDict(MAX_MET)
         self.call: Callable[[str, str, bytes, float], Awaitable[bytes]]
         self.reach: Callable[[str], Awaitable[None]]
         self.host: Callable[[str], Awaitable[str]]
@@ -101,22 +100,10 @@ class Gate:
         """Tell whether this daemon alone refuses `peer`."""
         return peer in self.admission.banned
 
-    def guarded(self, handlers: dict[str, CallHandler]) -> dict[str, CallHandler]:
-        """Return the handlers of all calls under their names in this swarm, each behind the check but one."""
-
-        def behind(handler: CallHandler) -> CallHandler:
-            async def handle(peer: str, request: bytes) -> bytes:
-                self.check(peer)
-                return await handler(peer, request)
-
-            return handle
-
-        self.ways.update(handlers)
-        if self.swarm:
-            self.ways.update((PRESENT, REVOKE))
-            handlers = {**handlers, REVOKE: self._heard}
-        found = {self.scoped(name): behind(handler) for name, handler in handlers.items()}
-        return {**found, self.scoped(PRESENT): self._presented} if self.swarm else found
+    @property
+    def calls(self) -> dict[str, CallHandler]:
+        """The calls that it answers itself."""
+        return {PRESENT: self._presented, REVOKE: self._heard} if self.swarm else {}
 
     async def present(self, peer: str) -> None:
         """See to it that this peer and `peer` have admitted each other; raises ConnectionError."""
@@ -124,7 +111,7 @@ class Gate:
             try:
                 async with asyncio.timeout(PRESENT_SECONDS):
                     await self.reach(peer)
-                    answer = await self.call(peer, self.scoped(PRESENT), self._token, PRESENT_SECONDS)
+                    answer = await self.call(peer, PRESENT, self._token, PRESENT_SECONDS)
                 self._take(peer, answer)
             except TimeoutError:
                 raise ConnectionError(f"{peer} does not answer within {PRESENT_SECONDS:.0f} s") from None
@@ -204,6 +191,6 @@ class Gate:
         try:
             await self.present(peer)
             news = self.admission.revocations.encode()
-            await self.call(peer, self.scoped(REVOKE), news, PRESENT_SECONDS)
+            await self.call(peer, REVOKE, news, PRESENT_SECONDS)
         except ConnectionError as error:
             _log.debug("%s was not told who is revoked: %s", peer, error)

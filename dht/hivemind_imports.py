@@ -7,19 +7,13 @@ DEBUG, without them.
 
 from __future__ import annotations
 
-import functools
 import logging
 
 from hivemind.dht.routing import DHTID as DHTID
 from hivemind.dht.routing import RoutingTable as RoutingTable
 from hivemind.dht.traverse import traverse_dht as traverse_dht
-from hivemind.p2p import P2P as P2P
-from hivemind.p2p import PeerID as PeerID
 from hivemind.proto import p2pd_pb2 as p2pd_pb2
 from hivemind.utils.multiaddr import Multiaddr as Multiaddr
-
-peer_id_of = functools.lru_cache(4096)(PeerID.from_base58)
-"""The PeerID object of a PeerID in base58: to make one takes 40 microseconds, and most are wanted again."""
 
 _log = logging.getLogger("equipoise.dht.hivemind")
 

@@ -18,7 +18,6 @@ import shutil
 import signal
 import socket
 import tempfile
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,11 +33,10 @@ START_SECONDS = 15.0
 """Longest start: p2pd answers after 0.1 s on an idle machine; a loaded one gets a hundred times that."""
 STOP_SECONDS = 1.0
 """Longest end: p2pd ends within milliseconds of SIGTERM, and is killed after this."""
-KEPT_LINES = 100
-"""Most lines kept: p2pd is told to log errors only; the last of them explain why it ended."""
+MAX_CALL_BYTES = 256 * 1024
+"""Longest message of a call that p2pd takes; ours carry at most 64 KB of records beside some protobuf."""
 LINE_CHARACTERS = 300
-MAX_UNARY_BYTES = 256 * 1024
-"""Longest unary message that p2pd takes; ours carry at most 64 KB of records beside some protobuf."""
+"""Longest line that is kept."""
 
 MAX_BASE_BYTES = 55
 """Longest path in which a directory for sockets is made. A socket's own path, with the names of that directory and its
@@ -91,7 +89,7 @@ class P2pdOptions:
         flags = [
             f"-listen=/unix{self.control}",
             f"-id={self.identity}",
-            f"-persistentConnMaxMsgSize={MAX_UNARY_BYTES}",
+            f"-persistentConnMaxMsgSize={MAX_CALL_BYTES}",
             f"-natPortMap={int(self.map_ports)}",
             "-connManager=1",
             "-relayService=0",
@@ -106,11 +104,11 @@ class P2pdOptions:
 
 
 class P2pd:
-    """A running p2pd: its process, the leader of a group of its own, and the last lines that it printed, escaped."""
+    """A running p2pd: its process, the leader of a group of its own, and the last line that it printed, escaped."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self.process = process
-        self.lines: deque[str] = deque(maxlen=KEPT_LINES)
+        self.last = ""  # p2pd is told to log errors only.
         self._answers = False
         self._begun = asyncio.Event()
         self._reader = asyncio.create_task(self._read_output())
@@ -144,7 +142,7 @@ class P2pd:
         """Wait until p2pd ends; return how, and the last that it printed."""
         code = await self.process.wait()
         how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
-        return f"{how}: {self.lines[-1]}" if self.lines else how
+        return f"{how}: {self.last}" if self.last else how
 
     async def stop(self) -> None:
         """End p2pd, by force if it lingers, and collect it."""
@@ -181,7 +179,7 @@ class P2pd:
                     self._answers = True
                     self._begun.set()
                 elif not line.startswith(("Control socket:", "Peer Addrs:", "/")):
-                    self.lines.append(printable(line, LINE_CHARACTERS))
+                    self.last = printable(line, LINE_CHARACTERS)
             partial = partial[:LINE_CHARACTERS]
         self._begun.set()  # It has ended.
 

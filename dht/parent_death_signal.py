@@ -2,8 +2,7 @@
 
 The kernel kills the program when the thread that started this script ends (PR_SET_PDEATHSIG survives
 exec), at no cost: this interpreter becomes the program. A function to run before exec in the daemon itself would do
-that more simply, but is not safe in a process with threads. (p2pd also ends when its last client hangs up; but a child
-that a training script has forked may hold that socket open.)
+that more simply, but is not safe in a process with threads.
 """
 
 from __future__ import annotations

@@ -114,8 +114,6 @@ class SwarmStatus(msgspec.Struct, frozen=True):
         connected: PeerIDs of the peers in contact with this one now, sorted.
         p2pd_pid: Process id of p2pd; None while it is not running.
         p2pd_restarts: How often p2pd has been started again.
-        p2pd_log: The last lines that p2pd printed.
-        streams: Number of open streams.
         reach: How others reach this peer.
         direct: Its direct channels.
         warnings: What a person should put right, one line each with its next step.
@@ -135,8 +133,6 @@ class SwarmStatus(msgspec.Struct, frozen=True):
     connected: tuple[str, ...]
     p2pd_pid: int | None
     p2pd_restarts: int
-    p2pd_log: tuple[str, ...]
-    streams: int
     direct: DirectStatus
     reach: ReachStatus
     warnings: tuple[str, ...] = ()

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 
 from equipoise.dht.dialer import Dialer
-from equipoise.dht.gate import CallHandler
 from equipoise.dht.p2pd import P2pd, P2pdError, P2pdOptions
 from equipoise.dht.p2pd_client import P2pdClient, P2pdClientError
 from equipoise.limits import backoff
@@ -21,11 +20,6 @@ WATCH_SECONDS = 1.0
 MAX_SILENT_WATCHES = 4
 """Most questions in a row that go unanswered before p2pd is killed, half a minute in all: with thirty daemons on two
 cores it may be busy for ten seconds, and to start it again costs all of them more than to wait."""
-END_SECONDS = 0.2
-"""Longest time from the break of the connection to the news that the process has ended."""
-REATTACH_ATTEMPTS = 4
-REATTACH_SECONDS = 0.2
-"""Pause between attempts: p2pd takes a moment to free the calls that the broken attachment had registered."""
 
 _log = logging.getLogger(__name__)
 
@@ -37,37 +31,31 @@ class Supervisor:
         reason: Why there is no p2pd just now; empty while it runs.
         restarts: How often it has been started again.
         addresses: Multiaddrs that p2pd tells others, without PeerID; they follow this machine's interfaces.
-        on_addresses: Called when `addresses` are others than before.
     """
 
     def __init__(
         self,
         link: P2pdClient,
         dialer: Dialer,
-        calls: dict[str, CallHandler],
-        launched: Callable[[], Awaitable[None]],
+        launched: Callable[[], None],
+        moved: Callable[[], None],
     ) -> None:
+        """`launched` is called whenever p2pd was started, `moved` when `addresses` are others than before."""
         self.reason = "p2pd is starting"
         self.restarts = 0
         self.addresses: list[str] = []
         self._link = link
         self._dialer = dialer
-        self._calls = calls
         self._launched = launched
         self._p2pd: P2pd | None = None
         self._tasks = TaskSet()
-        self.on_addresses: Callable[[], None] = lambda: None
+        self._moved = moved
 
     @property
     def pid(self) -> int | None:
         """Process id of p2pd; None while it is not running."""
         process = self._p2pd.process if self._p2pd is not None else None
         return process.pid if process is not None and process.returncode is None else None
-
-    @property
-    def log(self) -> tuple[str, ...]:
-        """The last lines that p2pd printed."""
-        return tuple(self._p2pd.lines) if self._p2pd is not None else ()
 
     async def start(self, options: P2pdOptions) -> None:
         """Start p2pd, and again whenever it ends, on the same ports; raises P2pdError if it does not start once."""
@@ -85,18 +73,15 @@ class Supervisor:
     async def _launch(self, options: P2pdOptions) -> None:
         p2pd = self._p2pd = await P2pd.start(options)
         try:
-            await self._attach()
-            await self._launched()
+            await self._link.attach()
+            self.addresses = await self._link.identify()
+            self.reason = ""
+            self._launched()
         except OSError as error:
             # It does not answer, or this process has no descriptor left for its streams.
             await self._link.detach()
             await p2pd.stop()
             raise P2pdError(f"p2pd started but cannot be used: {error}") from error
-
-    async def _attach(self) -> None:
-        await self._link.attach(self._calls)
-        self.addresses = await self._link.identify()
-        self.reason = ""
 
     async def _keep_running(self, options: P2pdOptions) -> None:
         while True:
@@ -121,32 +106,11 @@ class Supervisor:
         ended = asyncio.create_task(p2pd.wait())
         silent = asyncio.create_task(self._until_silent())
         try:
-            while True:
-                broken = asyncio.create_task(self._link.broken())
-                await asyncio.wait({ended, silent, broken}, return_when=asyncio.FIRST_COMPLETED)
-                broken.cancel()
-                # The connection to a p2pd that ends breaks a moment before the end itself is known.
-                await asyncio.wait({ended}, timeout=END_SECONDS)
-                if ended.done():
-                    return f"p2pd ended ({ended.result()})"
-                if silent.done() or not await self._reattached():
-                    return "p2pd does not answer"
+            await asyncio.wait({ended, silent}, return_when=asyncio.FIRST_COMPLETED)
+            return f"p2pd ended ({ended.result()})" if ended.done() else "p2pd does not answer"
         finally:
             ended.cancel()
             silent.cancel()
-
-    async def _reattached(self) -> bool:
-        # The attachment alone broke: streams in flight live on.
-        for _ in range(REATTACH_ATTEMPTS):
-            await self._link.detach(for_good=False)
-            try:
-                await self._attach()
-            except P2pdClientError as error:
-                _log.warning("%s", error)
-                await asyncio.sleep(REATTACH_SECONDS)
-            else:
-                return True
-        return False
 
     async def _until_silent(self) -> None:
         missed = 0
@@ -161,4 +125,4 @@ class Supervisor:
             else:
                 if set(addresses) != set(self.addresses):
                     self.addresses = addresses
-                    self.on_addresses()
+                    self._moved()

@@ -16,7 +16,7 @@ from humanfriendly.text import pluralize
 from equipoise.dht import address as multiaddr
 from equipoise.dht.admission import Admission, Refused, Revocations
 from equipoise.dht.autonat import Reach
-from equipoise.dht.bootstrap import Bootstrap, Contacts
+from equipoise.dht.bootstrap import Bootstrap
 from equipoise.dht.dialer import Dialer
 from equipoise.dht.dialpolicy import DialPolicy, behind_router, private_networks
 from equipoise.dht.direct.transport import DirectTransport
@@ -86,10 +86,7 @@ class Swarm:
         self._build()
         self._ports = contextlib.ExitStack()
         self._moved: list[str] = []
-        self._supervisor = Supervisor(
-            self._link, self._dialer, self._protocol.handlers | self._reach.handlers, self._on_launched
-        )
-        self._supervisor.on_addresses = self._on_addresses
+        self._supervisor = Supervisor(self._link, self._dialer, self._on_launched, self._on_addresses)
         self._tasks = TaskSet()
         self._ranks: dict[str, Rank] = {}
 
@@ -114,27 +111,20 @@ class Swarm:
         self.direct = direct
         hidden = "" if dialable else "it was started in client mode"
         relay = options.relay_bandwidth if options.relay else None
-        reach = self._reach = Reach(link, protocol, direct, self._runtime, hidden, relay)
+        reach = self._reach = Reach(link, protocol, direct, hidden, relay)
         reach.on_change = self._on_reach
         reach.listening = lambda: self._listening
-        reach.mates = self._mates
         protocol.tell(relays=options.relay)
-        self.transport = Libp2pTransport(peer, lambda: reach.dialable, link, dialer, self._runtime)
+        self.transport = Libp2pTransport(peer, lambda: reach.dialable, link, dialer)
         direct.channels.caps = self.transport.channels.caps = Caps(options.upload, options.download)
-        self.directory = RunDirectory(self.identity, protocol, reach, self._memory.first_sequence)
-        self.directory.name = options.name[:MAX_NAME_CHARACTERS]
-        self.directory.tags = tuple(sorted(set(options.tags)))
-        self.directory.credential = lambda: direct.credential
+        first = self._memory.first_sequence
+        self.directory = RunDirectory(self.identity, options, protocol, reach, direct, first)
         protocol.on_peer = self._on_peer
-        self._contacts = Contacts(link, protocol)
         others = [address for address in self._join if address.peer != peer]
-        self._bootstrap = Bootstrap(others, link, protocol, self._contacts)
+        self._bootstrap = Bootstrap(others, self._remembered, link, protocol)
         if member is not None:
             self._bootstrap.machine.way_in = "invite others with: equipoise swarm invite"
-        self._bootstrap.remembered = self._remembered
-        self._puncher = Puncher(link, dialer, direct, reach, self._runtime)
-        direct.on_meet = self._puncher.want
-        self._listeners = (self.transport.listener, reach.listener, self._puncher.listener)
+        self._puncher = Puncher(link, dialer, direct, reach)
 
     @property
     def addresses(self) -> list[str]:
@@ -212,15 +202,14 @@ class Swarm:
         """Start libp2p and begin to look for the swarm, without waiting for peers; raises P2pdError as `P2pd.start`."""
         try:
             listen = self._take_ports()
-            for listener in self._listeners:
-                listener.listen()
+            self._link.listener.listen()
             self._tasks.keep(self._reach.run)
             self._tasks.keep(self._puncher.run)
             await self._supervisor.start(self._p2pd_options(listen))
         except BaseException:
             await self.stop()
             raise
-        for work in (self._bootstrap.run, self._contacts.run, self._keep_house):
+        for work in (self._bootstrap.run, self._bootstrap.contacts.run, self._keep_house):
             self._tasks.keep(work)
 
     def _take_ports(self) -> tuple[multiaddr.ListenAddress, ...]:
@@ -258,8 +247,7 @@ class Swarm:
         await self.directory.stop()
         await self.direct.stop()
         self.transport.channels.close()
-        for listener in self._listeners:
-            await listener.stop()
+        await self._link.listener.stop()
         await self._supervisor.stop()
         await self.gate.tasks.stop()
         await self._protocol.traversals.join()
@@ -278,11 +266,9 @@ class Swarm:
             dialable=self.transport.dialable,
             bootstrap=joining.status(now),
             returning=joining.returning(now),
-            connected=tuple(sorted(self._contacts.alive)),
+            connected=tuple(sorted(self._bootstrap.contacts.alive)),
             p2pd_pid=self._supervisor.pid,
             p2pd_restarts=self._supervisor.restarts,
-            p2pd_log=self._supervisor.log,
-            streams=len(self.transport.channels),
             direct=self.direct.status(),
             reach=self._reach.status(),
             warnings=(*self._moved, *self._twins(), *self._ended()),
@@ -336,7 +322,7 @@ class Swarm:
     def _standing(self) -> tuple[State, str]:
         if self._supervisor.reason:
             return "offline", self._supervisor.reason
-        count = len(self._contacts.alive)
+        count = len(self._bootstrap.contacts.alive)
         if not count:
             no_network, why = self._bootstrap.machine.why_alone()
             return "offline" if no_network else "searching", why
@@ -377,17 +363,12 @@ class Swarm:
         with contextlib.suppress(P2pdClientError):
             await self._link.disconnect(peer)
 
-    def _mates(self) -> list[Readiness]:
-        store, now = self._protocol.intake.store, time.monotonic()
-        found = (entry.record for run in self.directory.runs for entry in store.current(run, now))
-        return [record for record in found if record.peer != self.peer]
-
     def _on_reach(self) -> None:
         self._tell_addresses()
         self._protocol.tell(serves=not self._reach.hidden)
         self.directory.renew()
         # Others pass on where this member is: they should not go on telling what is no longer so.
-        self._contacts.doubt()
+        self._bootstrap.contacts.doubt()
 
     def _tell_addresses(self) -> None:
         self._ranks = ranks_of_own_addresses()
@@ -397,12 +378,9 @@ class Swarm:
         hosts = [address.split("/")[2] for address in listening if not multiaddr.is_relayed(address)]
         self.direct.tell(hosts, forwarded=bool(self._options.announce))
 
-    async def _on_launched(self) -> None:
+    def _on_launched(self) -> None:
         self._tell_addresses()
-        for listener in self._listeners:
-            await self._link.send_streams(listener)
         self._reach.doubt()
-        self._reach.relays.lose_all()
         # The connections of a p2pd that was restarted are gone: the peers met before are tried again at once.
         self._bootstrap.network_changed()
         self.directory.renew()
@@ -429,7 +407,7 @@ class Swarm:
     async def _keep_house(self) -> None:
         while True:
             await asyncio.sleep(HOUSEKEEPING_SECONDS)
-            for peer in sorted(self._contacts.alive.intersection(self._protocol.peers)):
+            for peer in sorted(self._bootstrap.contacts.alive.intersection(self._protocol.peers)):
                 self._memory.remember(peer, self._dialer.addresses_of(peer))
             self._memory.save()
             self.gate.expel()

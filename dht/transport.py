@@ -10,11 +10,10 @@ import asyncio
 import logging
 import struct
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 
 from equipoise.dht.dialer import Dialer
 from equipoise.dht.identity import public_key_of
-from equipoise.dht.p2pd_client import P2pdClient, P2pdGone, StreamListener
+from equipoise.dht.p2pd_client import P2pdClient, P2pdGone
 from equipoise.dht.state import PROTOCOL_VERSION
 from equipoise.dht.streams import UNCAPPED, Buffer, BytesRefused, Stream, StreamClosed
 from equipoise.limits import MAX_BODY_BYTES, MAX_HEADER_BYTES
@@ -200,14 +199,12 @@ class OpenChannels:
 class Libp2pTransport:
     """Opens and accepts channels of `peer` through p2pd (`averaging.ports.Transport`)."""
 
-    def __init__(
-        self, peer: str, dialable: Callable[[], bool], link: P2pdClient, dialer: Dialer, runtime: Path
-    ) -> None:
+    def __init__(self, peer: str, dialable: Callable[[], bool], link: P2pdClient, dialer: Dialer) -> None:
         self.peer = peer
         self._dialable = dialable
         self._link = link
         self._dialer = dialer
-        self.listener = StreamListener(STREAM_PROTOCOL, runtime / "streams.sock", MAX_CHANNELS, self._welcome)
+        link.accept(STREAM_PROTOCOL, MAX_CHANNELS, self._welcome)
         self.channels = OpenChannels()
 
     @property

@@ -33,18 +33,16 @@ from equipoise.limits import Stand
 
 CALLS = (CALL, DIALBACK, REVOKE)
 STREAMS = (STREAM_PROTOCOL, HOP_PROTOCOL, PUNCH_PROTOCOL)
-PORT = ("direct channel", "origin question")
-WAYS = {PRESENT, *CALLS, *STREAMS, *PORT}
-"""Every way into a daemon; p2pd's own, in Go, tell a stranger addresses of this machine and names derived from the
-swarm."""
+WAYS = {PRESENT, *CALLS, *STREAMS}
+"""Every way into a daemon through p2pd; p2pd's own, in Go, tell a stranger addresses of this machine and names derived
+from the swarm."""
 
 DOORS = {
-    "add_unary_handler": {"p2pd_client.py"},
-    "StreamListener": {"transport.py", "autonat.py", "puncher.py"},
+    "StreamListener": {"p2pd_client.py"},
     "Acceptor": {"p2pd_client.py", "listener.py", "puncher.py"},
 }
-"""What opens a way in, and the modules that call it: those of `WAYS`, and the punch port, whose connections pass
-`DirectTransport.punch`."""
+"""What opens a way in, and the modules that call it: those of `WAYS`, the port of direct channels, and the punch port,
+whose connections pass `DirectTransport.punch`."""
 
 OTHER, FIRST = bytes([7]) * 32, bytes([8]) * 32
 CASES = ("no token", "expired", "other swarm", "revoked", "another peer's", "chain too long", "malformed")
@@ -124,16 +122,16 @@ def parsed(monkeypatch) -> list[str]:
 async def test_no_way_in_is_open_to_a_peer_without_a_good_token(
     owner, stranger: Swarm, parsed: list[str], case: str
 ) -> None:
-    link, names = stranger._link, owner.gate
+    link = stranger._link
     if case != "no token":
         token = token_of(case, stranger.peer, owner)
-        answer = await link._call(owner.peer, names.scoped(PRESENT), token, 3.0)
+        answer = await link._call(owner.peer, PRESENT, token, 3.0)
         assert answer.startswith(b"refused: ")
         assert owner.gate.admission.token.encode() not in answer
         assert len(answer) < 200
     for name in CALLS:
         with pytest.raises(P2pdClientError, match="presented no token"):
-            await link._call(owner.peer, names.scoped(name), messages.encode(messages.Versioned()), 3.0)
+            await link._call(owner.peer, name, messages.encode(messages.Versioned()), 3.0)
     for name in STREAMS:
         stream = await link.open_stream(owner.peer, name)
         with pytest.raises(StreamClosed):
@@ -156,7 +154,8 @@ async def test_no_way_in_is_open_to_a_peer_without_a_good_token(
 
 
 async def test_all_ways_in_are_registered_through_the_gate(owner) -> None:
-    assert owner.gate.ways == WAYS
+    link = owner._link
+    assert {*link.listener.ways, *link._calls} == set(map(owner.gate.scoped, WAYS))
 
 
 def test_nothing_else_opens_a_way_in() -> None:

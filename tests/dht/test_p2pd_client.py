@@ -25,8 +25,8 @@ class Door:
     """An `StreamListener` on a socket of its own, with p2pd's part played here."""
 
     def __init__(self, path: Path, most: int) -> None:
-        self.listener = StreamListener("/test", path, most, self.handle)
-        self.listener.check = lambda peer: None
+        self.listener = StreamListener(path)
+        self.listener.ways["/test"] = most, self.handle
         self.entered: list[str] = []
         self.leave = asyncio.Event()
         self.error: Exception | None = None
@@ -73,7 +73,7 @@ async def test_no_peer_takes_more_than_its_share(door: Door, until) -> None:
     await door.knock(OTHER)
     await until(lambda: door.entered == [PEER, PEER, OTHER])
     door.leave.set()
-    await until(lambda: not door.listener._per_peer)
+    await until(lambda: not door.listener._open)
 
 
 @pytest.mark.parametrize("error", [P2pdClientError("p2pd is gone"), TimeoutError(), ValueError("x")])

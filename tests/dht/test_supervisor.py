@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import errno
 from types import SimpleNamespace
-from unittest.mock import AsyncMock
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
@@ -12,11 +12,11 @@ from equipoise.dht.supervisor import Supervisor
 
 async def test_a_p2pd_whose_streams_cannot_be_taken_is_ended_and_started_again(monkeypatch) -> None:
     """Without descriptors the listeners cannot be named to it: it must not stay, and look like one that works."""
-    started = SimpleNamespace(stop=AsyncMock(), lines=[])
-    link = SimpleNamespace(attach=AsyncMock(), detach=AsyncMock(), identify=AsyncMock(return_value=[]))
+    started = SimpleNamespace(stop=AsyncMock())
+    refusing = AsyncMock(side_effect=OSError(errno.EMFILE, "Too many open files"))
+    link = SimpleNamespace(attach=refusing, detach=AsyncMock())
     monkeypatch.setattr(P2pd, "start", AsyncMock(return_value=started))
-    launched = AsyncMock(side_effect=OSError(errno.EMFILE, "Too many open files"))
-    supervisor = Supervisor(link, SimpleNamespace(), {}, launched)
+    supervisor = Supervisor(link, SimpleNamespace(), Mock(), Mock())
     with pytest.raises(P2pdError, match="Too many open files"):
         await supervisor.start(SimpleNamespace())
     started.stop.assert_awaited_once()

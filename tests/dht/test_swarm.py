@@ -266,19 +266,6 @@ async def test_present_addresses_of_peers_are_remembered(members, until, monkeyp
     await until(lambda: json.loads(kept.read_text())["peers"] == {first.peer: list(now)})
 
 
-async def test_a_broken_attachment_is_made_again(members, until, monkeypatch) -> None:
-    monkeypatch.setattr("equipoise.dht.supervisor.WATCH_SECONDS", 0.1)
-    monkeypatch.setattr("equipoise.dht.directory.REFRESH_SECONDS", 0.1)
-    first = await members.start("first")
-    second = await members.start("second", join=first.addresses)
-    pid = first.status().p2pd_pid
-    first._link._p2p._client.control._read_task.cancel()
-    await announce(first)
-    await announce(second)
-    await until(sees(first, first, second))
-    assert (first.status().p2pd_pid, first.status().p2pd_restarts) == (pid, 0)
-
-
 async def test_hostile_calls_are_refused_and_change_nothing(members, until, stranger) -> None:
     first = await members.start("first")
     second = await members.start("second", join=first.addresses)

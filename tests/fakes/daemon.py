@@ -149,8 +149,6 @@ class FakeSwarm:
             connected=(),
             p2pd_pid=None,
             p2pd_restarts=0,
-            p2pd_log=(),
-            streams=0,
             direct=DirectStatus(channel="aead"),
             reach=self.reach(self.peer),
         )

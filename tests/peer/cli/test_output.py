@@ -84,8 +84,6 @@ def a_status(runs: int = 2, entries: int = 1, warnings: int = 1) -> Status:
             connected=(),
             p2pd_pid=4712,
             p2pd_restarts=0,
-            p2pd_log=(),
-            streams=0,
             direct=DirectStatus(channel="aead"),
             reach=ReachStatus("direct", f"dialled by {OTHER}"),
             returning=tuple(BootstrapStatus(OTHER, "timeout", REASON, 3, 41.7) for _ in range(entries)),
