@@ -114,10 +114,10 @@ class P2pdClient:
     async def detach(self) -> None:
         """Give up the attachment; calls in flight fail at once."""
         self.attached = False
-        self._fail()
         if self._line is not None:
             self._line.close()
         await self._tasks.stop()
+        self._fail()
 
     async def _read(self, line: Stream) -> None:
         try:
@@ -129,7 +129,10 @@ class P2pdClient:
                     self._tasks.spawn(self._serve(said.callId, said.requestHandling))
                 elif (answer := self._answers.get(said.callId)) is not None and not answer.done():
                     answer.set_result(said)
-        except StreamClosed:
+        except StreamClosed as error:
+            _log.debug("p2pd: %s", error)
+        finally:  # Without it no call is answered: the supervisor starts another p2pd.
+            self.attached = False
             self._fail()
 
     async def _serve(self, number: bytes, asked: Any) -> None:

@@ -20,6 +20,8 @@ WATCH_SECONDS = 1.0
 MAX_SILENT_WATCHES = 4
 """Most questions in a row that go unanswered before p2pd is killed, half a minute in all: with thirty daemons on two
 cores it may be busy for ten seconds, and to start it again costs all of them more than to wait."""
+END_SECONDS = 0.5
+"""Longest time from the break of the connection to the news that the process has ended."""
 
 _log = logging.getLogger(__name__)
 
@@ -107,6 +109,8 @@ class Supervisor:
         silent = asyncio.create_task(self._until_silent())
         try:
             await asyncio.wait({ended, silent}, return_when=asyncio.FIRST_COMPLETED)
+            # The connection to a p2pd that ends breaks a moment before the end itself is known.
+            await asyncio.wait({ended}, timeout=END_SECONDS)
             return f"p2pd ended ({ended.result()})" if ended.done() else "p2pd does not answer"
         finally:
             ended.cancel()
@@ -114,7 +118,7 @@ class Supervisor:
 
     async def _until_silent(self) -> None:
         missed = 0
-        while missed < MAX_SILENT_WATCHES:
+        while missed < MAX_SILENT_WATCHES and self._link.attached:
             await asyncio.sleep(WATCH_SECONDS)
             try:
                 await self._dialer.refresh()

@@ -266,6 +266,16 @@ async def test_present_addresses_of_peers_are_remembered(members, until, monkeyp
     await until(lambda: json.loads(kept.read_text())["peers"] == {first.peer: list(now)})
 
 
+async def test_a_p2pd_that_takes_no_calls_any_more_is_started_again(members, until) -> None:
+    first = await members.start("first")
+    second = await members.start("second", join=first.addresses)
+    first._link._line.close()
+    await until(lambda: first.status().p2pd_restarts == 1)
+    for member in (first, second):
+        await announce(member)
+    await until(sees(first, first, second))
+
+
 async def test_hostile_calls_are_refused_and_change_nothing(members, until, stranger) -> None:
     first = await members.start("first")
     second = await members.start("second", join=first.addresses)
