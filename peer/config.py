@@ -10,6 +10,7 @@ import socket
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from configparser import RawConfigParser
+from inspect import cleandoc
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -100,7 +101,7 @@ CHOICES = {"log_level": get_args(LogLevel), "channel": CHANNELS}
 HELP = {
     key: " ".join(text.split())
     for kind in (SwarmOptions, Config)
-    for key, text in re.findall(r"^ {8}(\w+): (.+(?:\n {9}.+)*)", kind.__doc__ or "", re.MULTILINE)
+    for key, text in re.findall(r"^ {4}(\w+): (.+(?:\n {5}.+)*)", cleandoc(kind.__doc__ or ""), re.MULTILINE)
 }
 """What each setting is, for people: the documentation of its attribute."""
 

@@ -110,9 +110,12 @@ def test_pythons_of_other_versions_make_equal_bits(
 
 
 def namespace(source: Path, folder: Path) -> Path:
-    """A folder from which a Python imports the four packages of `source` as `equipoise`."""
+    """A folder from which a Python imports the four packages of `source` as `equipoise`, with its metadata."""
     package = folder / "namespace" / "equipoise"
     package.mkdir(parents=True)
+    info = package.with_name("equipoise-0.dist-info")
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: equipoise\nVersion: 0\n")
     for part in (
         *(source / name for name in ("averaging", "compression", "dht", "peer")),
         *source.glob("peer/front/*.py"),
