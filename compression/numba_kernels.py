@@ -143,6 +143,12 @@ _float_pointer, _bits_pointer, _code_pointer, _word_pointer, _byte_pointer = map
 # Arrays of the values at an address, not slices: numba counts references to slices, and reducing takes 20 % longer.
 
 
+@numba.njit(inline="always", **_compiled)
+def _address(array):  # type: ignore[no-untyped-def]
+    # Signed: numba adds an unsigned integer and a signed one as f64, and each block then waits for conversions.
+    return np.int64(array.ctypes.data)
+
+
 @numba.njit(**_compiled)
 def _floats(base, start, count):  # type: ignore[no-untyped-def]
     return numba.carray(_float_pointer(base + start * _FLOAT_BYTES), (count,))
@@ -422,7 +428,7 @@ def _scratch():  # type: ignore[no-untyped-def]
 
 @numba.njit(inline="always", **_compiled)
 def _write_all(values, at, block, per_byte):  # type: ignore[no-untyped-def]
-    from_values, stride, (codes, _) = values.ctypes.data, _stride(block, per_byte), _scratch()
+    from_values, stride, (codes, _) = _address(values), _stride(block, per_byte), _scratch()
     for start in range(0, values.size, block):
         if not _write(
             from_values + _FLOAT_BYTES * start, min(block, values.size - start), at, per_byte, codes
@@ -437,19 +443,19 @@ def _encode(values, payload, block, per_byte):  # type: ignore[no-untyped-def]
     if not _fits(payload, values.size, block, per_byte):
         return False
     if per_byte == 1:  # In one loop for all, int8 takes 12 % longer.
-        return _write_all(values, payload.ctypes.data, block, 1)
+        return _write_all(values, _address(payload), block, 1)
     if per_byte == 2:
-        return _write_all(values, payload.ctypes.data, block, 2)
+        return _write_all(values, _address(payload), block, 2)
     if per_byte == 64:
-        return _write_all(values, payload.ctypes.data, block, 64)
-    return _write_all(values, payload.ctypes.data, block, 32)
+        return _write_all(values, _address(payload), block, 64)
+    return _write_all(values, _address(payload), block, 32)
 
 
 @numba.njit(numba.boolean(_U8, numba.int64, numba.int64, numba.int64), **_compiled)
 def _sound(payload, count, block, per_byte):  # type: ignore[no-untyped-def]
     if not _fits(payload, count, block, per_byte):
         return False
-    at, stride, bad = payload.ctypes.data, _stride(block, per_byte), False
+    at, stride, bad = _address(payload), _stride(block, per_byte), False
     for start in range(0, count, block):
         here = min(block, count - start)
         if per_byte == 1:
@@ -462,7 +468,7 @@ def _sound(payload, count, block, per_byte):  # type: ignore[no-untyped-def]
 
 @numba.njit(**_compiled)
 def _squares_nf4(payload, count):  # type: ignore[no-untyped-def]
-    at, total = payload.ctypes.data, np.float64(0)
+    at, total = _address(payload), np.float64(0)
     for start in range(0, count, 64):
         scale, codes, steps = (
             np.float64(_scale(at, 2)),
@@ -485,13 +491,13 @@ def _squares(payload, count, block, per_byte):  # type: ignore[no-untyped-def]
         return found if _sound(payload, count, block, per_byte) else -found - 1
     if block % SQUARED or count % block:
         return np.nan
-    at, sums, lows, bad = payload.ctypes.data, np.zeros(8, np.float64), np.zeros(32, np.int8), False
+    at, sums, lows, bad = _address(payload), np.zeros(8, np.float64), np.zeros(32, np.int8), False
     for _ in range(count // block):
         scale = _scale(at, 1)
         bad |= not _known(scale)
         at += _FLOAT_BYTES
         for _ in range(0, block, SQUARED):
-            _add_squares(at, np.float64(scale) * np.float64(scale), sums.ctypes.data, lows.ctypes.data)
+            _add_squares(at, np.float64(scale) * np.float64(scale), _address(sums), _address(lows))
             at += SQUARED
     return -sums.sum() - 1 if bad or lows.min() == -128 else sums.sum()
 
@@ -501,7 +507,7 @@ def _decode(payload, out, block, per_byte, past_cache):  # type: ignore[no-untyp
     # Two passes, of which the second finds in the second-level cache what the first has read.
     if not _sound(payload, out.size, block, per_byte):
         return False
-    from_out, at, (_, table) = out.ctypes.data, payload.ctypes.data, _scratch()
+    from_out, at, (_, table) = _address(out), _address(payload), _scratch()
     stride = _stride(block, per_byte)
     past_cache &= per_byte == 1 and from_out % (_FLOAT_BYTES * LANES) == 0
     for start in range(0, out.size, block):
@@ -523,7 +529,7 @@ def _accumulate(payload, weight, into, block, per_byte):  # type: ignore[no-unty
     share = np.float32(weight)
     if not _fits(payload, into.size, block, per_byte) or not np.isfinite(share):
         return False
-    from_into, at, (_, table) = into.ctypes.data, payload.ctypes.data, _scratch()
+    from_into, at, (_, table) = _address(into), _address(payload), _scratch()
     stride = _stride(block, per_byte)
     for start in range(0, into.size, block):
         count = min(block, into.size - start)
@@ -541,8 +547,8 @@ def _reduce(addresses, weights, payload, scratch, block, per_byte):  # type: ign
         if not np.isfinite(shares[m]) or addresses[m] % _scale_bytes(per_byte):
             return False
     from_scratch, from_payload, at, stride = (
-        scratch.ctypes.data,
-        payload.ctypes.data,
+        _address(scratch),
+        _address(payload),
         0,
         _stride(block, per_byte),
     )
