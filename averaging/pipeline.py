@@ -28,7 +28,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Literal, NamedTuple
 
@@ -590,14 +590,23 @@ class Stage:
         self._actions.append(Send(peer, note))
 
 
-def vacancy(me: str, stands: Mapping[str, Stand], of: int) -> int | None:
-    """The stage that a peer without one takes, by what the others have told; None while another one is first to choose.
+def throughputs(stands: Mapping[str, Stand], of: int) -> list[float]:
+    """Samples a second that each of `of` stages computes, then those of a usual peer: 1.0 if no speed is known.
 
-    It is the one with the least throughput, or the fewest peers if no throughput is known; of several, the first one.
+    A peer that has not told its speed counts as a usual one.
     """
-    if any(stand.stage < 0 and peer < me for peer, stand in stands.items()):
-        return None
     held = [[one.speed for one in stands.values() if one.stage == stage] for stage in range(of)]
     known = [speed for speeds in held for speed in speeds if speed]
     usual = sum(known) / len(known) if known else 1.0
-    return min(range(of), key=lambda stage: sum(speed or usual for speed in held[stage]))
+    return [*(sum(speed or usual for speed in speeds) for speeds in held), usual]
+
+
+def vacancy(throughputs: Sequence[float], rank: int) -> int:
+    """The stage that a peer without one takes, if `rank` peers choose before it.
+
+    Each takes the stage with the least throughput, of several the first one, and adds that of a usual peer.
+    """
+    *held, usual = throughputs
+    for _ in range(rank):
+        held[held.index(min(held))] += usual
+    return held.index(min(held))

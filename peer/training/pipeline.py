@@ -115,10 +115,8 @@ class Pipeline:
             self._machine, self._perform, clock=run.core.clock
         )
         self._looked_at = run.core.clock()
-        while self._machine.at < 0:
-            self._turn()
-            if self._settled and (free := pipeline.vacancy(run.peer, self._machine.stands, of)) is not None:
-                self._machine.at = free
+        if stage == "auto":
+            self._machine.at = self._choose(of)
         part = stages[self.stage]
         self.module = part if isinstance(part, torch.nn.Module) else part()
         changes = {"strategy": "allreduce:total=1", "rule": "mean", "weights": ANY, "norms": ANY}
@@ -183,6 +181,37 @@ class Pipeline:
         self._run.core.trained_by = ""
         self._run.core.branches.remove(self._branch)
 
+    # ---- how it takes a stage ----
+
+    def _choose(self, of: int) -> int:
+        """Take a stage: beside other peers that have none, by a round of them all, so that no two choose alike."""
+        held = torch.zeros(of + 1)
+        changes = {"strategy": "allreduce", "rule": "mean", "codec": "fp32", "weights": ANY, "norms": ANY}
+        branch = self._run.core.branch(f"{self._run.name}/stages", {"held": held}, **changes)
+        try:
+            while True:
+                self._turn()
+                if not self._settled:
+                    continue
+                held.copy_(torch.tensor(pipeline.throughputs(self._machine.stands, of)))
+                if not self._has_rivals:
+                    return pipeline.vacancy(held.tolist(), 0)
+                pending = branch.average(timeout=ROUND_SECONDS, wait=False)
+                while not pending.done():
+                    self._turn()
+                    if not self._has_rivals:
+                        pending.stop_search("the others have taken their stages")
+                if (outcome := pending.result()).ok:
+                    return pipeline.vacancy(held.tolist(), outcome.group.index(self._run.peer))
+        finally:
+            branch.leave()
+            self._run.core.branches.remove(branch)
+
+    @property
+    def _has_rivals(self) -> bool:
+        """Whether other peers have no stage."""
+        return any(stand.stage < 0 for stand in self._machine.stands.values())
+
     # ---- what goes on within `step` ----
 
     @property
@@ -193,7 +222,7 @@ class Pipeline:
     @property
     def _is_ready(self) -> bool:
         """Whether this peer holds the stage's parameters: those of its siblings, or its own if it has none."""
-        alone = self._settled and all(one.stage >= 0 for one in self._machine.stands.values())
+        alone = self._settled and not self._has_rivals
         alone = alone and not self._machine.siblings and not self.optimizer.member.has_company()
         return self._machine.update.epoch >= 0 or self.optimizer.member.in_step or alone
 

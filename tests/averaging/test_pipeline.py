@@ -303,12 +303,14 @@ def test_the_faster_replica_gets_more() -> None:
     assert slow.busy / 4 < 0.5 * fast.busy
 
 
-def test_peers_without_a_stage_choose_one_after_another() -> None:
-    undecided = {"b": pipeline.Stand(-1, 1), "c": pipeline.Stand(0, 1)}
-    assert pipeline.vacancy("a", undecided, 2) == 1
-    assert pipeline.vacancy("d", undecided, 2) is None, "b is first"
+def test_peers_without_a_stage_take_those_of_the_least_throughput() -> None:
+    held = pipeline.throughputs({"b": pipeline.Stand(-1, 1), "c": pipeline.Stand(0, 1)}, 3)
+    assert held == [1.0, 0.0, 0.0, 1.0]
+    assert [pipeline.vacancy(held, rank) for rank in range(4)] == [1, 2, 0, 1]
     slow = {
         name: pipeline.Stand(at, 1, speed=speed)
-        for name, at, speed in (("b", 0, 2.0), ("c", 1, 9.0), ("e", 0, 3.0))
+        for name, at, speed in (("b", 0, 2.0), ("c", 1, 9.0), ("e", 0, 3.0), ("f", 1, 0.0))
     }
-    assert pipeline.vacancy("a", slow, 2) == 0
+    held = pipeline.throughputs(slow, 2)
+    assert held == pytest.approx([5.0, 9.0 + 14 / 3, 14 / 3])
+    assert [pipeline.vacancy(held, rank) for rank in range(3)] == [0, 0, 1]
