@@ -185,7 +185,7 @@ class Reach:
         self._verdict = Reachability(hidden)
         self._limit = RateLimit(CALLS_PER_SECOND, BURST)
         self._room = asyncio.Semaphore(MAX_AT_ONCE)
-        self._service = RelayService(link, protocol.dialer, relay)
+        self._service = None if relay is None else RelayService(link, protocol.dialer, relay)
         self.relays = RelayClient(link, protocol.dialer, protocol.peer)
         self.relays.on_change = lambda: self.on_change()
         self._met = asyncio.Event()
@@ -240,7 +240,8 @@ class Reach:
 
     def status(self) -> ReachStatus:
         """Return how others reach this peer, without waiting."""
-        state, reason, relay = self._verdict.verdict, self._verdict.reason, self._service.status()
+        state, reason = self._verdict.verdict, self._verdict.reason
+        relay = None if self._service is None else self._service.status()
         if state != "private":
             return ReachStatus(state, reason, (), relay)
         relays, why = tuple(self.relays.held), f"{self.relays.reason}; not dialled: {reason}"

@@ -50,6 +50,10 @@ MAX_DRAWS = 16
 DRAWN_PORTS = range(20_000, 30_000)
 """Ports that are drawn. Linux gives those from 32768 on to connections, which could take one before p2pd listens."""
 
+CONFIG = '{"Relay": {"Enabled": false}}'
+"""Keeps p2pd from starting a relay of its own, which no option does: it would carry 128 KiB at a time for any stranger,
+and fill a table of the Internet's networks, with .4 s of a processor and 29 MB. p2pd dials through relays still."""
+
 _NAME = re.compile(r"eqp-(\d+)-\w+")
 
 
@@ -79,11 +83,16 @@ class P2pdOptions:
     announce: tuple[str, ...] = ()
     map_ports: bool = False
 
+    @property
+    def config(self) -> Path:
+        """The file with `CONFIG`."""
+        return self.control.with_name("p2pd.json")
+
     def arguments(self) -> list[str]:
         """Return p2pd's command line.
 
         Without libp2p's own DHT: our records tell addresses, and its dials of dead peers would feed the backoff
-        that `dialer` avoids. Without its relay service, AutoNAT and hole punching: `relay`, `autonat` and `punch` do
+        that `dialer` avoids. Without its relay (`CONFIG`), AutoNAT and hole punching: `relay`, `autonat` and `punch` do
         better; its own punching wants four peers that see one public address before it begins.
         """
         flags = [
@@ -92,7 +101,8 @@ class P2pdOptions:
             f"-persistentConnMaxMsgSize={MAX_CALL_BYTES}",
             f"-natPortMap={int(self.map_ports)}",
             "-connManager=1",
-            "-relayService=0",
+            "-relay=0",
+            f"-f={self.config}",
         ]
         if self.listen:
             flags.append("-hostAddrs=" + ",".join(address.text for address in self.listen))
@@ -123,6 +133,7 @@ class P2pd:
             check_free(address)
         try:
             options.control.unlink(missing_ok=True)
+            options.config.write_text(CONFIG)
             process = await asyncio.create_subprocess_exec(
                 *mortal(*options.arguments()),
                 stdin=asyncio.subprocess.DEVNULL,
@@ -132,7 +143,7 @@ class P2pd:
                 # Ctrl-C in a terminal must reach the daemon only, which then stops in order.
                 start_new_session=True,
             )
-        except OSError as error:  # Descriptors, processes or memory have run out, perhaps for a moment.
+        except OSError as error:  # Descriptors, processes, memory or room have run out, perhaps for a moment.
             raise P2pdError(f"p2pd cannot be started: {error.strerror or error}") from error
         p2pd = cls(process)
         await p2pd._await_ready()

@@ -140,17 +140,14 @@ class RequestRefused(Exception):
 
 
 class RelayService:
-    """Answers `HOP_PROTOCOL` in p2pd's place.
+    """Answers `HOP_PROTOCOL`; all circuits together carry `bandwidth` bytes a second, both directions."""
 
-    All circuits together carry `bandwidth` bytes a second, both directions; without a bandwidth it refuses all peers.
-    """
-
-    def __init__(self, link: P2pdClient, dialer: Dialer, bandwidth: float | None) -> None:
+    def __init__(self, link: P2pdClient, dialer: Dialer, bandwidth: float) -> None:
         self._link = link
         link.accept(HOP_PROTOCOL, MAX_HOPS, self.handle)
         self._dialer = dialer
         self._bandwidth = bandwidth
-        self._bucket = TokenBucket(bandwidth or 1.0)
+        self._bucket = TokenBucket(bandwidth)
         self._reserved: dict[str, float] = {}
         self._circuits = Tally()
         self._bytes = 0
@@ -160,10 +157,8 @@ class RelayService:
     def _open(self) -> int:
         return self._circuits.total() // 2
 
-    def status(self) -> RelayStatus | None:
-        """Return a snapshot; None if this peer does not relay."""
-        if self._bandwidth is None:
-            return None
+    def status(self) -> RelayStatus:
+        """Return a snapshot."""
         return RelayStatus(self._bandwidth, len(self._reserved), self._open, self._bytes, self._refused)
 
     async def handle(self, peer: str, relayed: bool, stream: Stream) -> None:
@@ -181,9 +176,8 @@ class RelayService:
                 request = await receive(stream, Hop)
         except Malformed as error:
             raise RequestRefused(Status.MALFORMED_MESSAGE, str(error)) from None
-        if self._bandwidth is None or relayed:
-            why = "it is relayed itself" if relayed else "this peer does not relay"
-            raise RequestRefused(Status.PERMISSION_DENIED, why)
+        if relayed:
+            raise RequestRefused(Status.PERMISSION_DENIED, "it is relayed itself")
         if request.kind == Kind.RESERVE:
             await self._reserve(peer, stream)
         elif request.kind == Kind.CONNECT:

@@ -60,7 +60,7 @@ def invited(founder: Membership, home: Path, **changes) -> Membership:
 
 @pytest.fixture
 async def owner(members) -> Swarm:
-    return await members.start("owner", membership=founded(members.home("owner")))
+    return await members.start("owner", membership=founded(members.home("owner")), relay=True)
 
 
 @pytest.fixture

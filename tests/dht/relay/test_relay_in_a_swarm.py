@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from equipoise.dht.address import parse_address
 from equipoise.dht.autonat import Answer, stands_in
 from equipoise.dht.limits import BURST_SECONDS, TokenBucket
+from equipoise.dht.p2pd_client import P2pdClientError
 from equipoise.dht.records import Readiness
 from equipoise.dht.relay import service
-from equipoise.dht.relay.client import RelayError
 from equipoise.dht.relay.service import (
     HOP_PROTOCOL,
     Hop,
@@ -170,11 +170,11 @@ async def test_a_relayed_member_survives_its_p2pd(members, until) -> None:
 
 
 async def test_no_peer_relays_unasked(members, until) -> None:
-    """p2pd would: whatever it is told, it relays 128 KiB at a time for any stranger."""
+    """p2pd would: without a file that forbids it, it relays 128 KiB at a time for any stranger."""
     public = await members.start("public")
     hidden = await members.start("hidden", join=public.addresses, client_mode=True)
     await until(lambda: hidden.status().state == "joined")
-    with pytest.raises(RelayError, match="permission denied"):
+    with pytest.raises(P2pdClientError, match="protocols not supported"):
         await hidden._reach.relays._reserve(public.peer)
     assert hidden.status().reach.state == "unreachable"
     assert "no peer that it has met relays" in hidden.status().reach.reason

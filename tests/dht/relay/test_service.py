@@ -77,9 +77,7 @@ class Relay:
 
     @property
     def status(self) -> RelayStatus:
-        status = self.service.status()
-        assert status is not None
-        return status
+        return self.service.status()
 
     async def connect(self, peer: str) -> Stream:
         return await self.ask(peer, Hop(kind=Kind.CONNECT, peer={"id": base58.b58decode(TARGET)}))
