@@ -1,8 +1,8 @@
 """hivemind without its averager, optimisers and mixture of experts, which nothing here uses, and the torch they need.
 
-They are imported by the `__init__` of hivemind, of hivemind.dht and of hivemind.utils, and take 2 s and 200 MB. In a
-process that is ours alone, those three are replaced by packages without content, under which the modules that
-`hivemind_imports` wants are imported by themselves.
+They are imported by the `__init__` of hivemind, of hivemind.dht and of hivemind.utils, and take 2 s and 200 MB. That of
+hivemind.p2p imports a client of p2pd. In a process that is ours alone, those four are replaced by packages without
+content, under which the modules that `hivemind_imports` wants are imported by themselves.
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ def bare_packages() -> None:
 
     Not for a process in which others may want hivemind whole: they would find it empty.
     """
-    for name in ("hivemind", "hivemind.dht", "hivemind.utils"):
+    for name, content in CONTENTS.items():
         spec = importlib.util.find_spec(name) if name not in sys.modules else None
         if spec is not None:
             package = sys.modules[name] = importlib.util.module_from_spec(spec)
-            if name == "hivemind.utils":
-                vars(package)["__getattr__"] = _found
+            vars(package).update(content)
 
 
 def _found(wanted: str) -> object:
@@ -34,3 +33,12 @@ def _found(wanted: str) -> object:
         if not wanted.startswith("_") and hasattr(module, wanted):
             return getattr(module, wanted)
     raise AttributeError(f"hivemind.utils has no {wanted!r} outside of what needs torch")
+
+
+CONTENTS: dict[str, dict[str, object]] = {
+    "hivemind": {},
+    "hivemind.dht": {},
+    "hivemind.p2p": {"PeerID": str},  # For annotations: the routing table takes any name of a peer.
+    "hivemind.utils": {"__getattr__": _found},
+}
+"""The packages that are replaced, and all that is in them."""
