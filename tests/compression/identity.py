@@ -5,16 +5,20 @@ Kernels are chosen once per process, so each choice has one of its own, with EQU
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib
 import json
 import math
+import os
 import sys
+from typing import Any
 
 import numpy as np
 import torch
 
 from equipoise.compression import Codec, CodecError, Values, kernels, parse_codec
+from equipoise.compression.choice import ENVIRONMENT
 
 SPECS = (
     "fp32",
@@ -71,9 +75,9 @@ def given(values: torch.Tensor) -> Values:
     return values.numpy() if "--arrays" in sys.argv else values
 
 
-def encoded(codec: Codec, values: torch.Tensor) -> tuple[memoryview, int]:
-    payload = room(codec, values.numel())
-    return payload, codec.encode(given(values), payload)
+def encoded(codec: Codec, values: Values) -> tuple[memoryview, int]:
+    payload = room(codec, len(values))
+    return payload, codec.encode(values, payload)
 
 
 def reduced(codec: Codec, payloads: list[memoryview], count: int) -> str:
@@ -91,7 +95,7 @@ def digests() -> dict[str, str]:
         for magnitude in magnitudes:
             for count in counts:
                 values = values_of(count, magnitude, count)
-                payload, clamped = encoded(codec, values)
+                payload, clamped = encoded(codec, given(values))
                 out = torch.empty(count)
                 codec.decode(payload, given(out))
                 case = f"{codec.spec}, {count} of {magnitude:.3g}"
@@ -99,7 +103,8 @@ def digests() -> dict[str, str]:
                 found[f"decode {case}"] = digest(out)
         # Neighbours have opposite signs: what no value holds adds up, and shows beside sums that cancel out.
         rows = [values_of(4500, (-1) ** index * 10.0 ** (index % 5 - 2), index) for index in range(MEMBERS)]
-        payloads = [encoded(codec, row)[0] for row in rows]
+        # As arrays: that tensors give the same bytes is compared above.
+        payloads = [encoded(codec, row.numpy())[0] for row in rows]
         for members in groups:
             found[f"reduce {codec.spec}, {members} members"] = reduced(codec, payloads[:members], 4500)
         found.update(refusals(codec))
@@ -113,12 +118,12 @@ def refusals(codec: Codec) -> dict[str, str]:
         values = values_of(9001, 1.0, 0)
         values[[8123, 8999]] = wrong
         try:
-            encoded(codec, values)
+            encoded(codec, given(values))
         except CodecError as error:
             found[f"{codec.spec} of {wrong}"] = str(error)
     if codec.needs_feedback:  # Its sum is made where it is decoded.
         return found
-    payload = encoded(codec, torch.full((300,), 6e4))[0]
+    payload = encoded(codec, given(torch.full((300,), 6e4)))[0]
     try:
         codec.reduce([payload] * 2, [3e38] * 2, room(codec, 300), given(torch.empty(300)))
     except CodecError as error:
@@ -126,12 +131,22 @@ def refusals(codec: Codec) -> dict[str, str]:
     return found
 
 
+def patch_once() -> None:
+    """Have Triton's interpreter patch its language once for each function: at each call, that is most of its time."""
+    interpreter: Any = importlib.import_module("triton.runtime.interpreter")
+    interpreter._LangPatchScope.restore = lambda scope: None
+    interpreter._patch_lang = functools.cache(interpreter._patch_lang)
+
+
 if __name__ == "__main__":
     np.seterr(all="ignore")  # Triton's interpreter is numpy, which warns of what CPUs and GPUs do silently.
     torch.set_num_threads(1)
-    chosen = kernels()
-    if chosen.name == "triton":
-        # Each program of the interpreter costs a millisecond. `kernels` has just compared tiles of the usual size.
+    if os.environ.get(ENVIRONMENT) == "triton":
+        patch_once()
+        if "--few" not in sys.argv:
+            kernels()  # Compares tiles of the usual size.
+        # A program of the interpreter takes some milliseconds, whatever its tile.
         vars(importlib.import_module("equipoise.compression.triton_kernels"))["TILE"] = 4096
+    chosen = kernels()
     found = {} if "--choice" in sys.argv else digests()
     print(json.dumps({"kernels": chosen.name, "reason": chosen.reason, "found": found}))
