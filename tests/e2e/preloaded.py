@@ -1,8 +1,8 @@
-"""What a daemon imports, in the same way, for `e2e.forked`."""
+"""What daemons and scripts import, in the same way, for `e2e.forked`."""
 
 import gc
 
-import torch  # noqa: F401
+import torch._dynamo  # noqa: F401 # Each optimizer's first step imports it, for two seconds.
 
 from equipoise.dht.hivemind_stub import bare_packages
 
