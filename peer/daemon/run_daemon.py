@@ -79,6 +79,7 @@ def load_daemon(loaded: Loaded, stream: TextIO, home: Home) -> Daemon:
     # Parts fit in cache, where one thread is fastest; more of them would wait for cores that training needs. torch and
     # numpy read this when they are imported, and libp2p's process does not.
     os.environ["OMP_NUM_THREADS"] = "1"
+    gc.disable()  # Until it serves: what is imported is no garbage, and to look for it takes a tenth of the time.
 
     from equipoise.peer.daemon.daemon import Daemon
 
@@ -96,6 +97,7 @@ async def serve(daemon: Daemon, asked: Callable[[signal.Signals], None]) -> Equi
         await daemon.start()
         # Nothing that torch and hivemind brought along is ever freed: not to look at it again saves a pause of 0.1 s.
         gc.freeze()
+        gc.enable()
         try:
             await daemon.serve()
             return daemon.failure()
