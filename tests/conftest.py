@@ -37,6 +37,7 @@ def pytest_collection_finish() -> None:
     """Have the collector of garbage leave thousands of tests alone: it would look through them again and again."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000, 20, 20)  # Worlds make many objects, and little of that is garbage.
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
