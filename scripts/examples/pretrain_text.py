@@ -44,7 +44,7 @@ def train(peer: Peer | None, options: argparse.Namespace) -> Result:
     text, model = read_text(), TextModel(length=LENGTH)
     seed = options.index + 100 * options.seed
     batches = Windows(piece(text.training, options.index, options.of), BATCH, LENGTH, seed)
-    tests = evaluation_batches(text, 8, 32, LENGTH)
+    tests = evaluation_batches(text, 2 if options.small else 8, 32, LENGTH)
     steps, every = (30, 10) if options.small else (options.steps, options.every)
     pause = every if options.small else max(steps // POINTS, 1)
     inner = optimizer_of(model, options.inner)
