@@ -13,7 +13,7 @@ import contextlib
 import logging
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from humanfriendly.text import pluralize
@@ -23,6 +23,7 @@ from equipoise.dht.admission import Refused
 from equipoise.dht.dialer import Unreached
 from equipoise.dht.messages import VersionError
 from equipoise.dht.p2pd_client import P2pdClient, P2pdClientError
+from equipoise.dht.peer_cache import PeerCache
 from equipoise.dht.protocol import CallError, RecordProtocol
 from equipoise.dht.state import AddressState, BootstrapStatus
 from equipoise.limits import backoff
@@ -251,6 +252,8 @@ class Bootstrap:
     """Tries every address to join through, for ever, and the peers met before while no peer is there.
 
     Attributes:
+        given: The addresses to join through, those of this peer itself too.
+        memory: The peers met before.
         contacts: The peers that are there.
         machine: Decides, and tells how the ways fare.
     """
@@ -258,20 +261,24 @@ class Bootstrap:
     def __init__(
         self,
         given: Sequence[Address],
-        remembered: Callable[[], Sequence[str]],
+        memory: PeerCache,
         link: P2pdClient,
         protocol: RecordProtocol,
     ) -> None:
-        """`given` are the addresses to join through; `remembered` tells the PeerIDs met before, the latest first."""
-        self._remembered = remembered
+        self.given, self.memory = given, memory
         self._link = link
         self.contacts = Contacts(link, protocol)
         self._protocol = protocol
         self._dialer = protocol.dialer
-        self._addresses = {Way(address.peer, address.text): address for address in given}
+        self._addresses = {Way(one.peer, one.text): one for one in given if one.peer != protocol.peer}
         self.machine = Joining(list(self._addresses), random.Random(), 0.0)
         self._changed = asyncio.Event()
         self._attempts = TaskSet()
+
+    def _remembered(self) -> list[str]:
+        for peer, addresses in self.memory.peers.items():
+            self._dialer.hear(peer, addresses)
+        return [peer for peer in reversed(self.memory.peers) if peer != self._protocol.peer]
 
     def network_changed(self) -> None:
         """Try every way again now: this machine's network, or its p2pd, is another one."""

@@ -24,7 +24,7 @@ from equipoise.dht.options import SwarmOptions
 from equipoise.dht.protocol import REPLICAS, CallError, RecordProtocol
 from equipoise.dht.records import Entry, Kept, Readiness, seal, shard_of
 from equipoise.dht.state import PROTOCOL_VERSION
-from equipoise.limits import Part, Stand
+from equipoise.limits import MAX_NAME_CHARACTERS, Part, Stand
 from equipoise.tasks import TaskSet, end, sleep_until
 
 MAX_TARGETS = 64
@@ -236,7 +236,7 @@ class RunDirectory:
             reach=reach.state,
             why=reach.reason[: records.MAX_WHY_CHARACTERS],
             addresses=protocol.addresses,
-            name=self._options.name[: records.MAX_NAME_CHARACTERS],
+            name=self._options.name[:MAX_NAME_CHARACTERS],
             tags=tuple(sorted(set(self._options.tags))),
             credential=self._direct.credential,
             **{name: getattr(stand, name) for name in Stand.__struct_fields__},

@@ -100,6 +100,10 @@ class Gate:
         """Tell whether this daemon alone refuses `peer`."""
         return peer in self.admission.banned
 
+    def standing(self, peer: str) -> str:
+        """Return what `peer` may do in rounds: its role, or `banned`; all are trainers in an open swarm."""
+        return "banned" if self.bans(peer) else self.admission.role(peer)
+
     @property
     def calls(self) -> dict[str, CallHandler]:
         """The calls that it answers itself."""

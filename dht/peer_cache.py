@@ -18,6 +18,8 @@ MEMORY_FILE = "swarm.json"
 MAX_FILE_BYTES = 256 * 1024
 MAX_PEERS = 32
 """Most peers remembered: any one of them leads back into the swarm."""
+WAYS_BACK = 4
+"""Most peers that are written down as soon as they are met; further ones wait for `save`."""
 MAX_STARTS = 2**22
 """Sequences are `starts << 40 | count`, below 2**63."""
 
@@ -42,6 +44,7 @@ class PeerCache:
     Attributes:
         first_sequence: A sequence above all that earlier starts have used.
         ports: The ports of libp2p and of direct channels that this or earlier starts have chosen; 0 for none.
+        moved: Warnings of ports that earlier starts have chosen, and this one had to leave.
         peers: Addresses of good peers, by PeerID; the least recently met is forgotten.
     """
 
@@ -51,6 +54,7 @@ class PeerCache:
         self._starts = (content.starts + 1) % MAX_STARTS
         self.first_sequence = self._starts << 40
         self.ports = content.port, content.direct_port
+        self.moved: list[str] = []
         self.peers: LruDict[str, tuple[str, ...]] = LruDict(MAX_PEERS)
         for peer, seen in content.peers.items():
             if [address.peer for address in well_formed(seen)] == [peer] * len(seen):
@@ -62,6 +66,18 @@ class PeerCache:
         """Keep where `peer` was last met."""
         if addresses:
             self.peers[peer] = addresses
+        if len(self.peers) <= WAYS_BACK:
+            self.save()  # A daemon that is killed in the next moment returns by it.
+
+    def choose(self, port: int, direct_port: int) -> None:
+        """Keep the ports that this start has chosen, 0 where it was given one."""
+        self.moved = [
+            f"port {before} is used by another program; this daemon listens on port {now} from now on"
+            for before, now in zip(self.ports, (port, direct_port), strict=True)
+            if before and now and before != now
+        ]
+        self.ports = port or self.ports[0], direct_port or self.ports[1]
+        self.save()
 
     def save(self) -> None:
         """Write the file if anything has changed."""

@@ -31,7 +31,6 @@ TTL_SECONDS = 25.0
 """Longest time that the dead are listed, counted from a record's first arrival."""
 MAX_RUN_BYTES = 128
 MAX_WHY_CHARACTERS = 160
-MAX_NAME_CHARACTERS = 64
 MAX_ADDRESSES = 4
 MAX_RUNS_PER_PEER = 132
 """Most runs that one peer may have records in. A daemon's own bounds follow from it: `peer.daemon.service.MAX_RUNS`."""
@@ -68,7 +67,6 @@ class Readiness(Candidate, frozen=True, kw_only=True, omit_defaults=True):
         reach: How others reach it, as far as it knows.
         why: Why it believes that, one line.
         addresses: Where it listens, in the form that `--join` takes.
-        name: What people call it.
     """
 
     version: int
@@ -77,7 +75,6 @@ class Readiness(Candidate, frozen=True, kw_only=True, omit_defaults=True):
     reach: ReachState = "unknown"
     why: Annotated[str, msgspec.Meta(max_length=MAX_WHY_CHARACTERS)] = ""
     addresses: Addresses = ()
-    name: Annotated[str, msgspec.Meta(max_length=MAX_NAME_CHARACTERS)] = ""
 
 
 class Kept(msgspec.Struct, frozen=True):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 
 from equipoise.dht.dialer import Dialer
-from equipoise.dht.p2pd import P2pd, P2pdError, P2pdOptions
+from equipoise.dht.p2pd import P2pd, P2pdError, P2pdOptions, claim
 from equipoise.dht.p2pd_client import P2pdClient, P2pdClientError
 from equipoise.limits import backoff
 from equipoise.tasks import TaskSet
@@ -33,25 +35,23 @@ class Supervisor:
         reason: Why there is no p2pd just now; empty while it runs.
         restarts: How often it has been started again.
         addresses: Multiaddrs that p2pd tells others, without PeerID; they follow this machine's interfaces.
+        options: Those of each p2pd; from the start on, with the ports that it holds.
     """
 
     def __init__(
-        self,
-        link: P2pdClient,
-        dialer: Dialer,
-        launched: Callable[[], None],
-        moved: Callable[[], None],
+        self, link: P2pdClient, dialer: Dialer, options: P2pdOptions, moved: Callable[[], None]
     ) -> None:
-        """`launched` is called whenever p2pd was started, `moved` when `addresses` are others than before."""
+        """`moved` is called whenever p2pd was started, or `addresses` are others than before."""
         self.reason = "p2pd is starting"
         self.restarts = 0
         self.addresses: list[str] = []
+        self.options = options
         self._link = link
         self._dialer = dialer
-        self._launched = launched
         self._p2pd: P2pd | None = None
         self._tasks = TaskSet()
         self._moved = moved
+        self._locks = contextlib.ExitStack()
 
     @property
     def pid(self) -> int | None:
@@ -59,10 +59,11 @@ class Supervisor:
         process = self._p2pd.process if self._p2pd is not None else None
         return process.pid if process is not None and process.returncode is None else None
 
-    async def start(self, options: P2pdOptions) -> None:
-        """Start p2pd, and again whenever it ends, on the same ports; raises P2pdError if it does not start once."""
-        await self._launch(options)
-        self._tasks.keep(lambda: self._keep_running(options))
+    async def start(self, wish: int = 0) -> None:
+        """Start p2pd on the ports that `claim` takes, and again whenever it ends; raises P2pdError if it cannot."""
+        self.options = replace(self.options, listen=claim(self.options.listen, wish, self._locks))
+        await self._launch()
+        self._tasks.keep(self._keep_running)
 
     async def stop(self) -> None:
         """End p2pd."""
@@ -70,22 +71,23 @@ class Supervisor:
         await self._link.detach()
         if self._p2pd is not None:
             await self._p2pd.stop()
+        self._locks.close()
         self.reason = "stopped"
 
-    async def _launch(self, options: P2pdOptions) -> None:
-        p2pd = self._p2pd = await P2pd.start(options)
+    async def _launch(self) -> None:
+        p2pd = self._p2pd = await P2pd.start(self.options)
         try:
             await self._link.attach()
             self.addresses = await self._link.identify()
             self.reason = ""
-            self._launched()
+            self._moved()
         except OSError as error:
             # It does not answer, or this process has no descriptor left for its streams.
             await self._link.detach()
             await p2pd.stop()
             raise P2pdError(f"p2pd started but cannot be used: {error}") from error
 
-    async def _keep_running(self, options: P2pdOptions) -> None:
+    async def _keep_running(self) -> None:
         while True:
             assert self._p2pd is not None, "it was started once"
             self.reason = await self._until_broken(self._p2pd)
@@ -96,7 +98,7 @@ class Supervisor:
             delay = 0.0
             while self.reason:
                 try:
-                    await self._launch(options)
+                    await self._launch()
                     self.restarts += 1
                 except P2pdError as error:
                     self.reason = str(error)

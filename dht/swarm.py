@@ -23,16 +23,16 @@ from equipoise.dht.direct.transport import DirectTransport
 from equipoise.dht.directory import RunDirectory
 from equipoise.dht.gate import Gate
 from equipoise.dht.identity import load_or_create
-from equipoise.dht.interfaces import Rank, ranks_of_own_addresses, told
+from equipoise.dht.interfaces import ranks_of_own_addresses, told
 from equipoise.dht.limits import Caps
 from equipoise.dht.membership import Membership, ban, bans, revoked_by
 from equipoise.dht.options import SwarmOptions
-from equipoise.dht.p2pd import DIRECT_PORT, LIBP2P_PORT, P2pdOptions, claim, has_family, make_runtime_dir
+from equipoise.dht.p2pd import DIRECT_PORT, LIBP2P_PORT, P2pdOptions, has_family, make_runtime_dir
 from equipoise.dht.p2pd_client import P2pdClient, P2pdClientError
 from equipoise.dht.peer_cache import PeerCache
 from equipoise.dht.protocol import RecordProtocol
 from equipoise.dht.punch.puncher import Puncher
-from equipoise.dht.records import MAX_ADDRESSES, MAX_NAME_CHARACTERS, Readiness
+from equipoise.dht.records import MAX_ADDRESSES, Readiness
 from equipoise.dht.sanitize import printable
 from equipoise.dht.state import ReachStatus, State, SwarmStatus
 from equipoise.dht.supervisor import Supervisor
@@ -43,8 +43,6 @@ DEFAULT_LISTEN = ("/ip4/0.0.0.0/tcp/0", "/ip6/::/tcp/0")
 """Every address of this machine, at the usual port if it is free; without a family that the machine does not have."""
 HOUSEKEEPING_SECONDS = 5.0
 """Time after which good peers are written down with their addresses again."""
-WAYS_BACK = 4
-"""Most peers that are written down as soon as they are met; further ones wait for housekeeping."""
 
 _log = logging.getLogger(__name__)
 
@@ -55,6 +53,8 @@ class Swarm:
     Attributes:
         identity: Its key, kept in the home.
         peer: Its PeerID.
+        membership: Its membership in a private swarm, which the home keeps; None in the open one.
+        gate: Admits others.
         transport: Channels to other members (`averaging.ports.Transport`).
         directory: The members of each run (`averaging.ports.Directory`).
         direct: Direct channels to members of a group (`averaging.ports.DirectTransport`).
@@ -68,63 +68,63 @@ class Swarm:
         Raises AddressError if an address is malformed, IdentityError if the identity file in `home` cannot be used,
         OSError without a directory for sockets, Refused if the membership has ended or the bans cannot be read.
         """
-        self._options = options or SwarmOptions()
-        self._home = home
-        self.membership = membership
-        self._join = [multiaddr.parse_address(text) for text in dict.fromkeys(self._options.join)]
+        options = self._options = options or SwarmOptions()
+        join = [multiaddr.parse_address(text) for text in dict.fromkeys(options.join)]
         if membership is not None:
-            self._join += multiaddr.well_formed(membership.invitation.addresses)
+            join += multiaddr.well_formed(membership.invitation.addresses)
         usual = filter(has_family, map(multiaddr.parse_listen, DEFAULT_LISTEN))
-        named = map(multiaddr.parse_listen, self._options.listen)
-        self._listen = () if self._options.client_mode else tuple(named) or tuple(usual)
-        for text in self._options.announce:
+        named = map(multiaddr.parse_listen, options.listen)
+        listen = () if options.client_mode else tuple(named) or tuple(usual)
+        for text in options.announce:
             multiaddr.parse_announce(text)
         self.identity = load_or_create(home)
         self.peer = self.identity.peer
-        self._memory = PeerCache(home)
-        self._runtime = make_runtime_dir()
-        self._build()
-        self._ports = contextlib.ExitStack()
-        self._moved: list[str] = []
-        self._supervisor = Supervisor(self._link, self._dialer, self._on_launched, self._on_addresses)
+        self.membership, memory = membership, PeerCache(home)
+        token = None if membership is None else membership.token(home, time.time())
+        news = None if membership is None else membership.revocations
+        self.gate = Gate(Admission(token, news, bans(home)))
+        self._link = P2pdClient(make_runtime_dir() / "p2pd.sock", self.gate)
+        self._build(listen, memory.first_sequence)
+        self._bootstrap = Bootstrap(join, memory, self._link, self._protocol)
+        if membership is not None:
+            self._bootstrap.machine.way_in = "invite others with: equipoise swarm invite"
+        self._protocol.on_peer = self._on_peer
+        self._supervisor = self._supervise(listen)
         self._tasks = TaskSet()
-        self._ranks: dict[str, Rank] = {}
 
-    def _build(self) -> None:
-        options, peer, dialable = self._options, self.peer, bool(self._listen)
-        member = self.membership
-        token, news = (
-            (None, None) if member is None else (member.token(self._home, time.time()), member.revocations)
-        )
-        gate = self.gate = Gate(Admission(token, news, bans(self._home)))
-        gate.on_expelled, gate.keep = self._part, self._keep
-        link = self._link = P2pdClient(self._runtime / "p2pd.sock", gate)
+    def _build(self, listen: tuple[multiaddr.ListenAddress, ...], first_sequence: int) -> None:
+        options, peer, gate, link = self._options, self.peer, self.gate, self._link
         policy = DialPolicy(private_networks)
-        dialer = self._dialer = Dialer(link, peer, policy)
+        dialer = Dialer(link, peer, policy)
+        gate.on_expelled, gate.keep = self._part, self._keep
         gate.reach, gate.host = dialer.reach, dialer.host_of
-        protocol = self._protocol = RecordProtocol(peer, dialable, link, dialer)
-        hosts = dict.fromkeys(one.host for one in self._listen)
-        listen = [multiaddr.ListenAddress(host, host, 0) for host in hosts]
+        protocol = self._protocol = RecordProtocol(peer, bool(listen), link, dialer)
+        protocol.tell(relays=options.relay)
+        hosts = dict.fromkeys(one.host for one in listen)
+        direct_listen = [multiaddr.ListenAddress(host, host, 0) for host in hosts]
         if listen and options.direct_listen:
-            listen = [multiaddr.parse_listen(text) for text in options.direct_listen]
-        direct = DirectTransport(self.identity, listen, options.channel, policy, gate)
-        self.direct = direct
-        hidden = "" if dialable else "it was started in client mode"
+            direct_listen = [multiaddr.parse_listen(text) for text in options.direct_listen]
+        direct = self.direct = DirectTransport(self.identity, direct_listen, options.channel, policy, gate)
+        hidden = "" if listen else "it was started in client mode"
         relay = options.relay_bandwidth if options.relay else None
         reach = self._reach = Reach(link, protocol, direct, hidden, relay)
         reach.on_change = self._on_reach
         reach.listening = lambda: self._listening
-        protocol.tell(relays=options.relay)
         self.transport = Libp2pTransport(peer, lambda: reach.dialable, link, dialer)
         direct.channels.caps = self.transport.channels.caps = Caps(options.upload, options.download)
-        first = self._memory.first_sequence
-        self.directory = RunDirectory(self.identity, options, protocol, reach, direct, first)
-        protocol.on_peer = self._on_peer
-        others = [address for address in self._join if address.peer != peer]
-        self._bootstrap = Bootstrap(others, self._remembered, link, protocol)
-        if member is not None:
-            self._bootstrap.machine.way_in = "invite others with: equipoise swarm invite"
+        self.directory = RunDirectory(self.identity, options, protocol, reach, direct, first_sequence)
         self._puncher = Puncher(link, dialer, direct, reach)
+
+    def _supervise(self, listen: tuple[multiaddr.ListenAddress, ...]) -> Supervisor:
+        upnp, link = self._options.upnp, self._link
+        options = P2pdOptions(
+            identity=self.identity.path,
+            control=link.control,
+            listen=listen,
+            announce=tuple(self._options.announce),
+            map_ports=behind_router(one.host for one in listen) if upnp is None else upnp,
+        )
+        return Supervisor(link, self._protocol.dialer, options, self._on_addresses)
 
     @property
     def addresses(self) -> list[str]:
@@ -140,28 +140,13 @@ class Swarm:
         addresses = self._supervisor.addresses
         far = [text for text in addresses if not multiaddr.is_loopback(text.split("/")[2])]
         reached = self._reach.reached_at
-        best = sorted(far, key=lambda text: (text not in reached, self._ranks.get(text.split("/")[2], 0)))
+        best = sorted(far, key=lambda text: text not in reached)
         return [f"{address}/p2p/{self.peer}" for address in best or addresses]
-
-    def name(self, peer: str) -> str:
-        """Return the name of `peer`, by its own word, fit for a terminal; empty if it has not told one."""
-        if peer == self.peer:
-            return self._options.name
-        said = self._protocol.intake.store.newest(peer)
-        return "" if said is None else printable(said.name, MAX_NAME_CHARACTERS)
 
     @property
     def named(self) -> frozenset[str]:
         """PeerIDs of the peers that this daemon's user named: by `--join`, or by an invitation."""
-        return frozenset(address.peer for address in self._join) - {self.peer}
-
-    def role(self, peer: str) -> str:
-        """Return the role of this member or of another one; all are trainers in an open swarm."""
-        return self.gate.admission.role(peer)
-
-    def standing(self, peer: str) -> str:
-        """Return what `peer` may do in rounds: its role, or `banned`."""
-        return "banned" if self.gate.bans(peer) else self.role(peer)
+        return frozenset(address.peer for address in self._bootstrap.given) - {self.peer}
 
     def reach(self, peer: str) -> ReachStatus:
         """Return how this member reaches `peer`: by an open channel, the result of a try, or the peer's own word."""
@@ -174,14 +159,14 @@ class Swarm:
             return ReachStatus(
                 "direct", "hole punched through both NATs" if punched else "a direct channel is open"
             )
-        said = self._protocol.intake.store.newest(peer)
-        connected = peer in self._dialer.connected
-        failure = self._dialer.failures.get(peer)
+        said, dialer = self._protocol.intake.store.newest(peer), self._protocol.dialer
+        connected = peer in dialer.connected
+        failure = dialer.failures.get(peer)
         if failure is not None and not connected:
             return ReachStatus("unreachable", failure)
         if said is None:
             return ReachStatus("unknown", "no record of this peer yet")
-        return self._reach_by_libp2p(peer, said, self._dialer.paths.get(peer, ()) if connected else ())
+        return self._reach_by_libp2p(peer, said, dialer.paths.get(peer, ()) if connected else ())
 
     def _reach_by_libp2p(self, peer: str, said: Readiness, paths: Sequence[str]) -> ReachStatus:
         """Return how `peer` is reached without a direct channel; `paths` are those of libp2p's open connections."""
@@ -201,49 +186,31 @@ class Swarm:
     async def start(self) -> None:
         """Start libp2p and begin to look for the swarm, without waiting for peers; raises P2pdError as `P2pd.start`."""
         try:
-            listen = self._take_ports()
             self._link.listener.listen()
             self._tasks.keep(self._reach.run)
             self._tasks.keep(self._puncher.run)
-            await self._supervisor.start(self._p2pd_options(listen))
+            await self._start_listening()
         except BaseException:
             await self.stop()
             raise
         for work in (self._bootstrap.run, self._bootstrap.contacts.run, self._keep_house):
             self._tasks.keep(work)
 
-    def _take_ports(self) -> tuple[multiaddr.ListenAddress, ...]:
-        """Take the ports that this member had before, else the usual ones, else free ones; keep what is taken."""
-        options, (kept, kept_direct) = self._options, self._memory.ports
+    async def _start_listening(self) -> None:
+        """Take the ports that this member had before, else the usual ones, else free ones; keep those it has chosen."""
+        options, memory, asked = self._options, self._bootstrap.memory, self._supervisor.options.listen
         usual, usual_direct = (0, 0) if options.listen else (LIBP2P_PORT, DIRECT_PORT)
-        wished, wished_direct = kept or usual, kept_direct or usual_direct
-        self.direct.start(wished_direct)
-        direct = 0 if options.direct_listen else self.direct.port
-        listen = claim(self._listen, wished, self._ports)
-        drawn = next((one.port for one, asked in zip(listen, self._listen, strict=True) if not asked.port), 0)
-        self._moved = [
-            f"port {before} is used by another program; this daemon listens on port {now} from now on"
-            for before, now in ((kept, drawn), (kept_direct, direct))
-            if before and now and before != now
-        ]
-        self._memory.ports = drawn or kept, direct or kept_direct
-        self._memory.save()
-        return listen
-
-    def _p2pd_options(self, listen: tuple[multiaddr.ListenAddress, ...]) -> P2pdOptions:
-        upnp = self._options.upnp
-        return P2pdOptions(
-            identity=self.identity.path,
-            control=self._runtime / "p2pd.sock",
-            listen=listen,
-            announce=tuple(self._options.announce),
-            map_ports=behind_router(one.host for one in listen) if upnp is None else upnp,
-        )
+        kept, kept_direct = memory.ports
+        self.direct.start(kept_direct or usual_direct)
+        await self._supervisor.start(kept or usual)
+        held = self._supervisor.options.listen
+        drawn = next((one.port for one, given in zip(held, asked, strict=True) if not given.port), 0)
+        memory.choose(drawn, 0 if options.direct_listen else self.direct.port)
 
     async def stop(self) -> None:
         """Say farewell in every run, close every channel, end p2pd; idempotent."""
         await self._tasks.stop()
-        self._memory.save()
+        self._bootstrap.memory.save()
         await self.directory.stop()
         await self.direct.stop()
         self.transport.channels.close()
@@ -251,8 +218,7 @@ class Swarm:
         await self._supervisor.stop()
         await self.gate.tasks.stop()
         await self._protocol.traversals.join()
-        self._ports.close()
-        shutil.rmtree(self._runtime, ignore_errors=True)
+        shutil.rmtree(self._link.control.parent, ignore_errors=True)
 
     def status(self) -> SwarmStatus:
         """Return a snapshot, without waiting."""
@@ -271,7 +237,7 @@ class Swarm:
             p2pd_restarts=self._supervisor.restarts,
             direct=self.direct.status(),
             reach=self._reach.status(),
-            warnings=(*self._moved, *self._twins(), *self._ended()),
+            warnings=(*self._bootstrap.memory.moved, *self._twins(), *self._ended()),
             **self._private(),
         )
 
@@ -305,19 +271,19 @@ class Swarm:
         if self.membership is None:
             raise Refused("this daemon is in no private swarm; start it with --swarm NAME")
         ids = revoked_by(target, self.gate.admission.members(time.time()))
-        self.gate.adopt(self.membership.revoke(self._home, ids).encode())
+        self.gate.adopt(self.membership.revoke(self.identity.path.parent, ids).encode())
         return ids
 
     def ban(self, peer: str, reason: str | None) -> None:
         """Have this daemon alone part from a peer and refuse it, or lift that if the reason is None; raises Refused."""
-        self.gate.admission.banned = ban(self._home, peer, reason)
+        self.gate.admission.banned = ban(self.identity.path.parent, peer, reason)
         if reason is not None:
             self.gate.expel(peer)
 
     def _keep(self, news: Revocations) -> None:
         if self.membership is not None:
             self.membership.revocations = news
-            self.membership.save(self._home)
+            self.membership.save(self.identity.path.parent)
 
     def _standing(self) -> tuple[State, str]:
         if self._supervisor.reason:
@@ -338,7 +304,7 @@ class Swarm:
         found = [
             f"--join {address.text} names this daemon's own identity, but not one of its addresses: if another machine "
             "runs there, it has a copy of this home; start one of the two with another --home"
-            for address in self._join
+            for address in self._bootstrap.given
             if address.peer == self.peer and ports and address.text not in self.addresses
             if not (multiaddr.is_loopback(address.host) and str(address.port) in ports)
         ]
@@ -364,50 +330,32 @@ class Swarm:
             await self._link.disconnect(peer)
 
     def _on_reach(self) -> None:
-        self._tell_addresses()
-        self._protocol.tell(serves=not self._reach.hidden)
+        ranks = ranks_of_own_addresses()
+        self._supervisor.addresses.sort(key=lambda text: ranks.get(text.split("/")[2], 0))
+        self._bootstrap.machine.dialable = bool(self.addresses)
+        self._protocol.tell(addresses=told(self.addresses, MAX_ADDRESSES), serves=not self._reach.hidden)
+        listening = [] if self._reach.hidden else told(self._listening, MAX_ADDRESSES)
+        hosts = [address.split("/")[2] for address in listening if not multiaddr.is_relayed(address)]
+        self.direct.tell(hosts, forwarded=bool(self._options.announce))
         self.directory.renew()
         # Others pass on where this member is: they should not go on telling what is no longer so.
         self._bootstrap.contacts.doubt()
 
-    def _tell_addresses(self) -> None:
-        self._ranks = ranks_of_own_addresses()
-        self._bootstrap.machine.dialable = bool(self.addresses)
-        self._protocol.tell(addresses=told(self.addresses, MAX_ADDRESSES))
-        listening = [] if self._reach.hidden else told(self._listening, MAX_ADDRESSES)
-        hosts = [address.split("/")[2] for address in listening if not multiaddr.is_relayed(address)]
-        self.direct.tell(hosts, forwarded=bool(self._options.announce))
-
-    def _on_launched(self) -> None:
-        self._tell_addresses()
-        self._reach.doubt()
-        # The connections of a p2pd that was restarted are gone: the peers met before are tried again at once.
-        self._bootstrap.network_changed()
-        self.directory.renew()
-
     def _on_addresses(self) -> None:
         _log.info("this machine's addresses are %s", ", ".join(self._supervisor.addresses) or "none")
         self._reach.doubt()
+        # The connections of a p2pd that was restarted are gone: the peers met before are tried again at once.
         self._bootstrap.network_changed()
         self._on_reach()
 
-    def _remembered(self) -> list[str]:
-        for peer, addresses in self._memory.peers.items():
-            self._dialer.hear(peer, addresses)
-        return [peer for peer in reversed(self._memory.peers) if peer != self.peer]
-
     def _on_peer(self, met: str) -> None:
-        known, addresses = self._memory.peers, self._dialer.addresses_of(met)
-        is_news = known.get(met) != addresses
-        self._memory.remember(met, addresses)
-        if is_news and len(known) <= WAYS_BACK:
-            self._memory.save()  # A daemon that is killed in the next moment returns by it.
+        self._bootstrap.memory.remember(met, self._protocol.dialer.addresses_of(met))
         self.directory.meet(met)
 
     async def _keep_house(self) -> None:
         while True:
             await asyncio.sleep(HOUSEKEEPING_SECONDS)
             for peer in sorted(self._bootstrap.contacts.alive.intersection(self._protocol.peers)):
-                self._memory.remember(peer, self._dialer.addresses_of(peer))
-            self._memory.save()
+                self._bootstrap.memory.remember(peer, self._protocol.dialer.addresses_of(peer))
+            self._bootstrap.memory.save()
             self.gate.expel()

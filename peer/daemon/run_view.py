@@ -10,6 +10,7 @@ from equipoise.averaging.ledger import Given
 from equipoise.averaging.outcome import NoPeers
 from equipoise.averaging.spec import RunSpec
 from equipoise.averaging.strategy import Federated
+from equipoise.dht.sanitize import printable
 from equipoise.limits import Candidate
 from equipoise.peer.status import Exchanges, PeerRow, RunStatus
 
@@ -86,10 +87,10 @@ def _row(spec: RunSpec, run_driver: RunDriver, swarm: Swarm, found: Candidate, g
         reach=reach.state,
         why=reach.reason,
         differs=run_driver.search.comparison.difference(found.peer),
-        name=swarm.name(found.peer),
+        name=printable(found.name),
         tags=found.tags,
-        role=swarm.role(found.peer),
-        banned=swarm.standing(found.peer) == "banned",
+        role=swarm.gate.admission.role(found.peer),
+        banned=swarm.gate.bans(found.peer),
         faults=run_driver.search.machine.context.deeds.told(found.peer),
         given=given,
     )

@@ -175,7 +175,7 @@ class Session:
         specs = run_specs(request)
         for spec in specs.values():
             self._require_room(spec)
-        self._role = swarm.role(swarm.peer)
+        self._role = swarm.gate.standing(swarm.peer)
         if self._role == "relay":
             raise Refused(
                 "this daemon was invited as a relay, which joins no run", "ask for an invitation as trainer"
@@ -289,7 +289,7 @@ class Session:
             for run_driver in list(self.drivers.in_use.values())
             for one in await self._swarm.directory.peers(run_driver.spec.name)
             if one.spec == run_driver.spec.hash and one.peer != self._swarm.peer
-            if not one.left and self._swarm.standing(one.peer) not in barred
+            if not one.left and self._swarm.gate.standing(one.peer) not in barred
         }
 
     def send(self, request: SendMessage) -> None:

@@ -94,7 +94,7 @@ async def start_parts(config: Config, reducer: DeviceReducer | None = None) -> t
         raise ConfigError(str(error)) from error
     except OSError as error:
         raise unusable(f"use {error.filename or 'the directory for sockets'}", error) from error
-    signer = Signer(swarm.identity, swarm.standing)
+    signer = Signer(swarm.identity, swarm.gate.standing)
     caps = config.upload, config.download
     router = Router(swarm.transport, swarm.directory, signer, caps, swarm.direct, reducer)
     return swarm, router

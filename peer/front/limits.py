@@ -32,6 +32,7 @@ MAX_SPEC_CHARACTERS = 128
 MAX_MARK_CHARACTERS = 16
 """Longest mark of a data set."""
 
+MAX_NAME_CHARACTERS = 64
 MAX_TAGS, MAX_TAG_CHARACTERS = 8, 24
 """Most tags of a peer, and the longest."""
 
@@ -92,12 +93,14 @@ class Candidate(Stand, frozen=True, kw_only=True, omit_defaults=True):
         dialable: Whether others can open connections to it.
         credential: Where others open direct channels with it, for the transport to check; empty if it has none.
         tags: Properties of its machine, in its user's words.
+        name: What people call it.
     """
 
     peer: str
     dialable: bool = False
     credential: Annotated[bytes, msgspec.Meta(max_length=MAX_CREDENTIAL_BYTES)] = b""
     tags: Tags = ()
+    name: Annotated[str, msgspec.Meta(max_length=MAX_NAME_CHARACTERS)] = ""
 
 
 class LruDict(OrderedDict[_K, _V]):

@@ -43,7 +43,7 @@ class Flood:
         token = self._bad.token(swarm.peer, 0.0).encode()
         while True:
             with contextlib.suppress(ConnectionError):
-                await swarm._dialer.reach(target)
+                await swarm._protocol.dialer.reach(target)
                 await swarm._link._call(target, swarm.gate.scoped(PRESENT), token, 3.0)
                 self.answered += 1
             following = max(following + self._pause, time.monotonic() - 1.0)
@@ -61,7 +61,7 @@ class Flood:
                 await swarm.start()
                 stack.push_async_callback(swarm.stop)
                 swarm.gate.swarm = self._key
-                swarm._dialer.learn(self._address.rpartition("/")[2], [self._address])
+                swarm._protocol.dialer.learn(self._address.rpartition("/")[2], [self._address])
                 tasks.create_task(self.present(swarm))
             print("begun", flush=True)
             while True:

@@ -69,8 +69,8 @@ async def stranger(members, owner) -> Swarm:
     stranger = await members.start("stranger")
     stranger.gate.swarm = owner.gate.swarm
     stranger.gate.present = _pass
-    stranger._dialer.learn(owner.peer, owner.addresses)
-    await stranger._dialer.reach(owner.peer)
+    stranger._protocol.dialer.learn(owner.peer, owner.addresses)
+    await stranger._protocol.dialer.reach(owner.peer)
     return stranger
 
 
@@ -284,7 +284,7 @@ async def test_a_banned_peer_is_out_here_alone_until_it_is_allowed(members, unti
             await way
     assert [found.peer for found in await one.directory.peers("digits")] == [one.peer]
     assert [found.peer for found in one.directory.banned("digits")] == [two.peer]
-    assert (one.role(two.peer), one.standing(two.peer)) == ("trainer", "banned")
+    assert (one.gate.admission.role(two.peer), one.gate.standing(two.peer)) == ("trainer", "banned")
     assert one.reach(two.peer).reason == "banned here: noise"
     assert bans(members.home("one")) == {two.peer: "noise"}
     one.ban(two.peer, None)

@@ -68,7 +68,7 @@ def test_an_address_by_which_others_have_reached_this_peer_is_told_first(
     known = sorted([*BRIDGES, LAN, OTHER])
     member._supervisor.addresses = [f"/ip4/{host}/tcp/31337" for host in known] + [f"/ip6/{V6}/tcp/31337"]
     monkeypatch.setattr(Reach, "reached_at", (f"/ip4/{reached}/tcp/31337",) if reached else ())
-    member._tell_addresses()
+    member._on_reach()
     best = dict.fromkeys([reached, LAN, V6, OTHER] if reached else [LAN, V6, OTHER, BRIDGES[0]])
     assert hosts(member._protocol.addresses)[: len(best)] == list(best)
     assert len(member._protocol.addresses) == 4
@@ -84,13 +84,13 @@ def test_both_versions_of_ip_are_listened_on_by_default_as_far_as_the_machine_ha
             raise ListenError("Address family not supported by protocol")
 
     monkeypatch.setattr(p2pd, "check_free", lambda address: None)
-    assert [one.text for one in Swarm(tmp_path)._listen] == list(DEFAULT_LISTEN)
+    assert [one.text for one in Swarm(tmp_path)._supervisor.options.listen] == list(DEFAULT_LISTEN)
     monkeypatch.setattr(p2pd, "check_free", lacks_ipv6)
-    assert [one.text for one in Swarm(tmp_path)._listen] == [DEFAULT_LISTEN[0]]
+    assert [one.text for one in Swarm(tmp_path)._supervisor.options.listen] == [DEFAULT_LISTEN[0]]
     assert not has_family(parse_listen("/ip6/::/tcp/31337"))
 
 
 def test_a_peer_that_has_no_address_does_not_say_that_others_join_through_it(tmp_path) -> None:
     member = Swarm(tmp_path, SwarmOptions(client_mode=True))
-    member._tell_addresses()
+    member._on_reach()
     assert "none can, because this peer has no address" in member._bootstrap.machine.why_alone()[1]

@@ -109,7 +109,7 @@ async def test_others_are_told_what_is_announced(members, until) -> None:
     assert second.addresses == [f"{named}/p2p/{second.peer}"]
     # Before the other has tried to dial it there, in vain.
     assert second.direct.status().listening[0] == f"gpu.example.org:{second.direct.port}"
-    await until(lambda: first._dialer.addresses_of(second.peer) == (f"{named}/p2p/{second.peer}",))
+    await until(lambda: first._protocol.dialer.addresses_of(second.peer) == (f"{named}/p2p/{second.peer}",))
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,5 @@ def test_p2pd_is_told_whether_to_ask_the_router(
 ) -> None:
     own = ipaddress.IPv4Address("192.168.1.7" if private else "8.8.8.8")
     monkeypatch.setattr(dialpolicy, "own_addresses", lambda: [own])
-    member = Swarm(tmp_path, SwarmOptions(upnp=upnp))
-    assert (
-        f"-natPortMap={mapped}" in member._p2pd_options((parse_listen("/ip4/0.0.0.0/tcp/31337"),)).arguments()
-    )
+    member = Swarm(tmp_path, SwarmOptions(upnp=upnp, listen=["/ip4/0.0.0.0/tcp/31337"]))
+    assert f"-natPortMap={mapped}" in member._supervisor.options.arguments()

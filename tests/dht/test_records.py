@@ -14,7 +14,6 @@ from equipoise.dht.identity import Identity, load_or_create, peer_of
 from equipoise.dht.options import SwarmOptions
 from equipoise.dht.records import (
     MAX_ADDRESSES,
-    MAX_NAME_CHARACTERS,
     MAX_RECORD_BYTES,
     MAX_RUN_BYTES,
     MAX_RUNS_PER_PEER,
@@ -32,7 +31,14 @@ from equipoise.dht.records import (
 )
 from equipoise.dht.sanitize import Malformed, decode, printable
 from equipoise.dht.state import PROTOCOL_VERSION
-from equipoise.limits import MAX_COUNT, MAX_CREDENTIAL_BYTES, MAX_TAG_CHARACTERS, MAX_TAGS, Stand
+from equipoise.limits import (
+    MAX_COUNT,
+    MAX_CREDENTIAL_BYTES,
+    MAX_NAME_CHARACTERS,
+    MAX_TAG_CHARACTERS,
+    MAX_TAGS,
+    Stand,
+)
 
 NOW = 1000.0
 

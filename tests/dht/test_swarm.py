@@ -114,7 +114,7 @@ async def test_a_peer_with_an_open_direct_channel_is_reached_by_it_whatever_it_s
     await until(lambda: "client mode" in first.reach(client.peer).reason)
     await client.stop()
     await until(lambda: no_path(first, client))
-    first._dialer.failures.clear()
+    first._protocol.dialer.failures.clear()
     assert first.reach(client.peer).state == "unreachable", "its own word: nobody can dial it"
 
 
@@ -144,7 +144,7 @@ async def test_a_peer_that_is_gone_is_unreachable_with_the_reason(members, until
 
 async def no_path(member: Swarm, other: Swarm) -> bool:
     try:
-        await member._dialer.reach(other.peer)
+        await member._protocol.dialer.reach(other.peer)
     except Unreached:
         return True
     return False
@@ -160,7 +160,9 @@ async def test_p2pd_killed_comes_back_as_the_same_peer(members, until) -> None:
     os.kill(pid, signal.SIGKILL)
     await until(lambda: first.status().state == "offline")
     assert "SIGKILL" in first.status().reason
-    await until(lambda: not first._dialer.connected)  # Until the next p2pd has made connections of its own.
+    await until(
+        lambda: not first._protocol.dialer.connected
+    )  # Until the next p2pd has made connections of its own.
     second.transport.serve(echo)
     # It waits for the next p2pd: a round that needs a channel just now must not take the other peer for lost.
     assert (await first.transport.open(second.peer)).peer == second.peer
@@ -248,9 +250,9 @@ async def test_addresses_follow_those_of_the_interfaces(members, until, monkeypa
     with monkeypatch.context() as moved:
         moved.setattr(first._supervisor._link, "identify", elsewhere)
         there = (f"/ip4/192.0.2.9/tcp/4001/p2p/{first.peer}",)
-        await until(lambda: second._dialer.addresses_of(first.peer) == there)
+        await until(lambda: second._protocol.dialer.addresses_of(first.peer) == there)
     await until(lambda: first.addresses == true)
-    await until(lambda: second._dialer.addresses_of(first.peer) == tuple(true))
+    await until(lambda: second._protocol.dialer.addresses_of(first.peer) == tuple(true))
 
 
 async def test_present_addresses_of_peers_are_remembered(members, until, monkeypatch) -> None:
@@ -338,7 +340,7 @@ async def test_start_and_stop_leave_nothing(members, until) -> None:
     await (await members.start("warm-up")).stop()
     before = psutil.Process().num_fds()
     member = await members.start("first")
-    runtime, pid = member._runtime, member.status().p2pd_pid
+    runtime, pid = member._link.control.parent, member.status().p2pd_pid
     await announce(member)
     await member.stop()
     await member.stop()

@@ -67,7 +67,7 @@ async def attack(way: str, home: Path, run: str, port: int, count: int, targets:
     pages = [told[at : at + PAGE] for at in range(0, len(told), PAGE)]
     peers = [address.rpartition("/")[2] for address in targets]
     for address in targets:
-        await member._dialer.connect(parse_address(address))
+        await member._protocol.dialer.connect(parse_address(address))
     yield_processor(os.getpid(), member.status().p2pd_pid)
     begun, killed = asyncio.Event(), asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, begun.set)

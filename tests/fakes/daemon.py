@@ -26,6 +26,7 @@ from equipoise.averaging.outcome import (
 )
 from equipoise.averaging.spec import RunSpec
 from equipoise.averaging.state import StateId
+from equipoise.dht.gate import Gate
 from equipoise.dht.state import DirectStatus, ReachStatus, SwarmStatus
 from equipoise.peer.config import Config
 from fakes.vectors import decoded, encoded
@@ -46,6 +47,7 @@ class Member:
     credential: bytes = b""
     tags: tuple[str, ...] = ()
     observes: bool = False
+    name: str = ""
 
 
 class Formed(NamedTuple):
@@ -135,6 +137,7 @@ class FakeSwarm:
         self.peer = peer
         self.directory = FakeDirectory(network)
         self.config = config
+        self.gate = Gate()
         self.stopped = False
         self.state = "searching"
 
@@ -153,15 +156,7 @@ class FakeSwarm:
             reach=self.reach(self.peer),
         )
 
-    def name(self, peer: str) -> str:
-        return f"the machine of {peer}"
-
     named: frozenset[str] = frozenset()
-
-    def role(self, peer: str) -> str:
-        return "trainer"
-
-    standing = role
 
     def reach(self, peer: str) -> ReachStatus:
         return ReachStatus("direct", "as the test says")

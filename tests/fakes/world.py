@@ -21,6 +21,7 @@ from equipoise.averaging.aio.round_driver import HEADER_PREFIX_BYTES, ROUND_FRAM
 from equipoise.averaging.aio.router import Router
 from equipoise.averaging.outcome import Outcome
 from equipoise.averaging.state import StateId
+from equipoise.dht.gate import Gate
 from equipoise.dht.records import TTL_SECONDS
 from equipoise.dht.state import ReachStatus
 from equipoise.limits import Candidate
@@ -110,7 +111,7 @@ class WorldDaemon:
 
     def __init__(self, world: World, peer: str) -> None:
         transport, self.directory = world.net.peer(peer)
-        self.peer, self._named = peer, world.named
+        self.peer, self._named, self.gate = peer, world.named, Gate()
         self.outcomes: deque[Outcome] = deque(maxlen=64)
         tapped: Any = TappedTransport(transport, partial(world.tap, peer))
         lives = world.lives[peer] = world.lives.get(peer, 0) + 1
@@ -125,14 +126,8 @@ class WorldDaemon:
     def named(self) -> frozenset[str]:
         return self._named - {self.peer}
 
-    def role(self, peer: str) -> str:
-        return "trainer"
-
     def reach(self, peer: str) -> ReachStatus:
         return ReachStatus("direct", "as all are here")
-
-    def name(self, peer: str) -> str:
-        return peer
 
 
 class WorldLink(Connection):

@@ -141,8 +141,8 @@ async def test_a_peer_without_a_part_in_the_punch_says_so(trio: Trio) -> None:
         (trio.first, trio.second, "in no round"),
         (trio.second, trio.first, "has to start this punch"),
     ):
-        one._dialer.learn(other.peer, other.addresses)
-        await one._dialer.reach(other.peer)
+        one._protocol.dialer.learn(other.peer, other.addresses)
+        await one._protocol.dialer.reach(other.peer)
         reasons = []
         for _ in range(5):
             stream = await one._link.open_stream(other.peer, PUNCH_PROTOCOL)

@@ -143,7 +143,7 @@ async def test_members_in_client_mode_reach_each_other_through_a_relay(members, 
         received.set_result(await channel.receive(lambda header, size: memoryview(bytearray(size))))
 
     second.transport.serve(serve)
-    first._dialer.learn(second.peer, second.addresses)
+    first._protocol.dialer.learn(second.peer, second.addresses)
     channel = await first.transport.open(second.peer)
     await channel.send(b"header", bytes(300_000))
     header, body = await received
@@ -161,7 +161,7 @@ async def test_a_relayed_member_survives_its_p2pd(members, until) -> None:
     hidden = await members.start("hidden", join=relay.addresses, client_mode=True)
     other = await members.start("other", join=relay.addresses, client_mode=True)
     await until(lambda: relayed(hidden) and relayed(other))
-    other._dialer.learn(hidden.peer, hidden.addresses)
+    other._protocol.dialer.learn(hidden.peer, hidden.addresses)
     for member in (hidden, relay):
         os.kill(member.status().p2pd_pid, signal.SIGKILL)
         await until(lambda member=member: member.status().p2pd_restarts == 1)

@@ -33,6 +33,7 @@ from equipoise.averaging.options import RunOptions
 from equipoise.averaging.schema import Schema, TensorSpec
 from equipoise.compression.codec import FloatCodec
 from equipoise.compression.spec import CODECS
+from equipoise.dht.gate import Gate
 from equipoise.peer.control.messages import JoinRun
 from equipoise.peer.daemon.service import Service
 from equipoise.peer.shared_memory import Region
@@ -55,7 +56,7 @@ async def join(rule, codec, values):
     schema, size = Schema((TensorSpec("w", (values,), "float32"),)), 8192 + 8 * values
     memory = Region.create(size).memory
     fd = os.dup(memory.fd)
-    service = Service(SimpleNamespace(exchange=lambda *_: None), SimpleNamespace(peer="", role=lambda peer: "trainer"))
+    service = Service(SimpleNamespace(exchange=lambda *_: None), SimpleNamespace(peer="", gate=Gate()))
     await service.join(JoinRun("run", options, schema, Schema(()), size), fd, "test", say)
     print("loaded" if "torch" in sys.modules else "not loaded")
     print(service.kernels.name, "numba" in sys.modules)
