@@ -156,7 +156,7 @@ class Client:
         earlier = _handles.get(key)
         if earlier is not None and earlier.core.is_own and isinstance(link, Link):
             log.warning("run %s: this process joins it again, and leaves it by its earlier handle", name)
-            earlier.core.give_up()
+            earlier.core.loop.give_up()
             earlier.leave()
         with uninterrupted():  # The daemon must not take part in a run without a handle that can leave it.
             run = Run(RunCore(link, request, binding, _share(link, request), self._join))

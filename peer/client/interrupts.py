@@ -36,7 +36,7 @@ def frees_its_run(init: Callable[P, Result]) -> Callable[P, Result]:
     @functools.wraps(init)
     def wrapped(*args: P.args, **options: P.kwargs) -> Result:
         run: Any = options.get("run", args[1] if args[1:] else None)  # args[0] is the loop.
-        with run.core.undone_on_failure() if run is not None else contextlib.nullcontext():
+        with run.core.loop.undone_on_failure() if run is not None else contextlib.nullcontext():
             return init(*args, **options)  # Without a run, Python says that it is missing.
 
     return wrapped

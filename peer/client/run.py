@@ -27,7 +27,7 @@ from equipoise.averaging.outcome import (
     check_weight,
 )
 from equipoise.averaging.replication.answers import Wish
-from equipoise.averaging.schema import Schema
+from equipoise.averaging.schema import Dtype, Schema
 from equipoise.averaging.spec import check_terms
 from equipoise.averaging.state import StateId
 from equipoise.averaging.strategy import Strategy, parse_strategy
@@ -80,6 +80,46 @@ class Watcher(Protocol):
         """Take note of a round's outcome, before its mean is decoded."""
 
 
+class Loop:
+    """The optimizer or loop that steps a run, with all that it has begun.
+
+    Attributes:
+        by: Its name; empty if there is none. Only one can step the run.
+        dtypes: Those of the tensors that all peers hold bit for bit: peers with other ones never meet.
+        watcher: Watches the contributions, if error feedback needs them.
+        reported: Numbers that go with the next contribution, as of the branches; see `JoinedRun.report`.
+        finishing: Calls that end it, before the run is left.
+        branches: Runs that are a part of this one.
+    """
+
+    def __init__(self) -> None:
+        self.by = ""
+        self.dtypes: tuple[Dtype, ...] = ()
+        self.watcher: Watcher | None = None
+        self.reported: dict[str, float | torch.Tensor] = {}
+        self.finishing: list[Callable[[], None]] = []
+        self.branches: list[JoinedRun] = []
+
+    @contextlib.contextmanager
+    def undone_on_failure(self) -> Iterator[None]:
+        """Where the block is interrupted, or fails, undo what a loop has begun with the run meanwhile."""
+        before, finishing, branches = self.by, list(self.finishing), len(self.branches)
+        try:
+            yield
+        except (KeyboardInterrupt, Exception):
+            self.by, self.finishing = before, finishing
+            while len(self.branches) > branches:
+                self.branches.pop().leave()
+            raise
+
+    def give_up(self) -> None:
+        """Have the run end without the others, where it is left: another handle of this process takes its place."""
+        self.finishing.clear()
+        for branch in self.branches:
+            branch.core.loop.give_up()
+            branch.leave()
+
+
 class RunCore:
     """What the trainers of a run need of it, and users do not.
 
@@ -90,16 +130,11 @@ class RunCore:
         region: The memory that the run shares with the daemon.
         lock: Held while a round begins or is collected, and while a daemon replaces a lost one.
         agreed: The request of `Run.agree`, kept for a daemon that replaces a lost one.
-        replicated: The tensors that all peers hold bit for bit: peers with other dtypes of those never meet.
-        trained_by: Name of the optimizer or loop that steps the run; only one can.
-        accumulated: The weight that the daemon was told last; None before the first step.
-        finishing: Calls that end a training, before the run is left.
-        branches: Runs that are a part of this one.
+        loop: The loop that steps the run, if any.
         is_branch: Whether this run is a part of another.
         left: Whether the script has left the run.
         channels: The messages between this script and others.
-        watcher: Watches the contributions, if error feedback needs them.
-        reported: Numbers that go with the next contribution of a loop of ours; see `JoinedRun.report`.
+        accumulated: The weight that the daemon was told last; None before the first step.
         listeners: Called after each round that made a mean, as curves are; the branches have the same.
     """
 
@@ -117,14 +152,9 @@ class RunCore:
         self.lock = threading.Lock()
         self.agreed: messages.AgreeRun | None = None
         self.is_branch = self.left = False
-        self.replicated: Mapping[str, torch.Tensor] = {}
-        self.trained_by = ""
-        self.watcher: Watcher | None = None
-        self.reported: dict[str, float | torch.Tensor] = {}
+        self.loop = Loop()
         self.listeners: list[Callable[[], None]] = []
         self.accumulated: float | None = None
-        self.finishing: list[Callable[[], None]] = []
-        self.branches: list[JoinedRun] = []
         self._told: dict[messages.Topic, str] = {}
         self._process = os.getpid()
         self._join = join
@@ -164,6 +194,8 @@ class RunCore:
     def tell(self, topic: messages.Topic, line: str) -> None:
         """Let the daemon's `status` show a line on a topic, in place of the topic's last line; none if it is empty."""
         with self.lock:
+            if self._told.get(topic, "") == line:
+                return
             self._told[topic] = line
             self.link.start(messages.TellStatus(self.request.run, topic, line))
 
@@ -209,8 +241,8 @@ class RunCore:
             options = structs.replace(self.request.options, **changes)
             branch = self._join(options, name, tensors, self.binding.source)
             branch.core.is_branch, branch.core.binding.shadows = True, self.binding.shadows
-            branch.core.reported, branch.core.listeners = self.reported, self.listeners
-            self.branches.append(branch)
+            branch.core.listeners, branch.core.loop.reported = self.listeners, self.loop.reported
+            self.loop.branches.append(branch)
         return branch
 
     def refuse_without_feedback(self) -> None:
@@ -222,35 +254,16 @@ class RunCore:
             raise Refused(told, hint)
 
     def begin_training(self, by: str, feedback: bool = False) -> None:
-        """Note the optimizer or loop that steps the run from now on; raises `Refused` if another one does.
+        """Note the loop that steps the run from now on; raises `Refused` if another one does.
 
         Or if the codec needs one with `feedback`.
         """
         if not feedback:
             self.refuse_without_feedback()
-        if self.trained_by:
+        if self.loop.by:
             hint = "end that with run.leave() and join again, or join another run for this one"
-            raise Refused(f"run {self.request.run!r} is stepped by {self.trained_by} already", hint)
-        self.trained_by = by
-
-    @contextlib.contextmanager
-    def undone_on_failure(self) -> Iterator[None]:
-        """Where the block is interrupted, or fails, undo what a loop has begun with the run meanwhile."""
-        before, finishing, branches = self.trained_by, list(self.finishing), len(self.branches)
-        try:
-            yield
-        except (KeyboardInterrupt, Exception):
-            self.trained_by, self.finishing = before, finishing
-            while len(self.branches) > branches:
-                self.branches.pop().leave()
-            raise
-
-    def give_up(self) -> None:
-        """Have the run end without the others, where it is left: another handle of this process takes its place."""
-        self.finishing.clear()
-        for branch in self.branches:
-            branch.core.give_up()
-            branch.leave()
+            raise Refused(f"run {self.request.run!r} is stepped by {self.loop.by} already", hint)
+        self.loop.by = by
 
     def renew(self, link: Connection, region: Region) -> None:
         """Go on through a new daemon, with new shared memory: the lost daemon may still write into the old one."""
@@ -321,8 +334,7 @@ class JoinedRun:
                 hint = "agree after join, before the first accumulate and step"
                 raise Refused(f"run {self.name!r} {happened}", hint)
             carried = self.core.binding.buffer_schema() if buffers else Schema(())
-            held = self.core.replicated
-            dtypes = tuple(one.dtype for one in Schema.of(held).tensors) if held else ()
+            dtypes = self.core.loop.dtypes
             request = messages.AgreeRun(self.name, agreed, carried, observes, dtypes, frozen)
             if differs := self.core.link.ask(request, AGREE_SECONDS):
                 log.warning(
@@ -451,7 +463,7 @@ class JoinedRun:
             SchemaError: The parameters have changed since the run was joined, or a buffer is not finite.
             RoundPending: A round of this run has not been collected.
         """
-        reports = {name: float(one) for name, one in self.core.reported.items()}
+        reports = {name: float(one) for name, one in self.core.loop.reported.items()}
         told = metrics or {name: one for name, one in reports.items() if math.isfinite(one)}
         reported = values_of(told), None if evaluation is None else report_of(evaluation)
         with self._withdrawn_if_interrupted():
@@ -470,9 +482,9 @@ class JoinedRun:
             self.core.binding.carried()  # A buffer that has changed is told before the round, also to an observer.
             if accumulated is not None and weight > 0 and self.core.link.lost is None:
                 encoded = self.core.binding.write_step(accumulated, region.contribution)
-                if self.core.watcher is not None:
+                if (watcher := self.core.loop.watcher) is not None:
                     size = self.core.binding.steps.layout.encoded_size
-                    self.core.watcher.sends(weight, region.contribution[:size])
+                    watcher.sends(weight, region.contribution[:size])
             self._contributed, self._accumulated = accumulated, None
             settle = partial(self._stepped, tensors=stepped, region=region, me=self.peer)
             try:
@@ -500,8 +512,8 @@ class JoinedRun:
             name: one.detach() if isinstance(one, torch.Tensor) else float(one)
             for name, one in metrics.items()
         }
-        self.core.reported.clear()
-        self.core.reported.update(read)
+        self.core.loop.reported.clear()
+        self.core.loop.reported.update(read)
 
     def metrics(self) -> dict[str, float]:
         """Numbers for curves: of the last round that made a mean, and sums over all that have ended here.
@@ -511,7 +523,7 @@ class JoinedRun:
             `before/accuracy`; `round`, `group_size`, and `seconds/PHASE` of that round; and of all `rounds`,
             `rounds_ok`, `rounds_counted` (in which this peer's contribution counts), `bytes_sent`, `bytes_received`.
         """
-        return metrics([one.totals for one in (self, *self.core.branches)])
+        return metrics([one.totals for one in (self, *self.core.loop.branches)])
 
     @property
     def rounds_ok(self) -> int:
@@ -628,9 +640,9 @@ class JoinedRun:
         if self.core.left:
             return
         try:
-            with contextlib.ExitStack() as finishing:  # If one `finish` raises, the others still run.
-                while self.core.finishing:
-                    finishing.callback(self.core.finishing.pop(0))
+            with contextlib.ExitStack() as ending:  # If one `finish` raises, the others still run.
+                while self.core.loop.finishing:
+                    ending.callback(self.core.loop.finishing.pop(0))
         finally:
             self._tell_if_none_was_ok()
             with self.core.lock:
@@ -649,7 +661,7 @@ class JoinedRun:
         self.leave()
 
     def __repr__(self) -> str:
-        parts = [self, *self.core.branches]
+        parts = [self, *self.core.loop.branches]
         ok, failed = sum(one.rounds_ok for one in parts), sum(one.rounds_failed for one in parts)
         told = f"<Run {self.name!r}{', left' if self.core.left else ''}, rounds: {ok} ok, {failed} failed"
         latest = [one.totals.last_ok for one in parts if one.totals.last_ok is not None]
@@ -658,10 +670,8 @@ class JoinedRun:
         return f"{told}; the last ok one: {max(latest, key=lambda outcome: outcome.started)!r}>"
 
     def _tell_if_none_was_ok(self) -> None:
-        parts = [self, *self.core.branches]
-        used = any(
-            one.core.trained_by or one.core.accumulated is not None or one.rounds_failed for one in parts
-        )
+        parts = [self, *self.core.loop.branches]
+        used = any(one.core.loop.by or one.core.accumulated is not None or one.rounds_failed for one in parts)
         if self.core.is_branch or not used or any(one.rounds_ok for one in parts):
             return
         reasons = [one.totals.why_not for one in parts if one.totals.why_not] or [
@@ -750,8 +760,8 @@ class JoinedRun:
     ) -> None:
         with self.core.lock:
             self._collected(outcome)
-            if outcome is not None and self.core.watcher is not None:
-                self.core.watcher.ended(outcome)
+            if outcome is not None and (watcher := self.core.loop.watcher) is not None:
+                watcher.ended(outcome)
             if outcome is not None and me in outcome.contributors:  # Also where the script has cancelled it.
                 self._spare, self._contributed = self._contributed, None  # Its memory serves again.
                 if self._spare is not None:
@@ -759,7 +769,7 @@ class JoinedRun:
             else:
                 self._keep()
             if outcome is not None and outcome.ok:
-                hand_back, shares = not self.core.trained_by, outcome.shares
+                hand_back, shares = not self.core.loop.by, outcome.shares
                 self.core.binding.read_step(region.mean, tensors, self.mean, hand_back, shares)
             self.core.report(self.accumulated)
 

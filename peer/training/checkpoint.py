@@ -438,7 +438,7 @@ def keep_checkpoints(
     except BaseException:
         keeper.close()
         raise
-    run.core.finishing.append(keeper.finish)
+    run.core.loop.finishing.append(keeper.finish)
     return keeper
 
 

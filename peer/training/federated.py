@@ -259,7 +259,7 @@ class Federated:
         self.member = self._join()
         self._pace = Pace(self.member.clock)
         self._keeper = keep_checkpoints(self.member, run, checkpoints, scores=True)
-        run.core.finishing.append(self._leave)  # Runs before the keeper, which records the final state.
+        run.core.loop.finishing.append(self._leave)  # Before the keeper, which records the final state.
         wait_for([run], self._options.wait_for)
 
     @property
@@ -403,10 +403,9 @@ class Federated:
 
     def _note_draw(self, drawn: Drawn) -> None:
         draw, places = self._draw, self._run.options.group_size
-        lived, draw.live = draw.live, len(drawn.live)
-        if draw.live != lived and max(draw.live, lived) > places:
-            told = f"{draw.live} peers share {places} places: each round draws anew, and the others follow"
-            self._run.core.tell("places", told if draw.live > places else "")
+        draw.live = len(drawn.live)
+        told = f"{draw.live} peers share {places} places: each round draws anew, and the others follow"
+        self._run.core.tell("places", told if draw.live > places else "")
         self.member.show(f"{len(drawn.peers)} of {draw.live} peers are drawn")
         draw.begun = draw.begun or self.epoch > 0 or draw.live >= self._strategy.available
 

@@ -37,7 +37,7 @@ class Feedback:
         self.residual = {name: torch.zeros_like(one) for name, one in tensors.items()}
         self._sum: dict[str, torch.Tensor] | None = None
         self._sent: list[tuple[bytes, int | None]] = []
-        run.core.watcher = self
+        run.core.loop.watcher = self
 
     def add(self, differences: Named) -> dict[str, torch.Tensor]:
         """Return beta e + Delta, to be contributed."""

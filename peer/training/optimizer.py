@@ -20,6 +20,7 @@ from torch._compile import _disable_dynamo
 from torch.linalg import vector_norm
 
 from equipoise.averaging.outcome import Outcome
+from equipoise.averaging.schema import Schema
 from equipoise.averaging.spec import PLACES
 from equipoise.averaging.state import StateId
 from equipoise.peer.client.accumulate import NotFinite
@@ -116,7 +117,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
         if self.scheduler is not None:
             parts["scheduler"] = image.SchedulerPart(self.scheduler)
         parts["optimizer"] = image.OptimizerPart(inner, parameters, self.scheduler is not None, held)
-        run.core.replicated = held
+        run.core.loop.dtypes = tuple(one.dtype for one in Schema.of(held).tensors)
         run.agree(self._terms(), options.buffers, frozen=image.frozen_of(module, run.options.base))
         state, target = image.TrainingState(model, parts, options.extra), options.target_batch_size
         self.member = Member(run, state, options, self._update, target)
@@ -460,14 +461,14 @@ def swarm_optimizer(
     **options: Unpack[OptionKeywords],
 ) -> SwarmOptimizer:
     """Make the optimizer of a run; see `Run.optimizer`."""
-    with run.core.undone_on_failure():
+    with run.core.loop.undone_on_failure():
         optimizer = SwarmOptimizer(
             run, inner, from_keywords("run.optimizer", Options, options, ("checkpoints",))
         )
         keeper = keep_checkpoints(optimizer.member, run, checkpoints)
         if keeper:
             optimizer.register_step_post_hook(keeper)
-    run.core.finishing.append(optimizer.leave)  # Runs before the keeper, which records the final state.
+    run.core.loop.finishing.append(optimizer.leave)  # Runs before the keeper, which records the final state.
     return optimizer
 
 

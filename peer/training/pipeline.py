@@ -124,7 +124,7 @@ class Pipeline:
         inner = optimizer(self.module.parameters())
         self.optimizer = swarm_optimizer(branch, inner, target_batch_size=1.0, patience=0.0)
         self._branch = branch
-        run.core.finishing.append(self.finish)
+        run.core.loop.finishing.append(self.finish)
 
     @property
     def stage(self) -> int:
@@ -178,8 +178,8 @@ class Pipeline:
         while lingers and not self._machine.passed_on and clock() < deadline:
             self._turn()
         self._branch.leave()
-        self._run.core.trained_by = ""
-        self._run.core.branches.remove(self._branch)
+        self._run.core.loop.by = ""
+        self._run.core.loop.branches.remove(self._branch)
 
     # ---- how it takes a stage ----
 
@@ -205,7 +205,7 @@ class Pipeline:
                     return pipeline.vacancy(held.tolist(), outcome.group.index(self._run.peer))
         finally:
             branch.leave()
-            self._run.core.branches.remove(branch)
+            self._run.core.loop.branches.remove(branch)
 
     @property
     def _has_rivals(self) -> bool:

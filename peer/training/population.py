@@ -277,7 +277,7 @@ class Population(LocalTraining[None]):
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._serve, name=branch.name, daemon=True)
         super().__enter__()
-        run.core.finishing.append(self.finish)
+        run.core.loop.finishing.append(self.finish)
         self._thread.start()
 
     def __getitem__(self, name: str) -> Any:

@@ -83,7 +83,7 @@ class Serving:
         self._numbers, self._asked = itertools.count(1), dict[int, End]()
         self._last: dict[str, Delivery] = {}
         self._round: PendingRound | None = None
-        self._called, self._live, self._told = False, tuple[str, ...](), ""
+        self._called, self._live = False, tuple[str, ...]()
         self._looked = self._met = self._tried = 0.0
         self._script = run.core.channels.mailbox.script.hex()
         self._thread = threading.Thread(target=self._serve, name=self._branch.name, daemon=True)
@@ -218,9 +218,7 @@ class Serving:
             elif not whole and views.view.number:
                 self._enter(View(views.view.number + 1, members))  # Nobody is left for a round.
         views.refused = "" if same else views.refused
-        if self.node.told != self._told:
-            self._told = self.node.told
-            self._run.core.tell("training", self._told)
+        self._run.core.tell("training", self.node.told)
 
     def _is_due(self, members: tuple[str, ...]) -> bool:
         """Whether other peers are live than at the last try; or that did not help, and some time has gone by."""
@@ -274,7 +272,7 @@ class Shared:
         self._rows: dict[str, _Rows] = {}
         self._pushes: deque[End] = deque()
         self._serving = Serving(run, strategy, lambda shard: RowStore(self._tables, shard, made))
-        run.core.finishing.append(self._serving.finish)
+        run.core.loop.finishing.append(self._serving.finish)
 
     @staticmethod
     def of(module: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -140,14 +140,14 @@ def test_an_interrupted_constructor_leaves_the_run_free(clients: list[Client], l
     strategy, construct = LOOPS[loop]
     run = clients[0].join("notebook", torch.nn.Linear(2, 2), strategy=strategy)
 
-    interrupted(lambda: construct(run, 1), lambda: run.core.trained_by)
+    interrupted(lambda: construct(run, 1), lambda: run.core.loop.by)
 
-    assert run.core.trained_by == ""
+    assert run.core.loop.by == ""
     assert construct(run, 0) is not None
     with pytest.raises(ValueError, match=r"stepped by .* already; end that with run.leave\(\)"):
         construct(run, 0)
-    assert run.core.trained_by
-    run.core.give_up()
+    assert run.core.loop.by
+    run.core.loop.give_up()
     run.leave()
 
 
@@ -172,7 +172,7 @@ def test_a_join_that_is_interrupted_can_be_made_again(
     monkeypatch.setattr(connecting, "_share", share)
 
     assert joins() is not None
-    run.core.give_up()
+    run.core.loop.give_up()
     run.leave()
 
 

@@ -53,7 +53,7 @@ def kept(home: Path, checkpoints: Checkpoints | None, told: list[str] | None = N
         link=SimpleNamespace(welcome=SimpleNamespace(home=home)),
         binding=SimpleNamespace(steps=SimpleNamespace(layout=layout)),
         tell=lambda topic, line: shown.append(line),
-        finishing=[],
+        loop=SimpleNamespace(finishing=[]),
     )
     run: Any = SimpleNamespace(core=core, name="digits", terms={})
     member: Any = Trained()

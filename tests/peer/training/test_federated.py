@@ -19,8 +19,8 @@ from equipoise.averaging.matchmaking.topology import ranked
 from equipoise.averaging.replication.messages import Answer, decode
 from equipoise.averaging.state import StateId
 from equipoise.peer import Refused
-from equipoise.peer.client.run import RunCore
 from equipoise.peer.client.safetensors_io import ImageError
+from equipoise.peer.daemon.session import Session
 from equipoise.peer.training import Checkpoints, Federated
 from equipoise.peer.training.federated import Task, _returned
 from fakes.federated import (
@@ -701,13 +701,13 @@ def test_a_peer_that_all_others_have_left_ends_with_the_agreed_model_and_says_wh
 
 def test_places_are_told_only_while_more_peers_live_than_have_one(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
-    tell = RunCore.tell
+    tell = Session.tell
 
-    def told_of(core: RunCore, topic: Any, line: str) -> None:
+    def told_of(session: Session, topic: str, line: str) -> None:
         told.extend([line] if topic == "places" else [])
-        tell(core, topic, line)
+        tell(session, topic, line)
 
-    monkeypatch.setattr(RunCore, "tell", told_of)
+    monkeypatch.setattr(Session, "tell", told_of)
     swarm = World(strategy="federated:available=5", group_size=4)
     peers = clients(swarm, 5)
     peers[4].stops_after = 1

@@ -173,7 +173,7 @@ class Run:
     peer = "me"
 
     def __init__(self) -> None:
-        self.core = self.binding = self
+        self.core = self.loop = self.binding = self
         self.feedback = Feedback(self, 1.0, {"w": torch.zeros(1)})  # type: ignore[arg-type]
 
     def decoded(self, payload: memoryview, like: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -88,7 +88,7 @@ def test_tensors_that_no_optimizer_steps_are_refused(kind: type[DiLoCo], tensors
         Refused, match=r"no optimizer steps the tensors of run 'detached'.* module or its param"
     ):
         kind(run, every=5)
-    assert not run.core.trained_by
+    assert not run.core.loop.by
 
 
 def test_gossip_over_a_state_dict_is_refused() -> None:

@@ -32,7 +32,7 @@ def test_of_an_optimizer(world: World) -> None:
         run.optimizer(adam, target_batch_size=64, momentum=0.9)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match=r"^run\.optimizer\(\.\.\.\) needs target_batch_size=$"):
         run.optimizer(adam)  # type: ignore[call-arg]
-    assert not run.core.trained_by
+    assert not run.core.loop.by
 
 
 @pytest.mark.parametrize("kind", [Options, LocalOptions, FederatedOptions])
@@ -54,7 +54,7 @@ def test_of_local_steps(world: World) -> None:
             trainer(run, evry=6)  # type: ignore[call-arg]
         with pytest.raises(ValueError, match="every: expected a whole number of steps >= 1, got 0"):
             trainer(run)
-    assert not run.core.trained_by
+    assert not run.core.loop.by
 
 
 def test_the_keywords_are_the_options() -> None:

@@ -7,7 +7,7 @@ import json
 import queue
 import threading
 from collections import defaultdict
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -83,7 +83,10 @@ class Net:
             told = json.loads(json.dumps(fields))
             self.queues[to].put(SimpleNamespace(sender=peer, script=f"{peer}'s", tensors=copies, fields=told))
             self.sent += 1
-            return SimpleNamespace(done=lambda: not self.under_way)
+            ended: Future[None] = Future()
+            if not self.under_way:
+                ended.set_result(None)
+            return SimpleNamespace(done=lambda: not self.under_way, ended=ended)
 
         def receive(topic: str, timeout: float) -> Any:
             if peer in self.lost:
@@ -101,11 +104,10 @@ class Net:
             binding=SimpleNamespace(tensors=lambda: tensors),
             channels=SimpleNamespace(mailbox=SimpleNamespace(script=script), send=send, receive=receive),
             branch=lambda name, *_, **__: SimpleNamespace(name=name, average=average, leave=lambda: None),
-            finishing=[],
+            loop=SimpleNamespace(finishing=[], undone_on_failure=contextlib.nullcontext),
             link=SimpleNamespace(lost=None),
             left=False,
             tell=lambda _, line: self.told.update({peer: line}),
-            undone_on_failure=contextlib.nullcontext,
         )
         self.live = sorted([*self.live, peer])
 
@@ -133,7 +135,7 @@ def sharing(net: Net, count: int, spec: str, optimizer: str = "sgd:lr=1") -> lis
 
 def leave(tables: list[Shared]) -> None:
     with ThreadPoolExecutor(len(tables)) as pool:
-        list(pool.map(lambda one: one.run.core.finishing[0](), tables))
+        list(pool.map(lambda one: one.run.core.loop.finishing[0](), tables))
 
 
 def test_every_push_counts_once_and_all_read_it(net: Net) -> None:
