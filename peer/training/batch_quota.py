@@ -28,16 +28,21 @@ MARGIN = 0.75
 
 
 class BatchQuota:
-    """This peer's share of the target batch. Times are the seconds of any steady clock."""
+    """This peer's share of the target batch. Times are the seconds of any steady clock.
+
+    `batch` is the weight of the last micro-batch, `given` that of the last contribution, which the loop notes.
+    """
 
     def __init__(self, target: float) -> None:
         self._target = target
-        self._quota = target
+        self._quota = self.batch = target
         self._returned: float | None = None
-        self._batch_seconds = 0.0
+        self._batch_seconds = self.given = 0.0
+        self._last: Outcome | None = None
 
-    def computed(self, now: float) -> None:
-        """Note that a micro-batch is done; it took the time since `returned`."""
+    def computed(self, now: float, batch: float) -> None:
+        """Note that a micro-batch of the weight `batch` is done; it took the time since `returned`."""
+        self.batch = batch
         if self._returned is not None:
             self._batch_seconds = now - self._returned
 
@@ -49,18 +54,22 @@ class BatchQuota:
         """Return whether to meet: the swarm has the target, or this peer its share, and likely the others theirs."""
         return swarm >= self._target * SLACK or local >= self._quota * SLACK
 
-    def averaged(self, outcome: Outcome, peer: str, batch: float) -> None:
-        """Note that a round of this peer, `peer`, succeeded; its next micro-batch has the weight `batch`."""
+    def ended(self, outcome: Outcome | None, peer: str) -> bool:
+        """Note the last round of this peer, `peer`; return whether it is another one than before, and succeeded."""
+        is_news, self._last = outcome is not self._last, outcome
+        if outcome is None or not outcome.ok or not is_news:
+            return False
         if peer not in outcome.contributors:  # The others do not know this peer's pace, and will not wait.
             self._quota = 0.0
-            return
-        units = deal(math.ceil(self._target / batch), outcome.contributors).get(peer, 0)
+            return True
+        units = deal(math.ceil(self._target / self.batch), outcome.contributors).get(peer, 0)
         waited = outcome.seconds.get("matchmaking", 0.0)
         spare = (waited - FORMING_SECONDS) / self._batch_seconds if self._batch_seconds > 0 else 0.0
         if spare >= NOTABLE:
-            made = round(outcome.capped.get(peer, outcome.contributors[peer]) / batch)
+            made = round(outcome.capped.get(peer, outcome.contributors[peer]) / self.batch)
             units = max(units, made + round(spare - MARGIN))
-        self._quota = min(units * batch, self._target)
+        self._quota = min(units * self.batch, self._target)
+        return True
 
     def alone(self) -> None:
         """Note that no other peer makes a share."""

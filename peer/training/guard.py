@@ -31,6 +31,7 @@ class Guard:
 
     The parameters' values are compared, so a write that is undone, as a swap of averaged weights for an evaluation,
     does no harm. In what the optimizer remembers, and in frozen parameters, torch's counts of writes are compared.
+    `writes` is how often the script has written to the state since the last update, as the loop counts.
     """
 
     def __init__(
@@ -44,13 +45,14 @@ class Guard:
         self._source = source
         self._parameters = parameters
         present = parameters_of(source) if isinstance(source, torch.nn.Module) else {}
-        self._frozen = {name: one for name, one in present.items() if name not in parameters}
+        self._frozen = {name: (one, 0) for name, one in present.items() if name not in parameters}
         self._kinds = {name: (one.dtype, one.device) for name, one in parameters.items()}
         self._optimizer = optimizer
         self._scheduler = scheduler
         self._extra = extra
         self._remembered: list[int] = []
         self._sums: dict[str, int] = {}
+        self.writes = 0
         optimizer.register_load_state_dict_pre_hook(self._loading)
         optimizer.register_load_state_dict_post_hook(self._has_loaded)
         self.note()
@@ -60,7 +62,7 @@ class Guard:
         self._sums = bit_sums(self._parameters)
         self._loaded = False
         self._writes = self._count_writes()
-        self._frozen_writes = {name: _version(one) for name, one in self._frozen.items()}
+        self._frozen = {name: (one, _version(one)) for name, (one, _) in self._frozen.items()}
         self._groups = [
             {key: _kept(value) for key, value in group.items() if key != "params"}
             for group in self._optimizer.param_groups
@@ -88,7 +90,7 @@ class Guard:
 
     def written_frozen(self) -> list[str]:
         """Names of the frozen parameters that the script has written to since `note`."""
-        return [name for name, one in self._frozen.items() if _version(one) != self._frozen_writes[name]]
+        return [name for name, (one, version) in self._frozen.items() if _version(one) != version]
 
     def take_back(self) -> list[str]:
         """Set hyperparameters that the script has changed back; return what was changed, a line for each."""

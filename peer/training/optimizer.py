@@ -25,7 +25,7 @@ from equipoise.averaging.spec import PLACES
 from equipoise.averaging.state import StateId
 from equipoise.peer.client.accumulate import NotFinite
 from equipoise.peer.client.run import JoinedRun
-from equipoise.peer.client.tensors import sparse_gradients, stepped_tensors
+from equipoise.peer.client.tensors import stepped_tensors
 from equipoise.peer.errors import Refused
 from equipoise.peer.training import image
 from equipoise.peer.training.batch_quota import BatchQuota
@@ -93,7 +93,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
         parameters = _check_inner(run, inner)
         require_places(run, options.wait_for)
         self.inner = inner
-        self.batch_size = self._size = options.batch_size
+        self.batch_size = options.batch_size
         self._counted: float | None = None
         self.dropped = self.skipped = 0
         self.scheduler = options.scheduler(inner) if options.scheduler else None
@@ -105,9 +105,6 @@ class SwarmOptimizer(torch.optim.Optimizer):
         self._run = run
         self.parameters = parameters
         binding = run.core.binding
-        module = binding.source if isinstance(binding.source, torch.nn.Module) else torch.nn.Module()
-        all_sparse = isinstance(inner, torch.optim.SparseAdam)
-        self._sparse = frozenset(parameters) if all_sparse else sparse_gradients(module)
         buffers = image.averaged_buffers(run, options.buffers)
         self.masters = Masters(run.name, parameters, options.masters)
         held = self.masters.tensors
@@ -118,17 +115,13 @@ class SwarmOptimizer(torch.optim.Optimizer):
             parts["scheduler"] = image.SchedulerPart(self.scheduler)
         parts["optimizer"] = image.OptimizerPart(inner, parameters, self.scheduler is not None, held)
         run.core.loop.dtypes = tuple(one.dtype for one in Schema.of(held).tensors)
-        run.agree(self._terms(), options.buffers, frozen=image.frozen_of(module, run.options.base))
+        run.agree(self._terms(), options.buffers, frozen=image.frozen_of(binding.source, run.options.base))
         state, target = image.TrainingState(model, parts, options.extra), options.target_batch_size
         self.member = Member(run, state, options, self._update, target)
         self._pace = BatchQuota(options.target_batch_size)
-        self._paced: Outcome | None = None
-        self._given = 0.0
         self._updating: int | None = None
-        self._writes = 0
         self._told: set[str] = set()
         _runs[inner] = weakref.ref(run)
-        self._finished: Finished | None = None
         wait_for([run], options.wait_for)
 
     # ---- what is the wrapped optimizer's ----
@@ -239,17 +232,17 @@ class SwarmOptimizer(torch.optim.Optimizer):
         if is_probe(self.inner):
             return loss
         size = self._counted if samples is None else counted(samples)
-        self._size, self._counted = self.batch_size if size is None else size, None
+        size, self._counted = self.batch_size if size is None else size, None
         self._guard.require_same_tensors()
         self._notice_writes()
-        if self._writes >= MAX_WRITES:
-            told = f"the script has written to its parameters {self._writes} times without an update"
+        if self._guard.writes >= MAX_WRITES:
+            told = f"the script has written to its parameters {self._guard.writes} times without an update"
             raise Refused(told, "write in on_update= alone, alike on all peers")
-        self._pace.computed(self.member.clock())
+        self._pace.computed(self.member.clock(), size or self.batch_size)
         gradients = {name: parameter.grad for name, parameter in self.parameters.items()}
         try:
             if any(gradient is not None for gradient in gradients.values()):  # Else nothing was computed.
-                self.member.accumulate(gradients, self._size)
+                self.member.accumulate(gradients, size)
         except NotFinite:
             self.dropped += 1
         before = self.id
@@ -258,10 +251,10 @@ class SwarmOptimizer(torch.optim.Optimizer):
         if self.id == before and self._may_collect():
             self.member.collect()
             if self._is_due():
-                self._given = self.member.accumulated
+                self._pace.given = self.member.accumulated
                 self.member.meet(wait=not self._options.delay)
         if self.id != before and self.in_step and self.member.gave:
-            self._writes = 0
+            self._guard.writes = 0
         self._pace.returned(self.member.clock())
         return loss
 
@@ -274,12 +267,13 @@ class SwarmOptimizer(torch.optim.Optimizer):
             Whether this peer ends with the group's state, and why not.
         """
         self._notice_writes()
-        self._finished = self.member.finish(timeout).without(self.member.accumulated)
-        return self._finished
+        finished, loop = self.member.finish(timeout), self._run.core.loop
+        loop.finishing = [one for one in loop.finishing if one != self.leave]
+        return finished.without(self.member.accumulated)
 
     def leave(self) -> None:
         """Finish; the run calls this when it is left."""
-        if self._finished is None and sys.exc_info()[0] is None:  # After an error it does not linger.
+        if sys.exc_info()[0] is None:  # After an error it does not linger.
             self.finish()
 
     def _notice_writes(self) -> None:
@@ -309,7 +303,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
                 f"{told} since the last update, so this state is nobody else's: it takes on the group's. Causes are "
                 "clamp_, load_state_dict, decay by hand, max_norm: write in on_update=, alike on all peers",
             )
-        self._writes += self.in_step
+        self._guard.writes += self.in_step
         self.member.written(f"{told} since the last update")
 
     def _warn_once(self, what: str, line: str) -> None:
@@ -319,15 +313,13 @@ class SwarmOptimizer(torch.optim.Optimizer):
 
     def _may_collect(self) -> bool:
         """Return whether to wait for the open round, if any: a round that is only attended must not block the loop."""
-        enough = self.member.in_step and self.member.accumulated >= self._given
+        enough = self.member.in_step and self.member.accumulated >= self._pace.given
         return enough or self.member.round_done
 
     def _is_due(self) -> bool:
         last = self.member.last
-        if last is not None and last.ok and last is not self._paced:
-            self._pace.averaged(last, self._run.peer, self._size or self.batch_size)
+        if self._pace.ended(last, self._run.peer) and last is not None:
             self._look_at_target(last.contributors)
-        self._paced = last
         swarm, local = self.member.serve(), self.member.accumulated
         if self.member.waits:
             return True  # It follows the others, at their pace.
@@ -344,7 +336,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
     def _look_at_target(self, contributors: Mapping[str, float]) -> None:
         """Warn if the others reach the target without this peer, which has made one micro-batch, as all have."""
         target, least = self._options.target_batch_size, min(contributors.values())
-        one = contributors.get(self._run.peer, math.inf) <= self._size
+        one = contributors.get(self._run.peer, math.inf) <= self._pace.batch
         if one and least * (len(contributors) - 1) >= target:
             self._warn_once(
                 "target_batch_size",
@@ -395,13 +387,14 @@ class SwarmOptimizer(torch.optim.Optimizer):
     def _hand_over(self, mean: Mapping[str, torch.Tensor], factor: float) -> None:
         """Make the mean the parameters' `.grad`, without a copy if possible: a copy takes as long as all else here. A
         mean of zeros becomes None, so that the optimizer skips the parameter: most likely no peer had a gradient."""
+        binding, all_sparse = self._run.core.binding, isinstance(self.inner, torch.optim.SparseAdam)
         for name, parameter in self.parameters.items():
             if name not in mean:
                 parameter.grad = None
                 continue
             gradient = mean[name].to(parameter.device)
             scaled = gradient if factor == 1 else gradient * factor
-            if name in self._sparse:
+            if all_sparse or name in binding.sparse:
                 parameter.grad = scaled.to_sparse(1).to(parameter.dtype)
             elif scaled.stride() == parameter.stride():
                 parameter.grad = scaled.to(parameter.dtype)
@@ -468,7 +461,7 @@ def swarm_optimizer(
         keeper = keep_checkpoints(optimizer.member, run, checkpoints)
         if keeper:
             optimizer.register_step_post_hook(keeper)
-    run.core.loop.finishing.append(optimizer.leave)  # Runs before the keeper, which records the final state.
+    run.core.loop.finishing.append(optimizer.leave)  # Before the keeper, which records the final state.
     return optimizer
 
 
