@@ -32,7 +32,7 @@ from equipoise.averaging.shared.keeper import Send
 from equipoise.averaging.shared.messages import SHARDS
 from equipoise.averaging.shared.node import Does, Done, Node, Parts
 from equipoise.averaging.shared.rows import GRADIENTS, IDS, OPTIMIZERS, ROWS, RowStore, packed, unpacked
-from equipoise.averaging.shared.view import View
+from equipoise.averaging.shared.view import View, Views
 from equipoise.averaging.strategy import SharedTables
 from equipoise.peer.client.channels import Delivery, Message
 from equipoise.peer.client.futures import PendingRound
@@ -71,22 +71,64 @@ End = concurrent.futures.Future[Parts]
 log = logging.getLogger(__name__)
 
 
+class ViewRounds:
+    """The rounds of a `branch` that name views: one is due where the live peers are not those of the view."""
+
+    def __init__(self, run: JoinedRun, views: Views) -> None:
+        terms = {"strategy": "allreduce", "codec": "fp32", "group_size": MAX_GROUP_SIZE}
+        self.branch = run.core.branch(f"{run.name}/views", {"view": torch.zeros(1)}, **terms)
+        self._run, self._views = run, views
+        self._round: PendingRound | None = None
+        self._called, self._live = False, tuple[str, ...]()
+        self._met = self._tried = 0.0
+
+    def called(self, view: str) -> None:
+        """Note that a peer calls for a round, from its view."""
+        late = time.monotonic() - self._met > PATIENCE_SECONDS
+        # A peer that is not in this view yet may have called for the round that named it.
+        self._called |= late or int(view.partition(".")[0]) >= self._views.view.number
+
+    def look(self, members: tuple[str, ...]) -> View | None:
+        """Begin a round of the live peers if one is due, or end the one that goes on; return the view that is named."""
+        views, named = self._views, None
+        same = views.active and views.view.members == members
+        # Other peers are live than at the last try; or that did not help, and some time has gone by.
+        changed = members != self._live or time.monotonic() - self._tried > PATIENCE_SECONDS
+        if self._round is not None and self._round.done():
+            ended, self._round = self._round, None
+            self._called, self._tried = False, time.monotonic()
+            outcome, self._met = ended.result(), self._tried
+            there = tuple(sorted(outcome.contributors))
+            absent = ", ".join(f"..{peer[-SHOWN_CHARS:]}" for peer in members if peer not in there)
+            if outcome.ok and (views.view.number or there == members):
+                named = View(outcome.round, there)
+            elif outcome.ok and absent:
+                views.refused = f"the first view has all live peers, and {absent} took no part in its round"
+        elif self._round is None and (self._called or (not same and changed)):
+            # A newcomer to a whole view answers this call by its own: messages then go both ways before the view ends.
+            whole = views.active and {*views.view.members} <= {*members} and not self._called
+            for peer in {*members} - {self._run.peer, *(views.view.members if whole else ())}:
+                self._run.core.channels.send(peer, TOPIC, *packed(views.view.name, ()))
+            self._called, self._live, self._tried = False, members, time.monotonic()
+            if not whole and len(members) > 1:
+                self._round = self.branch.average(timeout=ROUND_SECONDS, wait=False)
+            elif not whole and views.view.number:
+                named = View(views.view.number + 1, members)  # Nobody is left for a round.
+        views.refused = "" if same else views.refused
+        return named
+
+
 class Serving:
-    """A peer's thread: it holds shards for others, asks theirs, and makes the rounds that name who serves."""
+    """A peer's thread: it holds shards for others, asks theirs, and enters the views that rounds name."""
 
     def __init__(self, run: JoinedRun, strategy: SharedTables, new: Callable[[int], RowStore]) -> None:
         """`new` makes the store of a shard."""
         self.node, self.lock = Node(run.peer, strategy, new), threading.RLock()
         self._run, self._timeout, self._over = run, strategy.timeout, threading.Event()
-        terms = {"strategy": "allreduce", "codec": "fp32", "group_size": MAX_GROUP_SIZE}
-        self._branch = run.core.branch(f"{run.name}/views", {"view": torch.zeros(1)}, **terms)
+        self._rounds = ViewRounds(run, self.node.views)
         self._numbers, self._asked = itertools.count(1), dict[int, End]()
-        self._last: dict[str, Delivery] = {}
-        self._round: PendingRound | None = None
-        self._called, self._live = False, tuple[str, ...]()
-        self._looked = self._met = self._tried = 0.0
-        self._script = run.core.channels.mailbox.script.hex()
-        self._thread = threading.Thread(target=self._serve, name=self._branch.name, daemon=True)
+        self._looked, self._last = 0.0, dict[str, Delivery]()
+        self._thread = threading.Thread(target=self._serve, name=self._rounds.branch.name, daemon=True)
         self._thread.start()
 
     def ask(self, how: Callable[[int, Parts, float], list[Does]], parts: Parts) -> End:
@@ -104,11 +146,11 @@ class Serving:
     def do(self, actions: Sequence[Does], again: bool = False) -> None:
         """Do what the node wants; or not what it says `again`, where the last message is still under way."""
         leaving: dict[str, list[Send]] = defaultdict(list)
-        left, me = deque(actions), self._run.peer
+        left, me, script = deque(actions), self._run.peer, self._run.core.channels.mailbox.script.hex()
         while left:
             match left.popleft():
                 case Send(to, item, payload) if to == me:
-                    left += self.node.got(me, self._script, self.node.views.view.name, item, payload)
+                    left += self.node.got(me, script, self.node.views.view.name, item, payload)
                 case Send() as send:
                     leaving[send.to].append(send)
                 case str(text):
@@ -134,14 +176,9 @@ class Serving:
         self._thread.join(ROUND_SECONDS)
         with self.lock:
             self.do(self.node.leave())
-        until = time.monotonic() + LEAVE_SECONDS
-        while (
-            link.lost is None
-            and time.monotonic() < until
-            and not all(one.done() for one in self._last.values())
-        ):
-            time.sleep(LOOK_SECONDS)
-        self._branch.leave()
+        if link.lost is None:
+            concurrent.futures.wait([one.ended for one in self._last.values()], LEAVE_SECONDS)
+        self._rounds.branch.leave()
 
     def _send(self, to: str, sends: Sequence[Send]) -> None:
         """Send items in few messages. The node says again what is refused here, or lost."""
@@ -166,7 +203,7 @@ class Serving:
                 if time.monotonic() - self._looked >= LOOK_SECONDS:
                     self._looked = time.monotonic()
                     with contextlib.suppress(EquipoiseError):  # The daemon has gone, and another may come.
-                        self._meet(self._run.members)
+                        self._enter(self._rounds.look(self._run.members))
         finally:
             self._over.set()
             with self.lock:
@@ -188,45 +225,16 @@ class Serving:
             view, items = unpacked(message.tensors, message.fields)
         except ValueError as error:
             return [f"..{message.sender[-SHOWN_CHARS:]} sent no message of shared tables: {error}"]
-        sent, late = (message.sender, message.script, view), time.monotonic() - self._met > PATIENCE_SECONDS
-        # A peer that is not in this view yet may have called for the round that named it.
-        self._called |= not items and (late or int(view.partition(".")[0]) >= self.node.views.view.number)
+        if not items:
+            self._rounds.called(view)
+        sent = message.sender, message.script, view
         return [does for item, payload in items for does in self.node.got(*sent, item, payload)]
 
-    def _meet(self, members: tuple[str, ...]) -> None:
-        """Hold a round where the live peers are not those of the view, and enter the view that it names."""
-        views = self.node.views
-        same = views.active and views.view.members == members
-        if self._round is not None and self._round.done():
-            ended, self._round = self._round, None
-            self._called, self._tried = False, time.monotonic()
-            outcome, self._met = ended.result(), self._tried
-            there = tuple(sorted(outcome.contributors))
-            absent = ", ".join(f"..{peer[-SHOWN_CHARS:]}" for peer in members if peer not in there)
-            if outcome.ok and (views.view.number or there == members):
-                self._enter(View(outcome.round, there))
-            elif outcome.ok and absent:
-                views.refused = f"the first view has all live peers, and {absent} took no part in its round"
-        elif self._round is None and (self._called or (not same and self._is_due(members))):
-            # A newcomer to a whole view answers this call by its own: messages then go both ways before the view ends.
-            whole = views.active and {*views.view.members} <= {*members} and not self._called
-            for peer in {*members} - {self._run.peer, *(views.view.members if whole else ())}:
-                self._run.core.channels.send(peer, TOPIC, *packed(views.view.name, ()))
-            self._called, self._live, self._tried = False, members, time.monotonic()
-            if not whole and len(members) > 1:
-                self._round = self._branch.average(timeout=ROUND_SECONDS, wait=False)
-            elif not whole and views.view.number:
-                self._enter(View(views.view.number + 1, members))  # Nobody is left for a round.
-        views.refused = "" if same else views.refused
+    def _enter(self, view: View | None) -> None:
+        if view is not None:
+            with self.lock:
+                self.do(self.node.enter(view))
         self._run.core.tell("training", self.node.told)
-
-    def _is_due(self, members: tuple[str, ...]) -> bool:
-        """Whether other peers are live than at the last try; or that did not help, and some time has gone by."""
-        return members != self._live or time.monotonic() - self._tried > PATIENCE_SECONDS
-
-    def _enter(self, view: View) -> None:
-        with self.lock:
-            self.do(self.node.enter(view))
 
 
 class _Rows(NamedTuple):
