@@ -113,6 +113,7 @@ class PendingRound(Pending[Outcome]):
 
     Attributes:
         cancelled: Whether the script has withdrawn from it.
+        stopped: Whether the search for its group was ended.
     """
 
     what = "round"
@@ -136,10 +137,11 @@ class PendingRound(Pending[Outcome]):
         self._settle = settle
         self._encoding = encoding
         self._started = time.time()
-        self.cancelled = False
+        self.cancelled = self.stopped = False
 
     def stop_search(self, why: str) -> None:
         """End the search for a group, if none has formed yet; `result` is then not ok, and says `why`."""
+        self.stopped = True
         if not self.done():
             with contextlib.suppress(DaemonLost):  # That ends it as well.
                 self._link.ask(messages.StopRound(self._run, why))

@@ -131,7 +131,7 @@ class Member:
         self.limit = state.model.limit
         state.require_writable()
         self._run = run
-        self._state, self._model = state, state.model
+        self._state = state
         self._update = update
         self._contributors = MIN_CONTRIBUTORS
         self._options, self._seconds = options, options.timeout
@@ -142,7 +142,7 @@ class Member:
         self._whole: StateId | None = start
         self._own: Accumulator | None = None
         self._pending: PendingRound | None = None
-        self.gave = self._stopped = self._asks = False
+        self.gave = self._asks = False
         self._claimed: StateId | None = None
         self._news: deque[events.Event] = deque()
         self._downloads = Downloads(run, state)
@@ -204,7 +204,7 @@ class Member:
             self._run.accumulate(gradients, weight)
             return
         if self._own is None:
-            self._own = Accumulator(self._model.tensors)
+            self._own = Accumulator(self._state.model.tensors)
         self._own.add(named_gradients(gradients), weight)
 
     def serve(self) -> float:
@@ -243,7 +243,7 @@ class Member:
         deadline = self.clock() + timeout
         while not self.ends(deadline):
             pass
-        self._model.restore()
+        self._state.model.restore()
         return self.ended()
 
     def ends(self, deadline: float) -> bool:
@@ -341,9 +341,8 @@ class Member:
         if self._pending is None or not self._comes(self._pending):
             return
         pending, self._pending = self._pending, None
-        stopped, self._stopped = self._stopped, False
         outcome = pending.result()
-        if stopped and not outcome.group and not outcome.late:
+        if pending.stopped and not outcome.group and not outcome.late:
             return  # This peer itself ended the search.
         self.last = outcome
         self.outcomes += 1
@@ -400,8 +399,7 @@ class Member:
 
     def _stop_search(self, why: str = "") -> None:
         """End the search for a group if none has formed: this peer does not need the round any more."""
-        if self._pending is not None and not self._stopped:
-            self._stopped = True
+        if self._pending is not None and not self._pending.stopped:
             caught_up = "this peer has caught up with the group"
             self._pending.stop_search(why or (caught_up if self.in_step else "no other peer is left"))
 
@@ -511,7 +509,7 @@ class Member:
     def _begin_attending(self, weight: float, seconds: float, evaluation: Evaluation | None = None) -> None:
         self._run.take()
         if weight:
-            self._run.accumulate(dict.fromkeys(self._model.tensors), weight)
+            self._run.accumulate(dict.fromkeys(self._state.model.tensors), weight)
         self._start(seconds, evaluation=evaluation)
         self.gave = False
 
@@ -521,7 +519,7 @@ class Member:
         metrics: Mapping[str, float] = MappingProxyType({}),
         evaluation: Evaluation | None = None,
     ) -> None:
-        if not all(bool(torch.isfinite(buffer).all()) for buffer in self._model.buffers.values()):
+        if not all(bool(torch.isfinite(buffer).all()) for buffer in self._state.model.buffers.values()):
             log.warning(
                 "run %s: its averaged buffers hold NaN or Inf: it takes the group's, and adds nothing",
                 self._run.name,
@@ -571,7 +569,7 @@ class Member:
             case events.Commit():
                 self._commit(action)
             case events.Check():
-                self._news.append(events.Checked(digest(self._model.tensors)))
+                self._news.append(events.Checked(digest(self._state.model.tensors)))
             case events.FetchSnapshot(at_least):
                 wish = Wish(at_least, self.limit, None, self._follower.donors, self._follower.known.trained)
                 self._downloads.begin(wish, FETCH_SECONDS)
@@ -597,7 +595,7 @@ class Member:
         if self.in_step and self._pending is None:
             if not self._run.accumulated:
                 # This peer has just come into step. Beside a single contributor it needs a weight above 0.
-                self._run.accumulate(dict.fromkeys(self._model.tensors), ATTENDANCE)
+                self._run.accumulate(dict.fromkeys(self._state.model.tensors), ATTENDANCE)
             self._start(self._seconds)
             self.gave = True
 
@@ -610,9 +608,9 @@ class Member:
             if mean.outcome.counted(self._run.peer):
                 self._run.take()  # This contribution, to a round that failed here, is in the mean.
         self._update(self._run.mean, mean.before, mean.outcome)
-        self._model.settle()
+        self._state.model.settle()
         if self._run.peer not in mean.outcome.givers:
-            self._model.adopt()
+            self._state.model.adopt()
 
     def _step_alone(self) -> None:
         own, self._own = self._run.take(), self._own
@@ -624,8 +622,8 @@ class Member:
         mean = own.mean()
         self._whole = None
         self._update(mean, self.id, None)
-        self._model.count()
-        self._model.settle()
+        self._state.model.count()
+        self._state.model.settle()
         self.last = Outcome(ok=False, reason=self.reason, run=self._run.name)
         self._news.append(events.SteppedAlone(digest(mean)))
 
