@@ -55,7 +55,7 @@ class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
             raise FlagError(f"--plot: expected a file name that ends in .png or .svg, got {self.plot!r}")
         self._check_specs()
         if importlib.util.find_spec("sklearn") is None:
-            hint = "install it: pip install 'equipoise[demo]'"
+            hint = "install it: pip install 'equipoise[plots]'"
             raise EquipoiseError("the demo's data comes with scikit-learn", hint)
 
     def _check_specs(self) -> None:

@@ -154,7 +154,7 @@ def write_plot(summary: Summary, path: str, title: str) -> str:
         axes.legend(loc="lower right")
         axes.figure.savefig(path)
     except ImportError:
-        return "no plot: matplotlib is missing; install it: pip install 'equipoise[demo]'"
+        return "no plot: matplotlib is missing; install it: pip install 'equipoise[plots]'"
     except OSError as error:
         return f"no plot: cannot write {path}: {error.strerror}"
     return f"accuracy by round: {path}"

@@ -133,4 +133,4 @@ def test_a_plot_that_cannot_be_drawn_is_one_line(tmp_path: Path, monkeypatch: py
     assert write_plot(summary, path, "") == f"no plot: cannot write {path}: No such file or directory"
     monkeypatch.setattr(importlib, "import_module", missing)
     told = write_plot(summary, path, "")
-    assert told == "no plot: matplotlib is missing; install it: pip install 'equipoise[demo]'"
+    assert told == "no plot: matplotlib is missing; install it: pip install 'equipoise[plots]'"
