@@ -112,7 +112,7 @@ def test_options_out_of_range_are_refused(options: dict[str, Any], message: str)
 
 def test_missing_data_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(EquipoiseError, match=r"pip install 'equipoise\[demo\]'"):
+    with pytest.raises(EquipoiseError, match=r"pip install 'equipoise\[plots\]'"):
         DemoOptions().check()
 
 
