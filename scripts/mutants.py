@@ -52,6 +52,7 @@ RULES: dict[str, list[tuple[str, str]]] = {
         ("parked.arrived = before.arrived", "pass"),
         ("shift = min(held_up, MAX_SHIFT - self._shifted)", "shift = held_up"),
         (" or now < self._closes_from:", ":"),
+        ("arrived[quorum - 1] if", "arrived[0] if"),
         ("if not outlook.missing and not outlook.strangers:", "if not outlook.missing:"),
         ("max(spent[(len(spent) - 1) // 2], latest + GRACE)", "spent[(len(spent) - 1) // 2]"),
         ("return peer not in outlook.owed, ", "return False, "),
@@ -60,12 +61,11 @@ RULES: dict[str, list[tuple[str, str]]] = {
         ("0 < self._needs.least <= join.weight and join.state != self.state", "False"),
     ],
     "averaging/matchmaking/closing.py": [
-        ("arrived[quorum - 1] if", "arrived[0] if"),
         ("*(peer for peer in since if peer in able)", "*()"),
         ("len(there) < self._strategy.available", "False"),
         ("return believed is not None and believed > builder.round", "return False"),
         ("return peer in builder.contributors or knew", "return True"),
-        ("minimum=max(least, len(drawn.peers))", "minimum=least"),
+        ("minimum=max(least, share, len(drawn.peers))", "minimum=max(least, share)"),
     ],
     "averaging/matchmaking/coordinator.py": [
         (" and (ended.ok or ended.peers & beyond.keys())", ""),
@@ -83,7 +83,7 @@ RULES: dict[str, list[tuple[str, str]]] = {
         ("others[:MAX_PEERS]", "others"),
         ("heapq.nsmallest(MAX_ASKED,", "heapq.nsmallest(MAX_PEERS,"),
         ("statistics.median_low(mates)", "max(mates)"),
-        ("other.misses < MISSES and other.round <= round", "other.round <= round"),
+        ("other.misses < misses and other.round <= round", "other.round <= round"),
         ("self._shunned[peer].may_call, False", "(self._shunned[peer].may_call,) * 2"),
         ("if own or epoch >= self._made.epoch:", "if True:"),
         ("*beyond.values()])[-2]", "*beyond.values()])[-1]"),
@@ -114,7 +114,7 @@ RULES: dict[str, list[tuple[str, str]]] = {
     "averaging/matchmaking/next_round.py": [
         ("self.number = max(self.floor, believed)", "self.number = believed"),
         ("max(self.floor + LEAP, min(near)) if near else", "max(self.floor + LEAP, max(near)) if near else"),
-        ("if believed < self.floor:", "if False:"),
+        ("believed is not None and believed < self.floor and", "believed is not None and"),
         ("self.number = self._membership.outrun(self.number, self.ceiling, now)", "pass"),
     ],
     "averaging/matchmaking/context.py": [
@@ -133,7 +133,6 @@ RULES: dict[str, list[tuple[str, str]]] = {
         ("if len(voters) - len(moving) <= offering:", "if True:"),
         ("epochs[len(epochs) // 2] if epochs", "epochs[-1] if epochs"),
         ("self._rest = min(2 * self._rest, MAX_REST_SECONDS)", "pass"),
-        ("super().see(trusted or peers, now)", "super().see(peers, now)"),
     ],
     "averaging/replication/answers.py": [
         ("if 2 * near <= len(voters):", "if 2 * near < len(voters):"),
