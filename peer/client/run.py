@@ -84,7 +84,7 @@ class Loop:
     """The optimizer or loop that steps a run, with all that it has begun.
 
     Attributes:
-        by: Its name; empty if there is none. Only one can step the run.
+        by: The name of that optimizer or loop; empty before it begins. A run takes one at a time.
         dtypes: Those of the tensors that all peers hold bit for bit: peers with other ones never meet.
         watcher: Watches the contributions, if error feedback needs them.
         reported: Numbers that go with the next contribution, as of the branches; see `JoinedRun.report`.
